@@ -1,0 +1,40 @@
+"""Meshes, placements and layouts: where every element of a tensor lives. Nothing here communicates."""
+
+from ._errors import LayoutError, MeshError, MeshwrightError, PlacementError
+from ._layout import Dim, Layout, Product, axes_of, layout_of, placements_of, replicated
+from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
+from ._mesh import ProcessMesh
+from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
+from ._spec import Spec, parse_spec
+from ._text import parse_layout, write_dtype
+
+__all__ = [
+    "PARTIAL_OPS",
+    "Dim",
+    "Layout",
+    "LayoutError",
+    "MeshError",
+    "MeshwrightError",
+    "Partial",
+    "Placement",
+    "PlacementError",
+    "ProcessMesh",
+    "Product",
+    "Range",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "axes_of",
+    "chunk",
+    "cut",
+    "expand_products",
+    "layout_of",
+    "local_length",
+    "local_ranges",
+    "local_shape",
+    "parse_layout",
+    "parse_spec",
+    "placements_of",
+    "replicated",
+    "write_dtype",
+]

@@ -1,0 +1,195 @@
+"""A layout: where every element of a tensor lives, and how its gradient does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ._errors import LayoutError, PlacementError
+from ._mesh import ProcessMesh
+from ._placement import Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A dim that is a product of factors, outermost first; each factor has a size and its own cutting axes.
+
+    Flattening `(batch, seq)` with seq cut gives one, and so does a fused QKV weight.
+
+    >>> Product(((3, ()), (512, ("tp",))))
+    3 * 512@tp
+    """
+
+    factors: tuple[tuple[int, tuple[str, ...]], ...]
+
+    def __repr__(self) -> str:
+        return " * ".join(f"{n}" + "".join(f"@{a}" for a in axes) for n, axes in self.factors)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(a for _, axes in self.factors for a in axes)
+
+    @property
+    def size(self) -> int:
+        total = 1
+        for n, _ in self.factors:
+            total *= n
+        return total
+
+
+Dim = tuple[str, ...] | Product
+"""The axes that cut a tensor dim, outermost first, or a product of factors."""
+
+
+def axes_of(dim: Dim) -> tuple[str, ...]:
+    """Every mesh axis that cuts `dim`."""
+    return dim.axes if isinstance(dim, Product) else dim
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every element of a tensor lives, per tensor dim.
+
+    Each dim names the mesh axes that cut it, outermost first; `partial` names the axes whose terms must still
+    be joined, with the operation; `varying` the axes along which the value is repeated but used differently on
+    each rank, so that its gradient is a pending sum there. On all other axes the tensor is repeated, invariant.
+
+    >>> Layout((("dp",), (), ("tp", "cp")), partial=(("ep", "sum"),))
+    [@dp, :, @tp@cp] +ep
+
+    Raises LayoutError when one axis has two roles.
+    """
+
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, str], ...] = ()
+    varying: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.partial:
+            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+        if self.varying:
+            object.__setattr__(self, "varying", tuple(sorted(self.varying)))
+        axes = [a for d in self.dims for a in axes_of(d)] + [a for a, _ in self.partial] + list(self.varying)
+        if len(set(axes)) != len(axes):
+            twice = next(a for a in axes if axes.count(a) > 1)
+            raise LayoutError(
+                f"a layout {self!r}",
+                f"axis {twice!r} in two places",
+                "an axis has one role in a layout",
+                "each axis once",
+            )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that has a role other than invariant repetition."""
+        return (*self.cut_axes, *self.partial_axes, *self.varying)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        return tuple(a for d in self.dims for a in axes_of(d))
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(a for a, _ in self.partial)
+
+    @property
+    def is_simple(self) -> bool:
+        """True when no dim is a product of factors."""
+        return not any(isinstance(d, Product) for d in self.dims)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True when every rank holds the whole value."""
+        return not self.partial and not self.cut_axes
+
+    def on(self, axis: str) -> Placement:
+        """The placement along `axis` (varying or invariant repetition are both `Replicate()`)."""
+        for at, dim in enumerate(self.dims):
+            if axis in axes_of(dim):
+                return Shard(at)
+        for name, op in self.partial:
+            if name == axis:
+                return Partial(op)
+        return Replicate()
+
+    def dual(self) -> Layout:
+        """The layout of the gradient: slices stay, terms become a varying repetition, and the other way round.
+
+        >>> Layout((("dp",), ()), partial=(("tp", "sum"),), varying=("cp",)).dual()
+        [@dp, :] +cp ~tp
+        """
+        stays = tuple((a, "sum") for a, op in self.partial if op == "avg")
+        flips = tuple(a for a, op in self.partial if op != "avg")
+        return Layout(self.dims, (*((a, "sum") for a in self.varying), *stays), flips)
+
+    def with_varying(self, axes: Iterable[str]) -> Layout:
+        """The same layout whose repetition varies along `axes` and nowhere else."""
+        return replace(self, varying=tuple(axes))
+
+    def __repr__(self) -> str:
+        body = ", ".join(repr(d) if isinstance(d, Product) else "".join(f"@{a}" for a in d) or ":" for d in self.dims)
+        return f"[{body}]" + self.marks()
+
+    def marks(self) -> str:
+        """The pending and varying axes in text, such as ` +ep +cp:max ~dp`."""
+        pending = "".join(f" +{a}" + ("" if op == "sum" else f":{op}") for a, op in self.partial)
+        return pending + "".join(f" ~{a}" for a in self.varying)
+
+
+def replicated(ndim: int) -> Layout:
+    """The layout of a tensor that every rank holds whole, used the same way everywhere."""
+    return Layout(((),) * ndim)
+
+
+def layout_of(placements: Sequence[Placement], ndim: int, mesh: ProcessMesh) -> Layout:
+    """The layout that a list of placements, one per mesh axis, stands for.
+
+    A list shorter than the mesh is padded with `Replicate()`; negative dims count from the end; several
+    `Shard` of one dim cut it in the order of the mesh axes.
+
+    >>> layout_of([Shard(0), Shard(-1)], 2, ProcessMesh([[0, 1, 2], [3, 4, 5]], ["x", "y"]))
+    [@x, @y]
+
+    Raises PlacementError for too many placements, or for a dim that the tensor does not have.
+    """
+    if len(placements) > mesh.ndim:
+        raise PlacementError(
+            f"placements {list(placements)}",
+            f"{mesh} with {mesh.ndim} axes",
+            "there is one placement per mesh axis",
+            f"at most {mesh.ndim} placements",
+        )
+    dims: list[tuple[str, ...]] = [()] * ndim
+    partial: list[tuple[str, str]] = []
+    for axis, placement in zip(mesh.dim_names, placements, strict=False):
+        if isinstance(placement, Shard):
+            at = _dim_at(placement, ndim, axis)
+            dims[at] = (*dims[at], axis)
+        elif isinstance(placement, Partial):
+            partial.append((axis, placement.op))
+        elif not isinstance(placement, Replicate):
+            raise PlacementError(
+                f"placement {placement!r} on axis {axis!r}",
+                f"a {type(placement).__name__}",
+                "a placement is Replicate(), Shard(dim) or Partial(op)",
+                "mw.Shard(0), for example",
+            )
+    return Layout(tuple(dims), tuple(partial))
+
+
+def _dim_at(placement: Shard, ndim: int, axis: str) -> int:
+    if not -ndim <= placement.dim < ndim:
+        valid = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(): a scalar has no dim to cut"
+        raise PlacementError(
+            f"{placement} on axis {axis!r}", f"a tensor of {ndim} dims", f"there is no dim {placement.dim}", valid
+        )
+    return placement.dim % ndim
+
+
+def placements_of(layout: Layout, mesh: ProcessMesh) -> tuple[Placement, ...]:
+    """One placement per mesh axis; the order of several axes that cut one dim is not said by it."""
+    return tuple(layout.on(axis) for axis in mesh.dim_names)

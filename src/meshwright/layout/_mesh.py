@@ -1,0 +1,217 @@
+"""A process mesh: ranks in an n-dimensional array whose axes have names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ._errors import MeshError
+
+
+class ProcessMesh:
+    """Ranks arranged along named axes; immutable, and the same object for the same content.
+
+    >>> mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
+    >>> mesh
+    ProcessMesh([dp=2, tp=2])
+    >>> mesh["dp", 1]
+    ProcessMesh([tp=2], ranks=[2, 3])
+
+    Raises MeshError for a rank named twice, a negative rank, an empty mesh, or names that do not fit.
+    """
+
+    _known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]], ProcessMesh] = {}  # noqa: RUF012 - interning
+
+    shape: tuple[int, ...]
+    process_ids: tuple[int, ...]
+    dim_names: tuple[str, ...]
+
+    def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None) -> ProcessMesh:
+        ranks = _rank_array(mesh)
+        names = tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(ranks.ndim))
+        _check_names(names, ranks)
+        key = (tuple(ranks.shape), tuple(int(r) for r in ranks.flat), names)
+        found = cls._known.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            found.shape, found.process_ids, found.dim_names = key
+            cls._known[key] = found
+        return found
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return len(self.process_ids)
+
+    @cached_property
+    def mesh(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The ranks as an array (a read-only copy)."""
+        array = np.array(self.process_ids, dtype=np.int64).reshape(self.shape)
+        array.setflags(write=False)
+        return array
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name → number of ranks along it."""
+        return dict(zip(self.dim_names, self.shape, strict=True))
+
+    @cached_property
+    def _coordinates(self) -> dict[int, dict[str, int]]:
+        return {
+            rank: dict(zip(self.dim_names, (int(i) for i in np.unravel_index(at, self.shape)), strict=True))
+            for at, rank in enumerate(self.process_ids)
+        }
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
+        return {}
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._coordinates
+
+    def get_dim_size(self, name: str) -> int:
+        """Number of ranks along axis `name`; raises MeshError for a name that is not an axis."""
+        return self.shape[self.axis(name)]
+
+    def axis(self, name: str) -> int:
+        """Position of the axis called `name`."""
+        if name not in self.dim_names:
+            raise MeshError(
+                f"axis {name!r} of {self}",
+                f"axes {', '.join(self.dim_names)}",
+                f"there is no axis {name!r}",
+                f"one of {', '.join(repr(n) for n in self.dim_names)}",
+            )
+        return self.dim_names.index(name)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Axis name → index of `rank` along it; raises MeshError for a rank outside the mesh."""
+        found = self._coordinates.get(rank)
+        if found is None:
+            raise MeshError(
+                f"the coordinate of rank {rank}",
+                f"a mesh of ranks {list(self.process_ids)}",
+                f"rank {rank} is not in it",
+                "a rank of this mesh, or guard the call with `rank in mesh`",
+            )
+        return found
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only along `axes`, the first axis outermost."""
+        key = (rank, tuple(axes))
+        found = self._groups.get(key)
+        if found is None:
+            at = self.coordinate(rank)
+            index = tuple(slice(None) if n in key[1] else at[n] for n in self.dim_names)
+            left = [n for n in self.dim_names if n in key[1]]
+            block = self.mesh[index].transpose([left.index(n) for n in key[1]])
+            found = self._groups[key] = tuple(int(r) for r in block.flat)
+        return found
+
+    def get_submesh(self, names: Sequence[str], rank: int) -> ProcessMesh:
+        """The part along axes `names` that `rank` lies in.
+
+        >>> ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]).get_submesh(["tp"], rank=2)
+        ProcessMesh([tp=2], ranks=[2, 3])
+        """
+        for name in names:
+            self.axis(name)
+        shape = [self.sizes[n] for n in names]
+        return ProcessMesh(np.array(self.group(rank, names)).reshape(shape), names)
+
+    def get_submesh_with_dim(self, name: str, rank: int) -> ProcessMesh:
+        """The line along axis `name` that `rank` lies in."""
+        return self.get_submesh([name], rank)
+
+    def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
+        """The mesh with axis `name` first, or its slice at `index` along that axis."""
+        if index is not None:
+            return self[name, index]
+        order = [self.axis(name), *(i for i in range(self.ndim) if i != self.axis(name))]
+        return ProcessMesh(self.mesh.transpose(order), [self.dim_names[i] for i in order])
+
+    def __getitem__(self, index: Any) -> ProcessMesh:
+        """`mesh["pp", 0]` fixes a named axis; `mesh[0]` and `mesh[:, 1:]` slice as an array does."""
+        items = index if isinstance(index, tuple) else (index,)
+        if isinstance(items[0], str):
+            items = self._named_index(items)
+        return self._slice(items)
+
+    def _named_index(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
+        index: list[Any] = [slice(None)] * self.ndim
+        if len(items) == 1:
+            return tuple(self._keep_only(items[0]))
+        for name, at in zip(items[::2], items[1::2], strict=True):
+            index[self.axis(name)] = at
+        return tuple(index)
+
+    def _keep_only(self, name: str) -> list[Any]:
+        raise MeshError(
+            f"mesh[{name!r}]",
+            f"{self} without an index along {name!r}",
+            "the ranks along one axis depend on which line is meant",
+            f"mesh[{name!r}, 0] to fix the axis, or mesh.get_submesh_with_dim({name!r}, rank)",
+        )
+
+    def _slice(self, items: tuple[Any, ...]) -> ProcessMesh:
+        try:
+            block = self.mesh[items]
+        except IndexError as error:
+            raise MeshError(f"mesh[{items}]", str(self), str(error), "an index inside the mesh's shape") from None
+        full = (*items, *[slice(None)] * (self.ndim - len(items)))
+        names = [n for n, i in zip(self.dim_names, full, strict=True) if isinstance(i, slice)]
+        return ProcessMesh(block if names else block.reshape(1), names or [self.dim_names[-1]])
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{n}={s}" for n, s in self.sizes.items())
+        plain = self.process_ids == tuple(range(self.size))
+        return f"ProcessMesh([{axes}])" if plain else f"ProcessMesh([{axes}], ranks={list(self.process_ids)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcessMesh, (self.mesh.tolist(), self.dim_names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessMesh:
+        return self
+
+
+def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        ranks = np.asarray(mesh, dtype=np.int64)
+    except (ValueError, TypeError) as error:
+        raise MeshError(
+            f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "[[0, 1], [2, 3]]"
+        ) from None
+    if ranks.ndim == 0:
+        ranks = ranks.reshape(1)
+    if ranks.size == 0:
+        raise MeshError(f"ProcessMesh({mesh!r})", "no ranks", "a mesh needs at least one rank", "ProcessMesh([0])")
+    seen, count = np.unique(ranks, return_counts=True)
+    if (count > 1).any():
+        twice = [int(r) for r in seen[count > 1]]
+        raise MeshError(
+            f"ProcessMesh({mesh!r})", f"rank {twice[0]} more than once", "a rank holds one place", "each rank once"
+        )
+    if int(seen[0]) < 0:
+        raise MeshError(f"ProcessMesh({mesh!r})", f"rank {int(seen[0])}", "ranks count from 0", "ranks ≥ 0")
+    return ranks
+
+
+def _check_names(names: tuple[str, ...], ranks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    if len(names) != ranks.ndim or len(set(names)) != len(names):
+        raise MeshError(
+            f"dim_names {list(names)}",
+            f"a mesh of {ranks.ndim} dims, shape {tuple(ranks.shape)}",
+            "every mesh dim has one name of its own",
+            f"{ranks.ndim} different names",
+        )
+    bad = [n for n in names if not n.isidentifier()]
+    if bad:
+        raise MeshError(
+            f"dim_names {list(names)}", f"{bad[0]!r}", "an axis name must be an identifier", 'names such as "dp", "tp"'
+        )

@@ -1,0 +1,64 @@
+"""Placements: how a tensor lies along one mesh axis, as users write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._errors import PlacementError
+
+PARTIAL_OPS = ("sum", "avg", "max", "min", "prod", "any", "all")
+
+
+class Placement:
+    """How a tensor lies along one mesh axis: `Replicate()`, `Shard(dim)` or `Partial(op)`."""
+
+    __slots__ = ()
+
+    def is_replicate(self) -> bool:
+        return isinstance(self, Replicate)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return isinstance(self, Shard) and (dim is None or self.dim == dim)
+
+    def is_partial(self) -> bool:
+        return isinstance(self, Partial)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every rank holds the whole value."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """Each rank holds a slice along `dim`: pieces of ceil(n / ranks), the last ones shorter or empty."""
+
+    dim: int
+
+    def get_dim(self) -> int:
+        return self.dim
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Each rank holds a term; the value is `op` over the ranks: sum, avg, max, min, prod, any or all."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in PARTIAL_OPS:
+            raise PlacementError(
+                f"Partial({self.op!r})",
+                "an operation that is not known",
+                "terms are joined by one of a few operations",
+                f"one of {', '.join(PARTIAL_OPS)}",
+            )
+
+    def __repr__(self) -> str:
+        return "Partial()" if self.op == "sum" else f"Partial({self.op!r})"

@@ -1,0 +1,92 @@
+"""The text form of layouts and specs: `f32[8@dp, 1024, 4096@tp@cp] +ep ~cp`, which parses back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from ._errors import LayoutError
+from ._layout import Dim, Layout, Product
+
+DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+    "b": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+"""Short names of dtypes; any other dtype is written by its torch name."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_SPEC = re.compile(r"\s*(?P<dtype>\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>(?:\s*[+~]\s*\w+(?::\w+)?)*)\s*")
+_FACTOR = re.compile(r"\s*(?P<size>\d*)\s*(?P<axes>(?:@\w+)*)\s*")
+_MARK = re.compile(r"([+~])\s*(\w+)(?::(\w+))?")
+
+
+def write_dtype(dtype: torch.dtype) -> str:
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def write_dims(shape: Sequence[int], layout: Layout) -> str:
+    """The dims and marks in text, such as `[8@dp, 1024] +tp`."""
+    dims = ", ".join(
+        repr(d) if isinstance(d, Product) else f"{n}" + "".join(f"@{a}" for a in d)
+        for n, d in zip(shape, layout.dims, strict=True)
+    )
+    return f"[{dims}]{layout.marks()}"
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout written as `[@dp, :, @tp@cp] +ep`; sizes and a dtype may stand there too.
+
+    >>> parse_layout("[8@dp, :, 3 * 512@tp] +ep:max ~cp")
+    [@dp, :, 3 * 512@tp] +ep:max ~cp
+    """
+    return _parse(text)[2]
+
+
+def parse_sized(text: str) -> tuple[torch.dtype, list[int], Layout]:
+    """Dtype, shape and layout of a text such as `f32[8@dp, 1024] +tp`."""
+    name, shape, layout = _parse(text)
+    dtype = DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"{text!r}", f"dtype {name!r}", "no such dtype", f"one of {', '.join(DTYPES)}")
+    sizes = [n for n in shape if n is not None]
+    if len(sizes) != len(shape):
+        raise LayoutError(
+            f"{text!r}", "a dim without a size", "a spec has the global size of every dim", "f32[8@dp, 16]"
+        )
+    return dtype, sizes, layout
+
+
+def _parse(text: str) -> tuple[str, list[int | None], Layout]:
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise LayoutError(
+            f"{text!r}", "text that is not a layout", "the form is [dims] and marks", "f32[8@dp, 16] +tp ~cp"
+        )
+    body = found["dims"].strip()
+    parsed = [_parse_dim(part, text) for part in body.split(",")] if body else []
+    marks = _MARK.findall(found["marks"])
+    partial = tuple((axis, op or "sum") for sign, axis, op in marks if sign == "+")
+    varying = tuple(axis for sign, axis, _ in marks if sign == "~")
+    return found["dtype"], [n for n, _ in parsed], Layout(tuple(d for _, d in parsed), partial, varying)
+
+
+def _parse_dim(part: str, text: str) -> tuple[int | None, Dim]:
+    if part.strip() == ":":
+        return None, ()
+    factors: list[tuple[int | None, tuple[str, ...]]] = []
+    for piece in part.split("*"):
+        found = _FACTOR.fullmatch(piece)
+        if found is None or not piece.strip():
+            raise LayoutError(f"{text!r}", f"{part.strip()!r}", "this is not a dim", "16, 16@dp, @dp, : or 3 * 512@tp")
+        axes = tuple(found["axes"].split("@")[1:])
+        factors.append((int(found["size"]) if found["size"] else None, axes))
+    if len(factors) == 1:
+        return factors[0]
+    sized = tuple((n, axes) for n, axes in factors if n is not None)
+    if len(sized) != len(factors):
+        raise LayoutError(f"{text!r}", f"{part.strip()!r}", "every factor of a product needs its size", "3 * 512@tp")
+    product = Product(sized)
+    return product.size, product
