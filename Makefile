@@ -1,0 +1,43 @@
+# Everything runs in .venv, which `make setup` creates from constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+# pyright is pinned; it need not ask the network for a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: setup test train figures fuzz opdb format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install setuptools -c constraints.txt
+	$(BIN)/python -m pip install --no-build-isolation -e '.[dev]' -c constraints.txt
+	touch $(STAMP)
+
+# What continuous integration runs.
+test: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/pytest -q --hypothesis-profile=ci
+
+# The main job: a language model on eight simulated ranks, beside the same steps on one device.
+train: setup
+	$(BIN)/python -m meshwright train
+
+# Every figure of the README's table; takes long.
+figures: setup
+	$(BIN)/python -m benchmarks.figures
+
+# The long sweeps.
+fuzz opdb: setup
+	$(BIN)/python -m benchmarks $@
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,419 @@
+"""Torch's own operator samples, their single-device truth, and the layouts they are tried in.
+
+A `Case` is one sample of one `op_db` entry with what a single device makes of it: the outputs and the gradients
+of a weighted sum of them. A `Variant` says how every tensor argument of a case lies on a mesh. Nothing here knows
+which library is being tried; `opdb` brings the libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.testing._internal import common_methods_invocations as op_samples
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+RANKS = 4
+KINDS = ("function", "in place", "view")
+
+UNINITIALISED = "its values are uninitialised memory"
+NO_CPU_KERNEL = "it has no CPU kernel"
+LEFT_OUT = {
+    "empty": UNINITIALISED,
+    "empty_like": UNINITIALISED,
+    "empty_permuted": UNINITIALISED,
+    "empty_strided": UNINITIALISED,
+    "new_empty": UNINITIALISED,
+    "new_empty_strided": UNINITIALISED,
+    "resize_": UNINITIALISED,
+    "resize_as_": UNINITIALISED,
+    "torch.ops.aten._flash_attention_forward": NO_CPU_KERNEL,
+    "torch.ops.aten._efficient_attention_forward": NO_CPU_KERNEL,
+    "nn.functional.batch_norm/without_cudnn": NO_CPU_KERNEL,
+}
+
+_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.float64, torch.bool, torch.uint8)
+
+
+# --- entries -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `op_db` entry, used as a function, through its in-place method, or by writing into the view it returns."""
+
+    op: Any
+    kind: str = "function"
+
+    @property
+    def name(self) -> str:
+        base = f"{self.op.name}/{self.op.variant_test_name}" if self.op.variant_test_name else self.op.name
+        return base if self.kind == "function" else f"{base} ({self.kind})"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """float32 where the operator has it, else the first of a fixed list."""
+        return next((d for d in _DTYPES if self.op.supports_dtype(d, "cpu")), None)
+
+    @property
+    def differentiable(self) -> bool:
+        dtype = self.dtype
+        floating = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+        return floating and dtype in self.op.supported_backward_dtypes("cpu")
+
+    def call(self, values: Sequence[Any], spec: Any) -> Any:
+        """What the entry returns for flat arguments; an in-place entry returns the argument it wrote to as well."""
+        first, args, kwargs = tree_unflatten(list(values), spec)
+        if self.kind == "function":
+            return self.op(first, *args, **kwargs)
+        base = first.clone()
+        if self.kind == "in place":
+            return self.op.inplace_variant(base, *args, **kwargs), base
+        views = self.op(base, *args, **kwargs)
+        with torch.no_grad() if isinstance(views, (tuple, list)) else contextlib.nullcontext():
+            _write(views)
+        return views, base
+
+
+def _write(view: Any) -> None:
+    """Doubles a view in place; of several views only the first."""
+    target = view[0] if isinstance(view, (tuple, list)) else view
+    target.mul_(2)
+
+
+def entries(kinds: Sequence[str] = ("function",)) -> list[Entry]:
+    """All entries of the given kinds, in `op_db`'s order."""
+    found: list[Entry] = []
+    for op in op_samples.op_db:
+        for kind in kinds:
+            if kind == "in place" and op.inplace_variant is None:
+                continue
+            if kind == "view" and not _may_alias(op):
+                continue
+            found.append(Entry(op, kind))
+    return found
+
+
+_VIEWS = (
+    "__getitem__ T H mH mT adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk "
+    "contiguous diagonal dsplit expand expand_as flatten hsplit movedim narrow permute positive ravel real reshape "
+    "reshape_as select slice split squeeze swapaxes t tensor_split transpose unbind unflatten unfold unsqueeze view "
+    "view_as vsplit detach linalg.diagonal"
+).split()
+
+
+def _may_alias(op: Any) -> bool:
+    return op.name in _VIEWS
+
+
+# --- cases -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """One sample of an entry with its truth."""
+
+    entry: Entry
+    flat: list[Any]
+    spec: Any
+    grads_of: Callable[[Any], Any]  # brings outputs that are only defined up to a phase into a definite form
+    seed: int
+    is_random: bool = False
+    outs: Any = None
+    weights: list[torch.Tensor | None] = field(default_factory=list)
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    _terms: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """The flat positions of strided tensors: those that can be laid out."""
+        return [i for i, v in enumerate(self.flat) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+
+    def terms(self, position: int, ranks: int) -> list[torch.Tensor]:
+        key = position, ranks
+        if key not in self._terms:
+            self._terms[key] = exact_terms(self.flat[position].detach(), ranks, seed=position)
+        return self._terms[key]
+
+    def describe(self) -> str:
+        return ", ".join(_short(v) for v in self.flat)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)[:40]
+
+
+def exact_terms(value: torch.Tensor, ranks: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random terms whose sum is `value` to the last bit in any order.
+
+    Every element is `c + (v - c)` on two random ranks and zero elsewhere, with c between v and 2 v: by Sterbenz's
+    lemma the difference is exact. The terms differ in sign, so a function that is not linear shows.
+    """
+    if value.is_complex():
+        real = exact_terms(torch.view_as_real(value.resolve_conj()), ranks, seed)
+        return [torch.view_as_complex(t) for t in real]
+    rng = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, ranks, value.shape, generator=rng)
+    second = (first + torch.randint(1, max(ranks, 2), value.shape, generator=rng)) % ranks
+    factor = 1.25 + 0.25 * torch.randint(0, 4, value.shape, generator=rng)
+    whole = value.to(torch.float64) if value.is_floating_point() else value
+    c = (whole * factor).to(value.dtype) if value.is_floating_point() else 2 * value
+    c = torch.where(torch.isfinite(c), c, value) if value.is_floating_point() else c
+    rest = torch.where(torch.isfinite(value), value - c, 0) if value.is_floating_point() else value - c
+    zero = torch.zeros_like(value)
+    return [torch.where(first == r, c, zero) + torch.where(second == r, rest, zero) for r in range(ranks)]
+
+
+@contextlib.contextmanager
+def sizes(**values: int) -> Iterator[None]:
+    """Torch's samples drawn with other values of their size constants (`S`, `M`, `L`)."""
+    before = {name: getattr(op_samples, name) for name in values}
+    for name, value in values.items():
+        setattr(op_samples, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(op_samples, name, value)
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  torch's samples draw from the global generator
+    torch.manual_seed(seed)
+
+
+def draw(entry: Entry, cap: int) -> list[Case]:
+    """At most `cap` cases: half from samples of torch's odd default sizes, half from even ones, most diverse first."""
+    odd = _pick(_samples(entry), (cap + 1) // 2)
+    with sizes(S=4, M=8, L=20):
+        even = _pick(_samples(entry), cap - len(odd))
+    cases = [_case(entry, sample, seed) for seed, sample in enumerate(odd + even)]
+    return [case for case in cases if case is not None]
+
+
+def _samples(entry: Entry) -> list[Any]:
+    seed_all(0)
+    drawn = entry.op.sample_inputs("cpu", entry.dtype, requires_grad=entry.differentiable)
+    found: list[Any] = []
+    with contextlib.suppress(Exception):  # some samplers do not stand other sizes: what came so far counts
+        for sample in drawn:
+            found.append(sample)
+            if len(found) == 200:
+                break
+    return found
+
+
+def _pick(samples: list[Any], count: int) -> list[Any]:
+    """The samples that look different first, then evenly spaced ones."""
+    if len(samples) <= count:
+        return samples
+    spaced = [samples[i * len(samples) // count] for i in range(count)]
+    kinds: dict[str, Any] = {}
+    for sample in samples:
+        kinds.setdefault(_look(sample), sample)
+    distinct = list(kinds.values())
+    if len(distinct) > count:
+        return [distinct[i * len(distinct) // count] for i in range(count)]
+    return (distinct + [s for s in spaced if not any(s is d for d in distinct)])[:count]
+
+
+def _look(sample: Any) -> str:
+    """A coarse description: tensor ranks, emptiness, and the names and types of other arguments."""
+    flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    parts = [(v.ndim, v.numel() == 0) if isinstance(v, torch.Tensor) else type(v).__name__ for v in flat]
+    return f"{parts}{spec}"
+
+
+def _case(entry: Entry, sample: Any, seed: int) -> Case | None:
+    """The case with its truth, or None where a single device has no value."""
+    flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    flat = [_fresh(v) for v in flat]
+    finish = sample.output_process_fn_grad if entry.kind == "function" else _identity
+    case = Case(entry, flat, spec, finish, seed)
+    try:
+        outs, grads = _truth(case)
+    except Exception:
+        case.flat = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
+        try:
+            outs, grads = _truth(case)
+        except Exception:
+            return None
+    case.outs, case.grads = outs, grads
+    return case
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _fresh(value: Any) -> Any:
+    """A contiguous leaf with the same value: how a value lies in memory is not part of what is compared."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout is not torch.strided:
+        return value.detach()
+    copy = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(value.requires_grad)
+
+
+def _truth(case: Case) -> tuple[Any, list[torch.Tensor | None]]:
+    outs = evaluate(case, [_fresh(v) for v in case.flat])[0]
+    case.is_random = differ(outs, evaluate(case, [_fresh(v) for v in case.flat], case.seed + 1)[0]) is not None
+    leaves = [_fresh(v) for v in case.flat]
+    raw, results = evaluate(case, leaves)
+    targets = [t for t in tree_flatten(results)[0] if isinstance(t, torch.Tensor)]
+    case.weights = [_weights(t, k) if t.requires_grad else None for k, t in enumerate(targets)]
+    if not any(w is not None for w in case.weights):
+        return detached(raw), []
+    weighted_sum(targets, case.weights).backward()
+    grads = [v.grad if isinstance(v, torch.Tensor) and v.requires_grad else None for v in leaves]
+    return detached(raw), grads
+
+
+def evaluate(case: Case, values: Sequence[Any], seed: int | None = None) -> tuple[Any, Any]:
+    """The outputs, and what gradients are taken of."""
+    seed_all(case.seed if seed is None else seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outs = case.entry.call(values, case.spec)
+        return outs, case.grads_of(outs)
+
+
+def _weights(out: torch.Tensor, k: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(100 + k)
+    weights = torch.rand(out.shape, generator=rng, dtype=torch.float64) + 0.5
+    signs = 1 - 2 * torch.randint(0, 2, out.shape, generator=rng)
+    return (weights * signs).to(out.dtype)
+
+
+def weighted_sum(targets: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The scalar whose gradients are compared."""
+    total: Any = 0
+    for target, weight in zip(targets, weights, strict=True):
+        if weight is None:
+            continue
+        part = (target * weight).sum()
+        total = total + (part.real if part.is_complex() else part)
+    return total
+
+
+def detached(tree: Any) -> Any:
+    flat, spec = tree_flatten(tree)
+    return tree_unflatten([v.detach().clone() if isinstance(v, torch.Tensor) else v for v in flat], spec)
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------
+
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.complex64: 1e-4}
+
+
+def differ(found: Any, wanted: Any, slack: float = 1.0) -> str | None:
+    """The first difference in words, or None. Trees, tensors, numbers; NaN equals NaN."""
+    found_flat, wanted_flat = tree_flatten(found)[0], tree_flatten(wanted)[0]
+    if len(found_flat) != len(wanted_flat):
+        return f"{len(found_flat)} results, wanted {len(wanted_flat)}"
+    for k, (a, b) in enumerate(zip(found_flat, wanted_flat, strict=True)):
+        message = _differ_leaf(a, b, slack)
+        if message:
+            return f"result {k}: {message}" if len(wanted_flat) > 1 else message
+    return None
+
+
+def _differ_leaf(a: Any, b: Any, slack: float) -> str | None:
+    if isinstance(b, torch.Tensor):
+        return _differ_tensor(a, b, slack) if isinstance(a, torch.Tensor) else f"{type(a).__name__}, wanted a tensor"
+    if isinstance(b, (float, complex)) and isinstance(a, (float, complex)):
+        return _differ_tensor(torch.tensor(a), torch.tensor(b), slack)
+    return None if type(a) is type(b) and a == b else f"{a!r:.60}, wanted {b!r:.60}"
+
+
+def _differ_tensor(a: torch.Tensor, b: torch.Tensor, slack: float) -> str | None:
+    if a.shape != b.shape:
+        return f"shape {tuple(a.shape)}, wanted {tuple(b.shape)}"
+    if a.dtype != b.dtype:
+        return f"{a.dtype}, wanted {b.dtype}"
+    a, b = a.detach(), b.detach()
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return _differ_tensor(a.to_dense(), b.to_dense(), slack)
+    if torch.equal(a, b) or not b.numel():
+        return None
+    if not (b.is_floating_point() or b.is_complex()):
+        return f"values differ: {_at_worst(a.to(torch.float64), b.to(torch.float64))}"
+    tolerance = _TOLERANCE.get(b.dtype, 1e-9) * slack
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    finite = b[torch.isfinite(b)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    if torch.allclose(a, b, rtol=tolerance, atol=tolerance * (0.2 * scale + 1e-2), equal_nan=True):
+        return None
+    return f"values differ: {_at_worst(a, b)}"
+
+
+def _at_worst(a: torch.Tensor, b: torch.Tensor) -> str:
+    gap = torch.nan_to_num((a - b).abs(), nan=float("inf")).flatten()
+    i = int(gap.argmax())
+    return f"{a.flatten()[i].item():.6g}, wanted {b.flatten()[i].item():.6g} (element {i} of {gap.numel()})"
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the tensors of a case lie: a mesh shape and, per tensor, one mark per mesh axis.
+
+    The marks: `R` replicated, `P` a pending sum, `S0`, `S1`, … cut along that dim.
+    """
+
+    name: str
+    mesh: tuple[int, ...]
+    marks: tuple[tuple[str, ...], ...]
+
+
+def variants(case: Case) -> list[Variant]:
+    """The layouts a case is tried in; those that would repeat an earlier one are dropped."""
+    tensors = [case.flat[i] for i in case.tensors]
+    line, square = (RANKS,), (2, 2)
+    rules: list[tuple[str, tuple[int, ...], Callable[[int, torch.Tensor], tuple[str, ...]]]] = [
+        ("replicated", line, lambda k, t: ("R",)),
+        ("first dim cut", line, lambda k, t: (_cut(t, 0),)),
+        ("last dim cut", line, lambda k, t: (_cut(t, t.ndim - 1),)),
+        ("uneven", line, lambda k, t: (_uneven(t),)),
+        ("partial", line, lambda k, t: (_partial(t),)),
+        ("mixed", line, lambda k, t: ((_cut(t, 0), "R", _cut(t, t.ndim - 1), _partial(t))[k % 4],)),
+        ("2x2: first and second dim cut", square, lambda k, t: (_cut(t, 0), _cut(t, 1))),
+        ("2x2: first dim cut, partial", square, lambda k, t: (_cut(t, 0), _partial(t))),
+    ]
+    found: dict[Any, Variant] = {}
+    for name, mesh, rule in rules:
+        variant = Variant(name, mesh, tuple(rule(k, t) for k, t in enumerate(tensors)))
+        found.setdefault((mesh if any("S" in str(m) or "P" in m for m in variant.marks) else None, variant.marks), variant)
+    return list(found.values())
+
+
+def _cut(t: torch.Tensor, dim: int) -> str:
+    return f"S{dim}" if 0 <= dim < t.ndim else "R"
+
+
+def _partial(t: torch.Tensor) -> str:
+    return "R" if t.dtype is torch.bool else "P"
+
+
+def _uneven(t: torch.Tensor) -> str:
+    """A dim that four ranks cannot share evenly, an inner one if there is a choice."""
+    dims = [d for d in range(t.ndim) if t.shape[d] % RANKS]
+    return f"S{dims[len(dims) // 2]}" if dims else "R"
+
+
+def marks_by_position(case: Case, variant: Variant) -> dict[int, tuple[str, ...]]:
+    return dict(zip(case.tensors, variant.marks, strict=True))

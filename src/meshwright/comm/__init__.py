@@ -1,0 +1,42 @@
+"""Carrying a step out: one interface, and the carriers that have it."""
+
+from ._call import Call, Group
+from ._carrier import Carrier, Receive
+from ._counters import Counters
+from ._current import current, install, use
+from ._errors import (
+    CallError,
+    CommError,
+    DeadlockError,
+    DeadPeerError,
+    DisagreementError,
+    LaunchError,
+    MissingCallError,
+    NestedSimulationError,
+    NoCarrierError,
+)
+from ._recorded import Recorded
+from ._simulated import Simulated, simulate
+
+__all__ = [
+    "Call",
+    "CallError",
+    "Carrier",
+    "CommError",
+    "Counters",
+    "DeadPeerError",
+    "DeadlockError",
+    "DisagreementError",
+    "Group",
+    "LaunchError",
+    "MissingCallError",
+    "NestedSimulationError",
+    "NoCarrierError",
+    "Receive",
+    "Recorded",
+    "Simulated",
+    "current",
+    "install",
+    "simulate",
+    "use",
+]

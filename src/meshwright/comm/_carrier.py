@@ -1,0 +1,197 @@
+"""One interface for carrying a step out; the laws that hold for every carrier live here, once.
+
+A public method checks its arguments, turns them into a `Call`, counts it, and leaves the carrying to a
+method of the same name with an underscore, which only ever sees groups of two or more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ._call import Call, Group, Shape
+from ._counters import Counters
+from ._errors import CallError
+from ._reduce import check_reduction, reduce
+
+Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
+"""What `exchange` expects: the peer's global rank, the shape, the dtype, the device to put it on."""
+
+
+class Carrier(ABC):
+    """One rank's way to the others.
+
+    All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous; inputs are
+    never written. Every rank of `group` makes the same call, with the same group in the same order.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.seen = Counters()
+        self._known_groups: set[Group] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor:
+        """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all."""
+        self._check_group(group)
+        check_reduction(op, x.dtype)
+        if len(group) == 1:
+            return reduce((x,), op)
+        shape = (tuple(x.shape),)
+        call = Call("all_reduce", op, x.dtype, shape, shape, group)
+        self.seen.note(call, self.rank)
+        return self._all_reduce(x, call)
+
+    def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Every rank's `x`, in the order of the group; `shapes[i]` is the shape of `group[i]`'s, and may be empty."""
+        self._check_group(group)
+        expected = _shapes(shapes)
+        mine = tuple(x.shape)
+        _check_length("all_gather", expected, "shapes", group)
+        if expected[group.index(self.rank)] != mine:
+            raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} brings {mine}")
+        if len(group) == 1:
+            return [_copy(x)]
+        call = Call("all_gather", "", x.dtype, (mine,), expected, group)
+        self.seen.note(call, self.rank)
+        return self._all_gather(x, call)
+
+    def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor:
+        """The reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`."""
+        self._check_group(group)
+        _check_length("reduce_scatter", pieces, "pieces", group)
+        dtype = _one_dtype("reduce_scatter", pieces)
+        check_reduction(op, dtype)
+        if len(group) == 1:
+            return reduce(pieces, op)
+        sends = tuple(tuple(piece.shape) for piece in pieces)
+        call = Call("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
+        self.seen.note(call, self.rank)
+        return self._reduce_scatter(pieces, call)
+
+    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+        """What every rank has for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it."""
+        self._check_group(group)
+        expected = _shapes(shapes)
+        _check_length("all_to_all", pieces, "pieces", group)
+        _check_length("all_to_all", expected, "shapes", group)
+        dtype = _one_dtype("all_to_all", pieces)
+        sends = tuple(tuple(piece.shape) for piece in pieces)
+        mine = group.index(self.rank)
+        if sends[mine] != expected[mine]:
+            raise _wrong_shape("all_to_all", f"{expected[mine]} from itself", f"a piece of {sends[mine]} for itself")
+        if len(group) == 1:
+            return [_copy(pieces[0])]
+        call = Call("all_to_all", "", dtype, sends, expected, group)
+        self.seen.note(call, self.rank)
+        return self._all_to_all(pieces, call)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+        """What arrives, in the order of `receives`; messages between two ranks keep their order.
+
+        Peers are global ranks, the caller itself among them; every rank of `group` calls it, also with nothing to do.
+        """
+        self._check_group(group)
+        sent = tuple((peer, tuple(x.shape), x.dtype) for peer, x in sends)
+        expected = tuple((peer, tuple(shape), dtype) for peer, shape, dtype, _ in receives)
+        self._check_peers({peer for peer, _, _ in sent + expected}, group)
+        to_self = [message for message in sent if message[0] == self.rank]
+        from_self = [message for message in expected if message[0] == self.rank]
+        if to_self != from_self:
+            raise _wrong_shape("exchange", f"{from_self} from itself", f"{to_self} sent to itself")
+        call = Call("exchange", "", None, (), (), group, (sent, expected))
+        if len(group) == 1:
+            return [_copy(x) for _, x in sends]
+        self.seen.note(call, self.rank)
+        return self._exchange(sends, receives, call)
+
+    def barrier(self, group: Group) -> None:
+        """Returns once every rank of the group has called it."""
+        self._check_group(group)
+        if len(group) == 1:
+            return
+        call = Call("barrier", "", None, (), (), group)
+        self.seen.note(call, self.rank)
+        self._barrier(call)
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call
+    ) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _barrier(self, call: Call) -> None: ...
+
+    def _check_group(self, group: Group) -> None:
+        if group in self._known_groups:
+            return
+        write = f"a tuple of distinct ranks below {self.size} with {self.rank} among them"
+        asked = f"a collective of rank {self.rank}"
+        if self.rank not in group:
+            raise CallError(asked, f"the group {group}", "the caller is not in the group", write)
+        if len(set(group)) != len(group):
+            raise CallError(asked, f"the group {group}", "a rank is in the group twice", write)
+        if min(group) < 0 or max(group) >= self.size:
+            raise CallError(asked, f"the group {group}", f"there are only the ranks 0 to {self.size - 1}", write)
+        self._known_groups.add(group)
+
+    def _check_peers(self, peers: set[int], group: Group) -> None:
+        strangers = sorted(peers.difference(group))
+        if strangers:
+            raise CallError(
+                f"an exchange of rank {self.rank} on ranks {group}",
+                f"messages to or from ranks {strangers}",
+                "a peer must be in the group, since all of the group makes the call",
+                f"the group {tuple(sorted({*group, *strangers}))}",
+            )
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _shapes(shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
+    return tuple([tuple(shape) for shape in shapes])
+
+
+def _check_length(kind: str, found: Sequence[object], word: str, group: Group) -> None:
+    if len(found) != len(group):
+        raise CallError(
+            f"{kind} on {len(group)} ranks",
+            f"{len(found)} {word}",
+            f"each rank has one of the {word}",
+            f"{word}[i] for group[i]",
+        )
+
+
+def _one_dtype(kind: str, pieces: Sequence[Tensor]) -> torch.dtype:
+    dtype = pieces[0].dtype
+    for piece in pieces:
+        if piece.dtype != dtype:
+            raise CallError(kind, f"pieces of {dtype} and {piece.dtype}", "a call has one dtype", "piece.to(dtype)")
+    return dtype
+
+
+def _wrong_shape(kind: str, asked: str, found: str) -> CallError:
+    return CallError(f"{kind}: {asked}", found, "the two must be equal", "shapes taken from the layout of the tensor")

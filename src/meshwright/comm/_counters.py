@@ -1,0 +1,63 @@
+"""What a rank has asked of its carrier: exact counts without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from ._call import Call, received_bytes
+
+
+class Counters:
+    """Calls and received bytes of one rank, by kind of call; a group of one is no communication and is not counted.
+
+    >>> import torch
+    >>> seen = Counters()
+    >>> seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 0)
+    >>> seen
+    all_reduce: 1 call, 16 B
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+        self._logs: list[list[Call]] = []
+
+    @property
+    def total_calls(self) -> int:
+        """Calls of every kind."""
+        return sum(self.calls.values())
+
+    @property
+    def total_received(self) -> int:
+        """Bytes received from other ranks by calls of every kind."""
+        return sum(self.received.values())
+
+    def note(self, call: Call, rank: int) -> None:
+        """One more call."""
+        self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
+        self.received[call.kind] = self.received.get(call.kind, 0) + received_bytes(call, rank)
+        for log in self._logs:
+            log.append(call)
+
+    def reset(self) -> None:
+        """Back to nothing seen; logs being taken go on."""
+        self.calls.clear()
+        self.received.clear()
+
+    @contextmanager
+    def record_calls(self) -> Generator[list[Call]]:
+        """The list that every call made inside the block is added to."""
+        log: list[Call] = []
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs = [other for other in self._logs if other is not log]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{kind}: {count} call{'s' if count > 1 else ''}, {self.received[kind]:,} B"
+            for kind, count in sorted(self.calls.items())
+        ]
+        return "; ".join(lines) or "no calls"

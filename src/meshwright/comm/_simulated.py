@@ -1,0 +1,356 @@
+"""All ranks in this process: one thread each, of which exactly one runs at a time.
+
+The running rank holds the *baton*. It gives the baton up only where it must wait for others, inside a collective,
+and when it ends; the next rank, in rank order, that can run gets it. So a run is deterministic, nothing races, and a
+debugger may stop inside a rank. The last rank to arrive at a collective computes the result of everyone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ._call import Call, Group, clash, is_pairwise
+from ._carrier import Carrier, Receive
+from ._current import use
+from ._errors import CallError, DeadlockError, DisagreementError, MissingCallError, NestedSimulationError
+from ._reduce import reduce
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PATIENCE_AFTER_INTERRUPT = 10.0
+
+
+class Abandoned(BaseException):
+    """Raised inside the other ranks once one has failed; not an Exception, so that programs do not catch it."""
+
+
+class _Meeting:
+    """The ranks that have arrived at one collective, with what they bring, and what each takes away."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Call] = {}
+        self.brought: dict[int, object] = {}
+        self.taken: dict[int, object] = {}
+
+
+class _World:
+    """The baton, the ranks that wait for it, and the meetings under way. Only the rank with the baton touches it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.turns = [threading.Lock() for _ in range(size)]
+        for turn in self.turns:
+            turn.acquire()
+        self.over = threading.Lock()
+        self.over.acquire()
+        self.pending: list[Call | None] = [None] * size
+        self.ended = [False] * size
+        self.random = [torch.default_generator.get_state()] * size
+        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.failure: tuple[int | None, BaseException] | None = None
+        self.running = 0
+
+    def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
+        """What `rank` takes away from the meeting of `call.group`; the last to arrive runs `finish`."""
+        if self.failure is not None:
+            raise Abandoned
+        members = tuple(sorted(call.group))
+        meeting = self.meetings.get(members)
+        if meeting is None:
+            meeting = self.meetings[members] = _Meeting()
+        _check_agreement(meeting, rank, call)
+        meeting.calls[rank] = call
+        meeting.brought[rank] = brings
+        if len(meeting.calls) < len(members):
+            self._wait(rank, call)
+        else:
+            del self.meetings[members]
+            finish(meeting)
+            for member in members:
+                self.pending[member] = None
+        return meeting.taken.get(rank)
+
+    def start(self) -> None:
+        self._give(0)
+
+    def end(self, rank: int) -> None:
+        """`rank` is done: the baton goes on, or the world is over."""
+        self.ended[rank] = True
+        self.random[rank] = torch.default_generator.get_state()
+        following = self._next(rank)
+        if following is None and not all(self.ended):
+            self.fail(None, self._stuck())
+            following = self._next(rank)
+        if following is None:
+            self.over.release()
+        else:
+            self._give(following)
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """Remember the first failure; from now on every rank that waits or calls is abandoned."""
+        if self.failure is None:
+            self.failure = (rank, error)
+
+    def _wait(self, rank: int, call: Call) -> None:
+        self.pending[rank] = call
+        following = self._next(rank)
+        if following is None:
+            raise self._stuck()
+        self.random[rank] = torch.default_generator.get_state()
+        self._give(following)
+        self.turns[rank].acquire()
+        torch.default_generator.set_state(self.random[rank])
+        if self.failure is not None:
+            raise Abandoned
+
+    def _give(self, rank: int) -> None:
+        self.running = rank
+        self.turns[rank].release()
+
+    def _next(self, rank: int) -> int | None:
+        """The first rank after `rank` that can run; once the run has failed, all that have not ended can."""
+        for step in range(1, self.size + 1):
+            other = (rank + step) % self.size
+            if not self.ended[other] and (self.pending[other] is None or self.failure is not None):
+                return other
+        return None
+
+    def _stuck(self) -> DeadlockError | MissingCallError:
+        waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
+        gone = sorted({peer for call in waiting.values() for peer in call.group if self.ended[peer]})
+        found = "; ".join(f"rank {rank} waits in {call}" for rank, call in waiting.items())
+        if gone:
+            names = " and ".join(f"rank {rank}" for rank in gone)
+            return MissingCallError(
+                f"a collective that {names} should take part in",
+                f"{found}; {names} ended",
+                "a collective needs the call of every rank in its group",
+                "the same collectives in the same order on every rank, whatever the rank's number or data",
+            )
+        return DeadlockError(
+            "collectives on several groups",
+            found,
+            "every rank waits for a rank that waits in another group",
+            "the same order of collectives on all ranks that share them",
+        )
+
+
+def _check_agreement(meeting: _Meeting, rank: int, call: Call) -> None:
+    for peer, other in meeting.calls.items():
+        why = clash(call, rank, other, peer)
+        if why is not None:
+            raise disagreement(rank, call, peer, other, why)
+        if not is_pairwise(call):
+            return
+
+
+def disagreement(rank: int, call: Call, peer: int, other: Call, why: str) -> DisagreementError:
+    """The error that names both ranks and both calls."""
+    (low, first), (high, second) = sorted([(rank, call), (peer, other)], key=lambda side: side[0])
+    return DisagreementError(
+        f"one collective of ranks {low} and {high}",
+        f"rank {low} calls {first}; rank {high} calls {second}",
+        why,
+        "the same call on every rank of the group, in the same order",
+    )
+
+
+class Simulated(Carrier):
+    """One rank of a simulation."""
+
+    kind = "simulated"
+
+    def __init__(self, rank: int, world: _World) -> None:
+        super().__init__(rank, world.size)
+        self._world = world
+
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+        return cast(Tensor, self._world.meet(self.rank, call, x, _finish_all_reduce))
+
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+        return cast(list[Tensor], self._world.meet(self.rank, call, x, _finish_all_gather))
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        return cast(Tensor, self._world.meet(self.rank, call, pieces, _finish_reduce_scatter))
+
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+        return cast(list[Tensor], self._world.meet(self.rank, call, pieces, _finish_all_to_all))
+
+    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+        arrived = cast(list[Tensor], self._world.meet(self.rank, call, sends, _finish_exchange))
+        return [x.to(device) for x, (_, _, _, device) in zip(arrived, receives, strict=True)]
+
+    def _barrier(self, call: Call) -> None:
+        self._world.meet(self.rank, call, None, _finish_barrier)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _order(meeting: _Meeting) -> Group:
+    return next(iter(meeting.calls.values())).group
+
+
+def _finish_all_reduce(meeting: _Meeting) -> None:
+    brought = cast(dict[int, Tensor], meeting.brought)
+    group = _order(meeting)
+    total = reduce([brought[rank] for rank in group], meeting.calls[group[0]].op)
+    for rank in group:
+        meeting.taken[rank] = total if rank == group[0] else _copy(total)
+
+
+def _finish_all_gather(meeting: _Meeting) -> None:
+    brought = cast(dict[int, Tensor], meeting.brought)
+    group = _order(meeting)
+    for rank in group:
+        meeting.taken[rank] = [_copy(brought[peer]) for peer in group]
+
+
+def _finish_reduce_scatter(meeting: _Meeting) -> None:
+    brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
+    group = _order(meeting)
+    for place, rank in enumerate(group):
+        meeting.taken[rank] = reduce([brought[peer][place] for peer in group], meeting.calls[rank].op)
+
+
+def _finish_all_to_all(meeting: _Meeting) -> None:
+    brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
+    group = _order(meeting)
+    for place, rank in enumerate(group):
+        meeting.taken[rank] = [_copy(brought[peer][place]) for peer in group]
+
+
+def _finish_exchange(meeting: _Meeting) -> None:
+    brought = cast(dict[int, Sequence[tuple[int, Tensor]]], meeting.brought)
+    for rank, call in meeting.calls.items():
+        queues = {peer: iter([x for to, x in brought[peer] if to == rank]) for peer in call.group}
+        meeting.taken[rank] = [_copy(next(queues[source])) for source, _, _ in call.messages[1]]
+
+
+def _finish_barrier(meeting: _Meeting) -> None:
+    return None
+
+
+class _Mood:
+    """What torch keeps per thread and a rank takes over: default device; grad, inference and autocast modes."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.device = torch.get_default_device()
+        self.autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """The calling thread in this mood; autograd's multithreading off, so that a backward pass stays on it."""
+        with torch.inference_mode(self.inference), nullcontext() if self.device.type == "cpu" else self.device:
+            torch.autograd.set_multithreading_enabled(False)
+            torch.set_grad_enabled(self.grad)
+            for device, dtype in self.autocast:
+                torch.set_autocast_enabled(device, True)
+                torch.set_autocast_dtype(device, dtype)
+            yield
+
+
+def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    """The results of `fn(*args, **kwargs)`, run once per rank in this process, by rank.
+
+    Every rank starts with the caller's state of torch's CPU generator, and has its own from then on; the caller
+    goes on with rank 0's. (Python's `random` and NumPy keep one state for all.) The first error of any rank stops
+    the others and is raised here, with a note that names the rank.
+
+    >>> simulate(lambda: current().rank * 10, 3)
+    [0, 10, 20]
+    """
+    if getattr(_inside, "rank", False):
+        raise NestedSimulationError(
+            f"simulate(fn, {ranks}) inside a simulated rank",
+            "a rank of another simulation",
+            "ranks of two simulations could wait for each other",
+            "simulate once, outside, and use a mesh of some of its ranks",
+        )
+    if ranks < 1:
+        raise CallError(
+            f"simulate(fn, {ranks})", f"{ranks} ranks", "a program needs at least one rank", "simulate(fn, 1)"
+        )
+    world = _World(ranks)
+    results: list[T | None] = [None] * ranks
+    mood = _Mood()
+
+    def body(rank: int) -> None:
+        results[rank] = fn(*args, **kwargs)
+
+    threads = [
+        threading.Thread(
+            target=copy_context().run, args=(_live, world, rank, mood, body), name=f"rank {rank}", daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    _run(world, threads)
+    torch.default_generator.set_state(world.random[0])
+    return cast(list[T], results)
+
+
+class _Inside(threading.local):
+    rank = False
+
+
+_inside = _Inside()
+
+
+def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) -> None:
+    """One rank's thread, from its first turn to its last."""
+    world.turns[rank].acquire()
+    try:
+        if world.failure is None:
+            torch.default_generator.set_state(world.random[rank])
+            _inside.rank = True
+            with mood.entered(), use(Simulated(rank, world)):
+                body(rank)
+    except Abandoned:
+        pass
+    except BaseException as error:
+        error.add_note(f"raised on rank {rank} of {world.size} simulated ranks")
+        world.fail(rank, error)
+    finally:
+        world.end(rank)
+
+
+def _run(world: _World, threads: list[threading.Thread]) -> None:
+    """Give the baton to rank 0 and wait for the end; raise the first failure."""
+    try:
+        world.start()
+        world.over.acquire()
+    except BaseException as error:
+        world.fail(None, error)
+        _interrupt(threads[world.running])
+        world.over.acquire(timeout=_PATIENCE_AFTER_INTERRUPT)
+    if world.failure is not None:
+        try:
+            raise world.failure[1]
+        finally:
+            world.failure = None
+    for thread in threads:
+        thread.join()
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `Abandoned` in a thread at its next bytecode, for the rank that computes and calls nothing."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))

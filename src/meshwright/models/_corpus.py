@@ -1,0 +1,47 @@
+"""Real text that every machine has: the source files of Python's standard library, as bytes.
+
+A sample is known by its global number alone, so any number of ranks draws the same batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """All `.py` files below `root` in a fixed order, without tests and installed packages."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - SKIPPED)
+        yield from (Path(folder) / file for file in sorted(files) if file.endswith(".py"))
+
+
+@functools.cache
+def corpus() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The standard library as one row of bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in source_files(root)), dtype=np.uint8)
+
+
+def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """`length` consecutive bytes at a place that (seed, number) alone decides."""
+    text = corpus()
+    start = np.random.default_rng([seed, number]).integers(len(text) - length)
+    return text[start : start + length]
+
+
+def batch(step: int, size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and the tokens that follow them, both [size, length], of global samples `step * size …`."""
+    rows = np.stack([sample(step * size + i, length + 1, seed) for i in range(size)])
+    tokens = torch.from_numpy(rows.astype(np.int64))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

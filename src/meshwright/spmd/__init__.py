@@ -1,0 +1,32 @@
+"""Rules: what an operator means, said so that every way to cut it can be derived."""
+
+from ._call import Call, Place, describe
+from ._derive import ELSEWHERE, REPEATED, Bound, Choice, Held, bind, choices, cut_choices, dim_of, factor_axes
+from ._errors import RuleError
+from ._forms import LocalCall
+from ._notation import parse_rule
+from ._rule import Rule
+from ._table import Entry, find_rule, register_rule
+
+__all__ = [
+    "ELSEWHERE",
+    "REPEATED",
+    "Bound",
+    "Call",
+    "Choice",
+    "Entry",
+    "Held",
+    "LocalCall",
+    "Place",
+    "Rule",
+    "RuleError",
+    "bind",
+    "choices",
+    "cut_choices",
+    "describe",
+    "dim_of",
+    "factor_axes",
+    "find_rule",
+    "parse_rule",
+    "register_rule",
+]

@@ -1,0 +1,82 @@
+"""A call of an ATen operator, described by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ._derive import Bound, bind
+from ._rule import Rule
+from ._table import find_rule
+from .torch_hooks import Operator
+
+Place = tuple[int | str, int | None]
+"""Where an operand stands: position or name of the argument, and the index in it when it is a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator call that has a rule: the rule bound to the shapes, and where the operands stand.
+
+    `places[i]` is the place of operand i of the rule, None for one that is absent or a plain number.
+    `mutated` lists operands that are written to.
+    """
+
+    rule: Rule
+    bound: Bound
+    places: tuple[Place | None, ...]
+    mutated: tuple[int, ...]
+
+
+def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call `op(*args, **kwargs)` by its rule; None when there is no rule for it.
+
+    Arguments are global: tensors may be on the meta device, only their shapes and dtypes are looked at.
+    Raises RuleError when shapes do not fit, which an operator that runs would not have accepted either.
+    """
+    rule = find_rule(op, args, kwargs)
+    if rule is None:
+        return None
+    slots = list(_slots(op, args, kwargs, len(rule.equation.operands)))
+    shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for _, v in slots]
+    numbers = [i for i, (_, v) in enumerate(slots) if isinstance(v, (int, float, complex)) and v != 0]
+    places = tuple(p if isinstance(v, Tensor) else None for p, v in slots)
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    names = [a.name for a in op._schema.arguments]
+    mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
+    return Call(rule, bind(rule, shapes, numbers), places, mutated)
+
+
+def _argument_name(key: int | str, names: Sequence[str]) -> str:
+    return names[key] if isinstance(key, int) else key
+
+
+def _slots(
+    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+) -> Iterator[tuple[Place | None, Any]]:
+    """The first `count` operands of the call: tensor arguments in schema order, else plain numbers in their place."""
+    found: list[tuple[Place | None, Any]] = []
+    scalars: list[tuple[Place | None, Any]] = []
+    for at, argument in enumerate(op._schema.arguments):
+        key: int | str = at if at < len(args) else argument.name
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        kind = str(argument.type)
+        if isinstance(value, (list, tuple)) and "Tensor" in kind:
+            found += [((key, j), v) for j, v in enumerate(value)]
+        elif "Tensor" in kind:
+            found.append(((key, None), value))
+        elif kind in ("number", "Scalar", "Optional[number]", "Optional[Scalar]") and value is not None:
+            scalars.append(((key, None), value))
+    missing = count - len(found)
+    merged = found + scalars[: max(missing, 0)]
+    if missing > 0 and scalars and found and isinstance(scalars[0][0], tuple) and _before(scalars[0][0], found[0][0]):
+        merged = scalars[:missing] + found
+    merged += [(None, None)] * (count - len(merged))
+    return iter(merged[:count])
+
+
+def _before(a: Place | None, b: Place | None) -> bool:
+    return a is not None and b is not None and isinstance(a[0], int) and isinstance(b[0], int) and a[0] < b[0]

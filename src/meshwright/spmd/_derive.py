@@ -1,0 +1,278 @@
+"""Everything that follows from a rule: what may be cut, what inputs must be, what results are.
+
+All of it is said for one mesh axis at a time: an operand is cut along a factor, pending (a term), or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product as cartesian
+from math import prod
+
+from meshwright.layout import Dim, Layout, Product
+
+from ._errors import RuleError
+from ._notation import ELLIPSIS, DimTerm, Operand
+from ._rule import Rule
+
+REPEATED = -1
+ELSEWHERE = -2
+
+Held = int | str
+"""How an operand lies along one axis: a factor's number, REPEATED, ELSEWHERE (a cut no factor names), or the operation
+that joins its terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A rule bound to the shapes of a call: every dim of every operand as factors with numbers.
+
+    `ins[i][d]` lists the factors of dim d of operand i, outermost first; it is empty for a dim of size one.
+    `fixed` operands are there as plain numbers, or not at all; they hold no dims. `affine` tells that a plain number
+    is added, so that no term may pass.
+    """
+
+    rule: Rule
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    whole: frozenset[int]
+    ins: tuple[tuple[tuple[int, ...], ...], ...]
+    outs: tuple[tuple[tuple[int, ...], ...], ...]
+    products: tuple[tuple[int, ...], ...]
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds count two; an operator that multiplies nothing counts one per point."""
+        points = prod(self.sizes)
+        return 2 * points if any(len(p) > 1 for p in self.products) and self.is_contraction else points
+
+    @property
+    def is_contraction(self) -> bool:
+        kept = {f for out in self.outs for dim in out for f in dim}
+        return any(f not in kept for f in range(len(self.sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way for a call to lie along one axis: how operands must be held, how results then are.
+
+    `factor` is the factor that is cut, or None.
+    """
+
+    ins: tuple[Held, ...]
+    outs: tuple[Held, ...]
+    factor: int | None = None
+
+
+def bind(rule: Rule, shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int] = ()) -> Bound:
+    """`rule` for operands of these shapes; None stands for an operand that is absent or a plain number.
+
+    `numbers` are the operands given as plain numbers. Raises RuleError where shapes do not fit the rule.
+    """
+    equation = rule.equation
+    names: dict[str, int] = {}
+    sizes: list[int] = []
+    expanded = [_expand(o, s, rule) if s is not None else () for o, s in zip(equation.operands, shapes, strict=True)]
+    for dims, shape in zip(expanded, shapes, strict=True):
+        for term, size in zip(dims, shape or (), strict=True):
+            _measure(term, size, names, sizes, rule)
+    _check_products(expanded, shapes, names, sizes, rule)
+    ellipsis = sorted((n for n in names if n.startswith(ELLIPSIS)), key=lambda n: -int(n[3:]))
+    ins = tuple(
+        tuple(_number(term, size, names, sizes) for term, size in zip(dims, shape or (), strict=True))
+        for dims, shape in zip(expanded, shapes, strict=True)
+    )
+    outs = tuple(_result(o, ellipsis, names, sizes) for o in equation.results)
+    whole = frozenset(
+        at for n, at in names.items() if n in equation.whole or (n[:3] == ELLIPSIS and ELLIPSIS in equation.whole)
+    )
+    products = _present(equation.products, shapes, numbers)
+    return Bound(rule, tuple(names), tuple(sizes), whole, ins, outs, products)
+
+
+def _present(
+    products: tuple[tuple[int, ...], ...], shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The products that are left when absent operands go; none at all when a plain number is a term of its own."""
+    if any(all(i in numbers for i in p) for p in products):
+        return ()
+    left = (tuple(i for i in p if shapes[i] is not None) for p in products)
+    return tuple(p for p in left if p)
+
+
+def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTerm, ...]:
+    """The operand with `...` written out as `...k`, counted from the right."""
+    named = sum(1 for d in operand if d.names != (ELLIPSIS,))
+    free = len(shape) - named
+    has = named != len(operand)
+    if free < 0 or (free > 0 and not has):
+        raise RuleError(
+            f"rule {rule.text!r}",
+            f"an operand of shape {tuple(shape)} for {operand}",
+            "the number of dims differs",
+            "an operand with the dims that the rule names",
+        )
+    dims: list[DimTerm] = []
+    for term in operand:
+        if term.names == (ELLIPSIS,):
+            dims += [DimTerm((f"{ELLIPSIS}{k}",)) for k in range(free, 0, -1)]
+        else:
+            dims.append(term)
+    return tuple(dims)
+
+
+def _measure(term: DimTerm, size: int, names: dict[str, int], sizes: list[int], rule: Rule) -> None:
+    for name in term.names:
+        if name not in names:
+            names[name] = len(sizes)
+            sizes.append(0)
+    if len(term.names) != 1:
+        return
+    at = names[term.names[0]]
+    if sizes[at] in (0, 1):
+        sizes[at] = size if sizes[at] == 0 or size != 0 else sizes[at]
+    elif size not in (1, sizes[at]):
+        raise RuleError(
+            f"rule {rule.text!r}",
+            f"factor {term.names[0]} is {sizes[at]} in one operand and {size} in another",
+            "one factor has one size",
+            "operands whose shapes agree, or a size of 1 to broadcast",
+        )
+
+
+def _check_products(
+    expanded: Sequence[tuple[DimTerm, ...]],
+    shapes: Sequence[tuple[int, ...] | None],
+    names: Mapping[str, int],
+    sizes: list[int],
+    rule: Rule,
+) -> None:
+    """Sizes of factors that only products name are read off the rule's own `name=size` table: see `sized`."""
+    for dims, shape in zip(expanded, shapes, strict=True):
+        for term, size in zip(dims, shape or (), strict=True):
+            if len(term.names) < 2:
+                continue
+            parts = [_literal(n) for n in term.names]
+            if None in parts or prod(p for p in parts if p is not None) != size:
+                raise RuleError(
+                    f"rule {rule.text!r}",
+                    f"a dim of size {size} for {term}",
+                    "factors of a product carry their sizes",
+                    "names such as f0_4 for a factor of size 4",
+                )
+            for n, p in zip(term.names, parts, strict=True):
+                sizes[names[n]] = p or 0
+
+
+def _literal(name: str) -> int | None:
+    """The size that a factor's own name carries: `f2_16` is a factor of size 16."""
+    _, found, size = name.rpartition("_")
+    return int(size) if found and size.isdigit() else None
+
+
+def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the factors of one dim; a dim of size one that is broadcast has none, factors of size one vanish."""
+    numbers = tuple(names[n] for n in term.names)
+    if len(numbers) == 1:
+        return numbers if sizes[numbers[0]] == size and size != 1 else ()
+    return tuple(n for n in numbers if sizes[n] != 1)
+
+
+def _result(
+    operand: Operand, ellipsis: Sequence[str], names: dict[str, int], sizes: list[int]
+) -> tuple[tuple[int, ...], ...]:
+    dims: list[tuple[int, ...]] = []
+    for term in operand:
+        if term.names == (ELLIPSIS,):
+            dims += [(names[n],) if sizes[names[n]] != 1 else () for n in ellipsis]
+        else:
+            dims.append(tuple(names[n] for n in term.names if n in names and sizes[names[n]] != 1))
+    return tuple(dims)
+
+
+def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
+    """Every way for the call to lie along one axis that its operands ask for, the repeated one last.
+
+    A factor is offered only when some operand is cut along it already, terms only when some operand is pending.
+    """
+    for factor in dict.fromkeys(h for h in held if isinstance(h, int) and h >= 0):
+        yield from cut_choices(bound, factor)
+    if any(h == "sum" for h in held):
+        yield from term_choices(bound, held)
+    yield Choice((REPEATED,) * len(bound.ins), (REPEATED,) * len(bound.outs))
+
+
+def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
+    """The ways to cut `factor`: operands and results that have it are cut, terms without it become pending."""
+    form = bound.names[factor] in bound.rule.forms
+    if factor in bound.whole and not form:
+        return
+    has = [any(factor in dim for dim in operand) for operand in bound.ins]
+    outs = [any(factor in dim for dim in out) for out in bound.outs]
+    joins = bound.rule.joins()
+    if not all(outs) and joins is None and not form:
+        return
+    out = tuple(factor if o else (joins or REPEATED) for o in outs)
+    base: list[Held] = [factor if h else REPEATED for h in has]
+    if all(outs) or form or not bound.products:
+        yield Choice(tuple(base), out, factor)
+        return
+    lacking = [p for p in bound.products if not any(has[i] for i in p)]
+    for picks in cartesian(*lacking):
+        ins = list(base)
+        for i in picks:
+            ins[i] = "sum"
+        yield Choice(tuple(ins), out, factor)
+
+
+def term_choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
+    """The ways to let pending sums pass: one operand of every product is pending, all others are repeated."""
+    if not bound.products:
+        return
+    options = [[i for i in p if held[i] == "sum"] or list(p) for p in bound.products]
+    for picks in cartesian(*options):
+        ins: list[Held] = [REPEATED] * len(bound.ins)
+        for i in picks:
+            ins[i] = "sum"
+        yield Choice(tuple(ins), ("sum",) * len(bound.outs))
+
+
+def factor_axes(
+    dims: tuple[tuple[int, ...], ...], layout: Layout, bound: Bound, sizes: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
+    """Which axes cut which factor of an operand, as far as factors can say it; ELSEWHERE collects the others."""
+    found: dict[int, tuple[str, ...]] = {}
+    for factors, dim in zip(dims, layout.dims, strict=True):
+        for factor, axes in _dim_axes(factors, dim, bound, sizes):
+            found[factor] = (*found.get(factor, ()), *axes)
+    return found
+
+
+def _dim_axes(
+    factors: tuple[int, ...], dim: Dim, bound: Bound, sizes: Mapping[str, int]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    if isinstance(dim, Product):
+        mine = tuple(bound.sizes[f] for f in factors)
+        theirs = tuple(n for n, _ in dim.factors if n != 1)
+        if mine == theirs:
+            yield from zip(factors, (a for n, a in dim.factors if n != 1), strict=True)
+        else:
+            yield ELSEWHERE, dim.axes
+    elif dim and factors and (len(factors) == 1 or bound.sizes[factors[0]] % prod(sizes[a] for a in dim) == 0):
+        yield factors[0], dim
+    elif dim:
+        yield ELSEWHERE, dim
+
+
+def dim_of(
+    factors: tuple[int, ...], cuts: Mapping[int, tuple[str, ...]], bound: Bound, sizes: Mapping[str, int]
+) -> Dim:
+    """The dim that runs over `factors` cut by `cuts`, written without a product where that says the same."""
+    if not any(cuts.get(f) for f in factors):
+        return ()
+    outer = cuts.get(factors[0], ())
+    inner = any(cuts.get(f) for f in factors[1:])
+    if len(factors) == 1 or (not inner and bound.sizes[factors[0]] % prod(sizes[a] for a in outer) == 0):
+        return outer
+    return Product(tuple((bound.sizes[f], cuts.get(f, ())) for f in factors))

@@ -1,0 +1,37 @@
+"""The table of rules: ATen operator → rule, or a function of the call's arguments that gives one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ._rule import Rule
+from .torch_hooks import Operator
+
+Entry = Rule | str | Callable[..., Rule | str | None]
+"""A rule, its text, or a function that takes the call's arguments and returns one of them, or None for "no rule"."""
+
+RULES: dict[str, Entry] = {}
+"""Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
+
+
+def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
+    """The rule of `op` for these arguments; an in-place operator `add_` has the rule of `add`."""
+    entry = _entry(op)
+    if callable(entry):
+        entry = entry(*args, **kwargs)
+    return Rule(entry) if isinstance(entry, str) else entry
+
+
+def _entry(op: Operator) -> Entry | None:
+    name, overload = op._schema.name.replace("::", "."), op._overloadname
+    for candidate in (name, name.removesuffix("_") if not name.endswith("__") else name):
+        found = RULES.get(f"{candidate}.{overload}") or RULES.get(candidate)
+        if found is not None:
+            return found
+    return None
+
+
+def register_rule(name: str, entry: Entry) -> None:
+    """Give the operator called `name` ("mylib.swiglu") a rule, such as `"..., ... -> ..."`."""
+    RULES[name] = entry

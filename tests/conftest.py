@@ -1,0 +1,21 @@
+"""Settings for all tests: hypothesis profiles and one thread per process.
+
+`ci` asks few questions, always the same; `dev` asks new ones each time; `long` is for a night.
+Choose with `pytest --hypothesis-profile=NAME`; without it `dev` is used.
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, settings
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+settings.register_profile(
+    "ci", max_examples=25, derandomize=True, database=None, deadline=None, suppress_health_check=_SLOW
+)
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=_SLOW)
+settings.load_profile("dev")
+
+torch.set_num_threads(1)
