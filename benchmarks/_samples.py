@@ -24,6 +24,7 @@ RANKS = 4
 KINDS = ("function", "in place", "view")
 
 UNINITIALISED = "its values are uninitialised memory"
+UNINITIALISED_GRADIENT = "torch's own gradient reads uninitialised memory"
 NO_CPU_KERNEL = "it has no CPU kernel"
 LEFT_OUT = {
     "empty": UNINITIALISED,
@@ -34,12 +35,14 @@ LEFT_OUT = {
     "new_empty_strided": UNINITIALISED,
     "resize_": UNINITIALISED,
     "resize_as_": UNINITIALISED,
+    "_segment_reduce/lengths": UNINITIALISED_GRADIENT,
+    "_segment_reduce/offsets": UNINITIALISED_GRADIENT,
     "torch.ops.aten._flash_attention_forward": NO_CPU_KERNEL,
     "torch.ops.aten._efficient_attention_forward": NO_CPU_KERNEL,
     "nn.functional.batch_norm/without_cudnn": NO_CPU_KERNEL,
 }
 
-_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.float64, torch.bool, torch.uint8)
+_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn)
 
 
 # --- entries -----------------------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def _look(sample: Any) -> str:
 def _case(entry: Entry, sample: Any, seed: int) -> Case | None:
     """The case with its truth, or None where a single device has no value."""
     flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-    flat = [_fresh(v) for v in flat]
+    flat = [fresh(v) for v in flat]
     finish = sample.output_process_fn_grad if entry.kind == "function" else _identity
     case = Case(entry, flat, spec, finish, seed)
     try:
@@ -256,7 +259,7 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _fresh(value: Any) -> Any:
+def fresh(value: Any) -> Any:
     """A contiguous leaf with the same value: how a value lies in memory is not part of what is compared."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -267,9 +270,9 @@ def _fresh(value: Any) -> Any:
 
 
 def _truth(case: Case) -> tuple[Any, list[torch.Tensor | None]]:
-    outs = evaluate(case, [_fresh(v) for v in case.flat])[0]
-    case.is_random = differ(outs, evaluate(case, [_fresh(v) for v in case.flat], case.seed + 1)[0]) is not None
-    leaves = [_fresh(v) for v in case.flat]
+    outs = evaluate(case, [fresh(v) for v in case.flat])[0]
+    case.is_random = differ(outs, evaluate(case, [fresh(v) for v in case.flat], case.seed + 1)[0]) is not None
+    leaves = [fresh(v) for v in case.flat]
     raw, results = evaluate(case, leaves)
     targets = [t for t in tree_flatten(results)[0] if isinstance(t, torch.Tensor)]
     case.weights = [_weights(t, k) if t.requires_grad else None for k, t in enumerate(targets)]
@@ -397,7 +400,9 @@ def variants(case: Case) -> list[Variant]:
     found: dict[Any, Variant] = {}
     for name, mesh, rule in rules:
         variant = Variant(name, mesh, tuple(rule(k, t) for k, t in enumerate(tensors)))
-        found.setdefault((mesh if any("S" in str(m) or "P" in m for m in variant.marks) else None, variant.marks), variant)
+        found.setdefault(
+            (mesh if any("S" in str(m) or "P" in m for m in variant.marks) else None, variant.marks), variant
+        )
     return list(found.values())
 
 

@@ -7,58 +7,105 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
-HOOKS = sorted(PACKAGE.rglob("torch_hooks.py"))
 
 
-def names(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) of each public name that the module gives."""
-    for node in tree.body:
-        yield from ((name, node) for name in bound(node) if not name.startswith("_"))
+@dataclass(frozen=True)
+class Hooks:
+    """One room's `torch_hooks.py`."""
+
+    path: Path
+
+    @property
+    def room(self) -> str:
+        return self.path.parent.name
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def defined(self) -> Iterator[tuple[str, ast.stmt]]:
+        """(name, statement) of each public name that the file defines."""
+        for node in self.tree.body:
+            yield from ((name, node) for name in defined(node) if not name.startswith("_"))
+
+    def imported(self) -> Iterator[tuple[str, ast.stmt]]:
+        """(name, statement) of each private name that the file imports from torch."""
+        for node in self.tree.body:
+            if isinstance(node, ast.ImportFrom):
+                full = ((alias, f"{node.module}.{alias.name}") for alias in node.names)
+                yield from ((alias.asname or alias.name, node) for alias, name in full if is_private_torch(name))
+
+    def users(self, name: str) -> Iterator[ast.stmt]:
+        """The definitions that use an imported name: what they say of themselves explains it as well."""
+        for node in self.tree.body:
+            if defined(node) and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node)):
+                yield node
+
+    def private(self) -> set[str]:
+        """Every private dotted name below torch that the file imports or writes out."""
+        names: set[str] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            if isinstance(node, ast.Attribute):
+                names.add(ast.unparse(node))
+        return {name for name in names if is_private_torch(name)}
+
+    def explains(self, name: str, node: ast.stmt) -> bool:
+        """By a docstring, a string below it, a comment beside or above it, or in the file's own docstring."""
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            return True
+        if f"`{name}`" in (ast.get_docstring(self.tree) or ""):
+            return True
+        follower = self.tree.body[self.tree.body.index(node) + 1 :][:1]
+        if any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in follower):
+            return True
+        lines = ["", *self.text.splitlines()]
+        beside = lines[node.lineno : (node.end_lineno or node.lineno) + 1]
+        return lines[node.lineno - 1].lstrip().startswith("#") or any("#" in line for line in beside)
 
 
-def bound(node: ast.stmt) -> list[str]:
+def defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return [node.target.id]
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-        return [alias.asname or alias.name for alias in node.names]
-    return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("__")]
 
 
-def is_explained(node: ast.stmt, text: str, tree: ast.Module) -> bool:
-    """A docstring, a string below it, or a comment beside or above it says what the name is for."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-        return True
-    follower = tree.body[tree.body.index(node) + 1 :][:1]
-    if any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in follower):
-        return True
-    lines = text.splitlines()
-    own = lines[node.lineno - 1 : node.end_lineno]
-    above = lines[node.lineno - 2] if node.lineno > 1 else ""
-    return above.lstrip().startswith("#") or any("#" in line for line in own)
+def is_private_torch(name: str) -> bool:
+    head, *parts = name.split(".")
+    return head == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts)
 
 
-CASES = [
-    pytest.param(path, name, node, id=f"{path.parent.name}.{name}")
-    for path in HOOKS
-    for name, node in names(ast.parse(path.read_text()))
-]
+HOOKS = [Hooks(path) for path in sorted(PACKAGE.rglob("torch_hooks.py"))]
 
 
-@pytest.mark.parametrize(("path", "name", "node"), CASES)
-def test_a_hook_is_there_and_explained(path: Path, name: str, node: ast.stmt) -> None:
-    module = importlib.import_module(".".join(["meshwright", *path.relative_to(PACKAGE).with_suffix("").parts]))
-    assert hasattr(module, name)
-    text = path.read_text()
-    tree = ast.parse(text)
-    same = next(n for n in tree.body if n.lineno == node.lineno)
-    assert is_explained(same, text, tree), f"{path.parent.name}/torch_hooks.py: say what {name} is for"
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id=f"{hooks.room}-{name}") for hooks in HOOKS for name in sorted(hooks.private())]
+)
+def test_torch_still_has_the_name(name: str) -> None:
+    pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("hooks", HOOKS, ids=lambda hooks: hooks.room)
+def test_each_hook_is_there_and_explained(hooks: Hooks) -> None:
+    module = importlib.import_module(".".join(["meshwright", *hooks.path.relative_to(PACKAGE).with_suffix("").parts]))
+    for name, node in [*hooks.defined(), *hooks.imported()]:
+        assert hasattr(module, name)
+        said = any(hooks.explains(name, place) for place in [node, *hooks.users(name)])
+        assert said, f"{hooks.room}/torch_hooks.py: say what {name} is for"

@@ -1,0 +1,53 @@
+"""Meshwright: automatic parallel training on PyTorch.
+
+Write the model for one device, mark a few tensors, and the same marks run it on any mesh.
+Names are imported when they are first used, so that `meshwright --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.comm import init_process as init_process
+    from meshwright.comm import simulate as simulate
+    from meshwright.engine import dtensor_from_fn as dtensor_from_fn
+    from meshwright.engine import dtensor_from_local as dtensor_from_local
+    from meshwright.engine import get_mesh as get_mesh
+    from meshwright.engine import reshard as reshard
+    from meshwright.engine import set_mesh as set_mesh
+    from meshwright.engine import shard_tensor as shard_tensor
+    from meshwright.engine import unshard_dtensor as unshard_dtensor
+    from meshwright.layout import MeshwrightError as MeshwrightError
+    from meshwright.layout import Partial as Partial
+    from meshwright.layout import ProcessMesh as ProcessMesh
+    from meshwright.layout import Replicate as Replicate
+    from meshwright.layout import Shard as Shard
+    from meshwright.tensor import DistTensor as DistTensor
+    from meshwright.tensor import random_source as random_source
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
+    "comm": ["init_process", "simulate"],
+    "spmd": ["register_rule"],
+    "tensor": ["DistTensor", "random_source"],
+    "engine": [
+        "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
+        "LocalLayer", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
+        "to_torch_dtensor", "unshard_dtensor",
+    ],
+}  # fmt: skip
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = sorted([*_ROOM_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.{_ROOM_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_ROOM_OF)

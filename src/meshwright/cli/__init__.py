@@ -1,0 +1,8 @@
+"""The command line: `meshwright train` and `meshwright run`.
+
+Nothing here imports torch before a command runs, so that `--help` answers at once.
+"""
+
+from meshwright.cli._main import main
+
+__all__ = ["main"]

@@ -15,6 +15,9 @@ from ._errors import (
     NestedSimulationError,
     NoCarrierError,
 )
+from ._guard import Check
+from ._launch import launch
+from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
 from ._simulated import Simulated, simulate
 
@@ -22,6 +25,7 @@ __all__ = [
     "Call",
     "CallError",
     "Carrier",
+    "Check",
     "CommError",
     "Counters",
     "DeadPeerError",
@@ -32,11 +36,14 @@ __all__ = [
     "MissingCallError",
     "NestedSimulationError",
     "NoCarrierError",
+    "ProcessCarrier",
     "Receive",
     "Recorded",
     "Simulated",
     "current",
+    "init_process",
     "install",
+    "launch",
     "simulate",
     "use",
 ]

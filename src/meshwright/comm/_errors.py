@@ -50,3 +50,14 @@ class DeadPeerError(CommError):
 
 class LaunchError(CommError):
     """Local ranks that could not be started."""
+
+
+def disagreement(rank: int, call: str, peer: int, other: str, why: str) -> DisagreementError:
+    """The error that names both ranks and both calls."""
+    (low, first), (high, second) = sorted([(rank, call), (peer, other)])
+    return DisagreementError(
+        f"one collective of ranks {low} and {high}",
+        f"rank {low} calls {first}; rank {high} calls {second}",
+        why,
+        "the same call on every rank of the group, in the same order",
+    )

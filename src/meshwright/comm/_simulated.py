@@ -20,7 +20,7 @@ from torch import Tensor
 from ._call import Call, Group, clash, is_pairwise
 from ._carrier import Carrier, Receive
 from ._current import use
-from ._errors import CallError, DeadlockError, DisagreementError, MissingCallError, NestedSimulationError
+from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement
 from ._reduce import reduce
 
 P = ParamSpec("P")
@@ -148,20 +148,9 @@ def _check_agreement(meeting: _Meeting, rank: int, call: Call) -> None:
     for peer, other in meeting.calls.items():
         why = clash(call, rank, other, peer)
         if why is not None:
-            raise disagreement(rank, call, peer, other, why)
+            raise disagreement(rank, str(call), peer, str(other), why)
         if not is_pairwise(call):
             return
-
-
-def disagreement(rank: int, call: Call, peer: int, other: Call, why: str) -> DisagreementError:
-    """The error that names both ranks and both calls."""
-    (low, first), (high, second) = sorted([(rank, call), (peer, other)], key=lambda side: side[0])
-    return DisagreementError(
-        f"one collective of ranks {low} and {high}",
-        f"rank {low} calls {first}; rank {high} calls {second}",
-        why,
-        "the same call on every rank of the group, in the same order",
-    )
 
 
 class Simulated(Carrier):
@@ -273,6 +262,7 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
     goes on with rank 0's. (Python's `random` and NumPy keep one state for all.) The first error of any rank stops
     the others and is raised here, with a note that names the rank.
 
+    >>> from meshwright.comm import current
     >>> simulate(lambda: current().rank * 10, 3)
     [0, 10, 20]
     """

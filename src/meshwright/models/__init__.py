@@ -4,7 +4,7 @@ Knows: model files, their text and the main job. Does not know: how a mark is ca
 """
 
 from meshwright.models._corpus import batch, corpus
-from meshwright.models._llama import Llama, LlamaConfig, ModelError
+from meshwright.models._llama import Llama, LlamaConfig, ModelError, mark
 from meshwright.models._train import AXES, Job, largest_difference, train, train_on_mesh
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "batch",
     "corpus",
     "largest_difference",
+    "mark",
     "train",
     "train_on_mesh",
 ]

@@ -1,8 +1,7 @@
 """A Llama-style language model over bytes, for one device and for any mesh.
 
-The model is plain PyTorch. Its parallel code is marks and nothing else: `CUTS` and `mark` say where the weights live,
-and `Llama.forward` says where its two inputs enter and where the pipeline's stages change. Without a mesh
-no mark does anything.
+The model is plain PyTorch. All of its parallel code stands at the end of the file: `mark` says where each part's
+weights live and how its inputs come in. Without that call it is a model for one device.
 
 Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, f feed-forward, v vocabulary.
 """
@@ -10,6 +9,7 @@ Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -76,9 +76,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(d, config.kv_heads * e, bias=False)
         self.o = nn.Linear(config.heads * e, d, bias=False)
 
-    def forward(self, x_bsd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        q_bhse = rotate(self.heads(self.q(x_bsd)), rope)
-        k_bkse = rotate(self.heads(self.k(x_bsd)), rope)
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        q_bhse = rotate(self.heads(self.q(x_bsd)))
+        k_bkse = rotate(self.heads(self.k(x_bsd)))
         v_bkse = self.heads(self.v(x_bsd))
         out_bhse = F.scaled_dot_product_attention(q_bhse, k_bkse, v_bkse, is_causal=True, enable_gqa=True)
         return self.o(out_bhse.transpose(1, 2).flatten(2))
@@ -101,6 +101,17 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_bsd)) * self.up(x_bsd))
 
 
+class Entry(nn.Module):
+    """Bytes to vectors."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        return self.embed(tokens_bs)
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each after a norm and beside a shortcut."""
 
@@ -111,74 +122,54 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_bsd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd), rope)
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd))
         return x_bsd + self.feed_forward(self.feed_forward_norm(x_bsd))
 
 
-class Llama(nn.Module):
-    """The whole model; `forward` gives the mean loss of predicting `targets` from `tokens`, both [b, s].
+class Exit(nn.Module):
+    """Vectors to the mean loss of predicting the targets."""
 
-    On a mesh its axes are "pp", "dp" and "tp": stages, parts of the batch, parts of the weights.
-    """
-
-    def __init__(self, config: LlamaConfig, mesh: mw.ProcessMesh | None = None, seed: int = 0) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_size = config.head_size
-        self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        initialise(self, config, seed)
-        self.stages = [] if mesh is None else mark(self, mesh)
 
-    def forward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
-        rope = rope_table(tokens_bs.shape[1], self.head_size)
-        if self.stages:
-            tokens_bs = mw.shard_tensor(tokens_bs, self.stages[0], BATCH)
-            targets_bs = mw.shard_tensor(targets_bs, self.stages[-1], BATCH)
-        x_bsd = self.embed(tokens_bs)
-        for i, block in enumerate(self.blocks):
-            if self.stages and i > 0 and self.stages[i] != self.stages[i - 1]:
-                x_bsd = mw.reshard(x_bsd, self.stages[i], BATCH)
-            x_bsd = block(x_bsd, rope)
+    def forward(self, x_bsd: Tensor, targets_bs: Tensor) -> Tensor:
         logits_bsv = self.head(self.norm(x_bsd))
         return F.cross_entropy(logits_bsv.flatten(0, 1), targets_bs.flatten())
 
 
-BATCH = [mw.Shard(0), mw.Replicate()]
-CUTS = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "embed": 0, "head": 0}
+class Llama(nn.Module):
+    """The whole model; `forward` gives the mean loss of predicting `targets` from `tokens`, both [b, s]."""
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.entry = Entry(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.exit = Exit(config)
+        initialise(self, config, seed)
+
+    def forward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        x_bsd = self.entry(tokens_bs)
+        for block in self.blocks:
+            x_bsd = block(x_bsd)
+        return self.exit(x_bsd, targets_bs)
 
 
-def mark(model: Llama, mesh: mw.ProcessMesh) -> list[mw.ProcessMesh]:
-    """The mesh of each block, after every weight has gone to its stage, cut on "tp" along the dim that `CUTS` names."""
-    count = len(model.blocks)
-    stages = [mesh["pp", i * mesh.get_dim_size("pp") // count] for i in range(count)]
-
-    def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
-        part, _, rest = name.partition(".")
-        stage = stages[int(rest.split(".")[0])] if rest else stages[0 if part == "embed" else -1]
-        dim = CUTS.get(name.rpartition(".")[2])
-        for key, weight in list(layer.named_parameters(recurse=False)):
-            along_tp = mw.Replicate() if dim is None else mw.Shard(dim)
-            setattr(layer, key, mw.shard_tensor(weight, stage, [mw.Replicate(), along_tp]))
-
-    mw.shard_layer(model, mesh, cut)
-    return stages
+def rotate(x_bhse: Tensor) -> Tensor:
+    """Turn the pairs (channel i, channel i + e / 2) by an angle that grows with the position."""
+    cos_se, sin_se = rope_table(*x_bhse.shape[-2:])
+    left, right = x_bhse.chunk(2, dim=-1)
+    return torch.cat([left * cos_se - right * sin_se, right * cos_se + left * sin_se], dim=-1)
 
 
+@cache
 def rope_table(length: int, head_size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position times frequency, both [s, e / 2] (Su et al. 2021, RoFormer)."""
     frequency = base ** (-torch.arange(0, head_size, 2) / head_size)
     angle = torch.outer(torch.arange(length), frequency)
     return angle.cos(), angle.sin()
-
-
-def rotate(x_bhse: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (channel i, channel i + e / 2) by the angle of their position."""
-    cos, sin = rope
-    left, right = x_bhse.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
@@ -189,3 +180,29 @@ def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
             ends_a_branch = name.endswith(("o.weight", "down.weight"))
             std = 0.02 / (2 * config.layers) ** 0.5 if ends_a_branch else 0.02
             nn.init.normal_(weight, std=std, generator=generator)
+
+
+# The marks, for a mesh with the axes "pp", "dp" and "tp": stages of layers, parts of the batch, parts of the weights.
+
+BATCH = [mw.Shard(0), mw.Replicate()]
+COLUMN, ROW = [mw.Replicate(), mw.Shard(0)], [mw.Replicate(), mw.Shard(1)]
+CUTS = dict.fromkeys(["embed", "q", "k", "v", "gate", "up", "head"], COLUMN) | dict.fromkeys(["o", "down"], ROW)
+
+
+def mark(model: Llama, mesh: mw.ProcessMesh) -> None:
+    """Give each part of the model to its stage, with its weights cut as `CUTS` says and its inputs as `BATCH` says."""
+    count, depth = mesh.get_dim_size("pp"), len(model.blocks)
+    stages = [mesh["pp", i * count // depth] for i in range(depth)]
+    parts = [model.entry, *model.blocks, model.exit]
+    for part, stage in zip(parts, [stages[0], *stages, stages[-1]], strict=True):
+        mw.shard_layer(part, stage, cut, enter)
+
+
+def cut(name: str, layer: nn.Module, stage: mw.ProcessMesh) -> None:
+    placements = CUTS.get(name.split(".")[-1])
+    if placements:
+        layer.weight = mw.shard_tensor(layer.weight, stage, placements)
+
+
+def enter(inputs: tuple[Tensor, ...], stage: mw.ProcessMesh) -> tuple[Tensor, ...]:
+    return tuple(mw.reshard(x, stage, BATCH) for x in inputs)

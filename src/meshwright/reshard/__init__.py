@@ -1,0 +1,43 @@
+"""Conversions between layouts: steps as values, plans, the cheapest path, and carrying it out."""
+
+from ._bound import lower_bound
+from ._errors import ReshardError
+from ._execute import Mover
+from ._plan import Plan, Price, execute, plan, transposed
+from ._steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Fill,
+    Pad,
+    ReduceScatter,
+    Relabel,
+    Scale,
+    Slice,
+    Step,
+    View,
+)
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Exchange",
+    "Fill",
+    "Mover",
+    "Pad",
+    "Plan",
+    "Price",
+    "ReduceScatter",
+    "Relabel",
+    "ReshardError",
+    "Scale",
+    "Slice",
+    "Step",
+    "View",
+    "execute",
+    "lower_bound",
+    "plan",
+    "transposed",
+]

@@ -13,7 +13,7 @@ from math import prod
 from meshwright.layout import Dim, Layout, Product
 
 from ._errors import RuleError
-from ._notation import ELLIPSIS, DimTerm, Operand
+from ._notation import ELLIPSIS, NEW, DimTerm, Operand
 from ._rule import Rule
 
 REPEATED = -1
@@ -85,7 +85,9 @@ def bind(rule: Rule, shapes: Sequence[tuple[int, ...] | None], numbers: Sequence
     )
     outs = tuple(_result(o, ellipsis, names, sizes) for o in equation.results)
     whole = frozenset(
-        at for n, at in names.items() if n in equation.whole or (n[:3] == ELLIPSIS and ELLIPSIS in equation.whole)
+        at
+        for n, at in names.items()
+        if n in equation.whole or n[:3] == NEW or (n[:3] == ELLIPSIS and ELLIPSIS in equation.whole)
     )
     products = _present(equation.products, shapes, numbers)
     return Bound(rule, tuple(names), tuple(sizes), whole, ins, outs, products)
@@ -187,8 +189,17 @@ def _result(
         if term.names == (ELLIPSIS,):
             dims += [(names[n],) if sizes[names[n]] != 1 else () for n in ellipsis]
         else:
+            _appear(term, names, sizes)
             dims.append(tuple(names[n] for n in term.names if n in names and sizes[names[n]] != 1))
     return tuple(dims)
+
+
+def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
+    """Give the factors of a product that no operand has, such as `new0_3` in `(new0_3 a)`, a number; they are whole."""
+    for name in term.names:
+        if len(term.names) > 1 and name not in names:
+            names[name] = len(sizes)
+            sizes.append(_literal(name) or 1)
 
 
 def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
@@ -211,7 +222,7 @@ def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
     has = [any(factor in dim for dim in operand) for operand in bound.ins]
     outs = [any(factor in dim for dim in out) for out in bound.outs]
     joins = bound.rule.joins()
-    if not all(outs) and joins is None and not form:
+    if not all(outs) and not form and (joins is None or (bound.rule.over is None and not bound.products)):
         return
     out = tuple(factor if o else (joins or REPEATED) for o in outs)
     base: list[Held] = [factor if h else REPEATED for h in has]

@@ -42,3 +42,7 @@ class Rule:
         if self.over is not None:
             return self.over
         return "sum" if self.equation.products else None
+
+
+Entry = Rule | str | Callable[..., Rule | str | None]
+"""A rule, its text, or a function that takes the call's arguments and returns one of them, or None for "no rule"."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._rule import Rule
+from ._rule import Entry, Rule
+from ._rules_fresh import FRESH
+from ._rules_layer import LAYERS
+from ._rules_loss import LOSSES
+from ._rules_pointwise import POINTWISE
+from ._rules_product import PRODUCT
+from ._rules_reduce import REDUCE
+from ._rules_shape import SHAPE
 from .torch_hooks import Operator
 
-Entry = Rule | str | Callable[..., Rule | str | None]
-"""A rule, its text, or a function that takes the call's arguments and returns one of them, or None for "no rule"."""
-
-RULES: dict[str, Entry] = {}
+RULES: dict[str, Entry] = {**POINTWISE, **PRODUCT, **SHAPE, **REDUCE, **LAYERS, **LOSSES, **FRESH}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
 
 

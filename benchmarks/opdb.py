@@ -1,0 +1,528 @@
+"""Figure 1: torch's own operator samples, laid out over four simulated ranks, against one device.
+
+Every entry of `op_db` is called on its samples under every layout of `_samples.variants`, forward and backward. An
+entry is `right` if no sample under no layout gave another number or raised, `wrong` if one gave another number,
+`raised` if none was wrong but one raised. Torch's DTensor goes through the same samples and layouts.
+
+    python -m benchmarks.opdb                       the figure, with the rival measured anew
+    python -m benchmarks.opdb --op cumsum --verbose one entry, every failure
+    python -m benchmarks.opdb --json out.json       every entry's row
+
+A library is tried in a child process, so that a crash or a hang costs one entry and not the sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from benchmarks import _samples
+from benchmarks._samples import RANKS, Case, Entry, Variant
+
+CACHE = Path(__file__).parent / "rivals" / "dtensor_opdb.json"
+ENTRY_SECONDS = 60.0
+STATUSES = ("right", "wrong", "raised", "left_out")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong in one variant."""
+
+    status: str  # "wrong" or "raised"
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one entry."""
+
+    name: str
+    status: str
+    variant: str = ""
+    sample: str = ""
+    message: str = ""
+    cases: int = 0
+    random: bool = False
+    seconds: float = 0.0
+
+
+# --- the libraries -----------------------------------------------------------------------------------------------
+
+Job = Callable[[], Failure | None]
+Shape = tuple[int, ...]
+Marks = tuple[str, ...]  # one per mesh axis, as in `_samples.Variant`
+Terms = Callable[[int], list[torch.Tensor]]  # the value as a sum of so many terms
+
+
+class Library(Protocol):
+    """What the sweep needs of a library. `place`, `whole` and `backward` are called on every rank."""
+
+    name: str
+
+    def run(self, jobs: Sequence[Job]) -> list[Failure | None]: ...
+    def place(self, value: torch.Tensor, mesh: Shape, marks: Marks, terms: Terms) -> Any: ...
+    def whole(self, x: Any) -> Any: ...
+    def backward(self, targets: Sequence[Any], weights: Sequence[Any]) -> None: ...
+
+
+class Plain:
+    """One device, pretending: what the sweep itself gets wrong shows here."""
+
+    name = "plain"
+
+    def run(self, jobs: Sequence[Job]) -> list[Failure | None]:
+        return [_guarded(job) for job in jobs]
+
+    def place(self, value: torch.Tensor, mesh: Shape, marks: Marks, terms: Terms) -> Any:
+        if "P" not in marks:
+            return _samples.fresh(value)
+        pending = terms(mesh[marks.index("P")])
+        return sum(pending[1:], pending[0]).to(value.dtype).requires_grad_(value.requires_grad)
+
+    def whole(self, x: Any) -> Any:
+        return x
+
+    def backward(self, targets: Sequence[Any], weights: Sequence[Any]) -> None:
+        _samples.weighted_sum(targets, weights).backward()
+
+
+class Ours:
+    """Meshwright on simulated ranks."""
+
+    name = "meshwright"
+
+    def __init__(self) -> None:
+        import meshwright
+
+        self.mw = meshwright
+
+    def run(self, jobs: Sequence[Job]) -> list[Failure | None]:
+        """All jobs in one simulation; one by one if they cannot be finished together."""
+        try:
+            per_rank = self.mw.simulate(lambda: [_guarded(job) for job in jobs], RANKS)
+        except Exception as error:
+            if len(jobs) == 1:
+                return [_raised(error)]
+            return [self.run([job])[0] for job in jobs]
+        return [_worst(found) for found in zip(*per_rank, strict=True)]
+
+    def place(self, value: torch.Tensor, mesh: Shape, marks: Marks, terms: Terms) -> Any:
+        mw = self.mw
+        if "P" not in marks:
+            return mw.shard_tensor(_samples.fresh(value), *self.layout(mesh, marks))
+        pending = [k for k, mark in enumerate(marks) if mark == "P"]
+        at = _coordinate(self.rank(), mesh)
+        term = terms(math.prod(mesh[k] for k in pending))[_index([at[k] for k in pending], [mesh[k] for k in pending])]
+        start = tuple(mark if mark == "P" else "R" for mark in marks)
+        with torch.no_grad():
+            laid = self.reshard(mw.dtensor_from_local(term.clone(), *self.layout(mesh, start)), mesh, marks)
+        return laid.detach().requires_grad_(value.requires_grad)
+
+    def reshard(self, x: Any, mesh: Shape, marks: Marks) -> Any:
+        return self.mw.reshard(x, *self.layout(mesh, marks))
+
+    def layout(self, mesh: Shape, marks: Marks) -> tuple[Any, list[Any]]:
+        on = self.mw.ProcessMesh(np.arange(math.prod(mesh)).reshape(mesh), dim_names=["x", "y", "z"][: len(mesh)])
+        return on, [_placement(self.mw, mark) for mark in marks]
+
+    def rank(self) -> int:
+        from meshwright.comm import current
+
+        return current().rank
+
+    def whole(self, x: Any) -> Any:
+        return self.mw.unshard_dtensor(x) if isinstance(x, self.mw.DistTensor) else x
+
+    def backward(self, targets: Sequence[Any], weights: Sequence[Any]) -> None:
+        _samples.weighted_sum(targets, weights).backward()
+
+
+class DTensorRival:
+    """Torch's DTensor on threads, one per rank, that share torch's threaded process group."""
+
+    name = "dtensor"
+
+    def __init__(self) -> None:
+        from torch.distributed import tensor
+
+        self.tensor = tensor
+        self.ranks = _ThreadedRanks(RANKS)
+
+    def run(self, jobs: Sequence[Job]) -> list[Failure | None]:
+        return [_worst(self.ranks(lambda job=job: _guarded(job))) for job in jobs]
+
+    def place(self, value: torch.Tensor, mesh: Shape, marks: Marks, terms: Terms) -> Any:
+        on = self.ranks.mesh(mesh)
+        coordinate = _coordinate(torch.distributed.get_rank(), mesh)
+        local = value.detach()
+        if "P" in marks:
+            axis = marks.index("P")
+            local = terms(mesh[axis])[coordinate[axis]]
+        for axis, mark in enumerate(marks):
+            local = _chunk(local, mark, mesh[axis], coordinate[axis])
+        wanted = [_placement(self.tensor, mark) for mark in marks]
+        laid = self.tensor.DTensor.from_local(
+            local.clone(), on, wanted, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        return laid.requires_grad_(value.requires_grad)
+
+    def whole(self, x: Any) -> Any:
+        return x.full_tensor() if isinstance(x, self.tensor.DTensor) else x
+
+    def backward(self, targets: Sequence[Any], weights: Sequence[Any]) -> None:
+        """The weighted sum is taken of the gathered values, so only the entry's own gradient is at stake."""
+        _samples.weighted_sum([self.whole(t) for t in targets], weights).backward()
+
+
+LIBRARIES: dict[str, Callable[[], Library]] = {"meshwright": Ours, "dtensor": DTensorRival, "plain": Plain}
+
+
+def _placement(library: Any, mark: str) -> Any:
+    if mark == "P":
+        return library.Partial("sum")
+    return library.Replicate() if mark == "R" else library.Shard(int(mark[1:]))
+
+
+def _coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(rank, mesh))
+
+
+def _index(at: Sequence[int], shape: Sequence[int]) -> int:
+    return int(np.ravel_multi_index(tuple(at), tuple(shape)))
+
+
+def _chunk(local: torch.Tensor, mark: str, ranks: int, at: int) -> torch.Tensor:
+    """The piece of a tensor cut as `torch.chunk` cuts; empty past the end."""
+    if not mark.startswith("S"):
+        return local
+    dim = int(mark[1:])
+    pieces = torch.chunk(local, ranks, dim)
+    return pieces[at] if at < len(pieces) else local.narrow(dim, 0, 0)
+
+
+def _guarded(job: Job) -> Failure | None:
+    try:
+        return job()
+    except Exception as error:
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Failure:
+    text = " ".join(str(error).split())
+    return Failure("raised", f"{type(error).__name__}: {text[:300]}")
+
+
+def _worst(found: Sequence[Failure | None]) -> Failure | None:
+    """Of what the ranks found: a wrong number first, then an error that is a rank's own."""
+    failures = [f for f in found if f is not None]
+    return min(failures, key=lambda f: (f.status != "wrong", "SystemExit" in f.message), default=None)
+
+
+class _ThreadedRanks:
+    """Threads that stay, one per rank, each with torch's threaded process group."""
+
+    def __init__(self, size: int, patience: float = 4.0) -> None:
+        from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        threaded._install_threaded_pg()
+        self.group = threaded.ProcessLocalGroup
+        self.size, self.patience = size, patience
+        self.store = torch.distributed.HashStore()
+        self.meshes = threading.local()
+        self.answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self.jobs: list[queue.Queue[Callable[[], Any]]] = [queue.Queue() for _ in range(size)]
+        for rank in range(size):
+            threading.Thread(target=self._work, args=(rank,), daemon=True).start()
+        self(self._make_meshes)
+
+    def _make_meshes(self) -> None:
+        make = torch.distributed.device_mesh.init_device_mesh
+        self.meshes.by_shape = {shape: make("cpu", shape) for shape in [(self.size,), (2, self.size // 2)]}
+
+    def mesh(self, shape: tuple[int, ...]) -> Any:
+        return self.meshes.by_shape[shape]
+
+    def _work(self, rank: int) -> None:
+        torch.distributed.init_process_group("threaded", rank=rank, world_size=self.size, store=self.store)
+        while True:
+            job = self.jobs[rank].get()
+            try:
+                answer = job()
+            except BaseException as error:
+                answer = _raised(error)
+            if isinstance(answer, Failure):
+                self.group.exception_handle(None)  # wake the ranks that wait for this one
+            self.answers.put((rank, answer))
+
+    def __call__(self, job: Callable[[], Any]) -> list[Any]:
+        for waiting in self.jobs:
+            waiting.put(job)
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size:
+            try:
+                rank, answer = self.answers.get(timeout=self.patience)
+            except queue.Empty:
+                self.group.exception_handle(None)
+                rank, answer = self.answers.get(timeout=self.patience)
+                answer = Failure("raised", "the ranks wait for each other")
+            answers[rank] = answer
+        self.group.reset()
+        return [answers[rank] for rank in range(self.size)]
+
+
+# --- one entry ---------------------------------------------------------------------------------------------------
+
+
+def attempt(library: Library, case: Case, variant: Variant) -> Failure | None:
+    """One rank's view of one case in one layout."""
+    marks = _samples.marks_by_position(case, variant)
+    with contextlib.nullcontext() if case.grads else torch.no_grad():
+        values = [
+            library.place(v, variant.mesh, marks[i], partial(case.terms, i)) if i in marks else _samples.fresh(v)
+            for i, v in enumerate(case.flat)
+        ]
+        raw, results = _samples.evaluate(case, values)
+    message = _samples.differ(tree_map(library.whole, raw), case.outs)
+    if message:
+        return Failure("wrong", message)
+    if not case.grads:
+        return None
+    targets = [t for t in tree_flatten(results)[0] if isinstance(t, torch.Tensor)]
+    if any(w is not None and not t.requires_grad for t, w in zip(targets, case.weights, strict=True)):
+        return Failure("wrong", "an output lost its gradient")
+    library.backward(targets, case.weights)
+    return _compare_grads(library, case, values)
+
+
+def _compare_grads(library: Library, case: Case, values: Sequence[Any]) -> Failure | None:
+    for i, wanted in enumerate(case.grads):
+        if wanted is None:
+            continue
+        found = values[i].grad
+        message = "missing" if found is None else _samples.differ(library.whole(found), wanted)
+        if message:
+            return Failure("wrong", f"gradient of argument {i}: {message}")
+    return None
+
+
+def try_entry(library: Library, entry: Entry, cap: int, verbose: bool = False) -> Row:
+    """The entry's row. Stops at the first wrong case; goes on after one that raised."""
+    start = time.perf_counter()
+    if reason := _left_out(entry):
+        return Row(entry.name, "left_out", message=reason)
+    cases = _samples.draw(entry, cap)
+    random = any(case.is_random for case in cases)
+    if not cases:
+        return Row(entry.name, "left_out", message="no sample has a value on a single device")
+    row = Row(entry.name, "right", cases=len(cases), random=random)
+    for case in cases:
+        variants = _samples.variants(case)
+        found = library.run([lambda v=v: attempt(library, case, v) for v in variants])
+        for variant, failure in zip(variants, found, strict=True):
+            if verbose:
+                print(f"  {case.describe()} | {variant.name} {variant.marks}: {failure or 'right'}")
+            row = _fold(row, case, variant, failure)
+        if row.status == "wrong" and not verbose:
+            break
+    return _timed(row, time.perf_counter() - start)
+
+
+def _left_out(entry: Entry) -> str | None:
+    if entry.dtype is None:
+        return _samples.NO_CPU_KERNEL
+    return _samples.LEFT_OUT.get(Entry(entry.op).name)
+
+
+def _fold(row: Row, case: Case, variant: Variant, failure: Failure | None) -> Row:
+    """The row after one more case: the worst so far, and of equals the first."""
+    if failure is None or STATUSES.index(failure.status) * (row.status != "wrong") == 0:
+        return row
+    if row.status == failure.status:
+        return row
+    where = f"{variant.name} {variant.marks}"
+    return Row(row.name, failure.status, where, case.describe(), failure.message, row.cases, row.random)
+
+
+def _timed(row: Row, seconds: float) -> Row:
+    return Row(**{**asdict(row), "seconds": round(seconds, 3)})
+
+
+# --- the sweep ---------------------------------------------------------------------------------------------------
+
+
+def work(library_name: str, names: Sequence[str] | None, first: int, cap: int, kinds: Sequence[str]) -> None:
+    """The child's part: one JSON line per entry on its standard output."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    library = LIBRARIES[library_name]()
+    chosen = _chosen(names, kinds)
+    for entry in chosen[first:]:
+        try:
+            row = try_entry(library, entry, cap)
+        except Exception as error:
+            row = Row(entry.name, "raised", message=f"the sweep: {_raised(error).message}")
+        print("row " + json.dumps(asdict(row)), flush=True)
+    os._exit(0)
+
+
+def _chosen(names: Sequence[str] | None, kinds: Sequence[str]) -> list[Entry]:
+    return [e for e in _samples.entries(kinds) if names is None or e.name in names or e.op.name in names]
+
+
+def sweep(
+    library: str, cap: int, kinds: Sequence[str] = ("function",), names: Sequence[str] | None = None
+) -> list[Row]:
+    """Every entry's row, from as many child processes as crashes and hangs make necessary."""
+    chosen = [e.name for e in _chosen(names, kinds)]
+    rows: list[Row] = []
+    while len(rows) < len(chosen):
+        before = len(rows)
+        why = _run_child(library, cap, kinds, names, rows)
+        if len(rows) < len(chosen):
+            rows.append(Row(chosen[len(rows)], "raised", message=f"the process {why}"))
+        if len(rows) == before:
+            break
+    return rows
+
+
+def _run_child(library: str, cap: int, kinds: Sequence[str], names: Sequence[str] | None, rows: list[Row]) -> str:
+    """Adds rows until the child ends or is silent for too long; says which."""
+    command = [sys.executable, "-m", "benchmarks.opdb", "--worker", library, "--first", str(len(rows))]
+    command += ["--cap", str(cap), "--kinds", ",".join(kinds)]
+    if names is not None:
+        command += ["--only", ",".join(names)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
+    try:
+        while line := lines.get(timeout=ENTRY_SECONDS):
+            if line.startswith("row "):
+                rows.append(Row(**json.loads(line[4:])))
+    except queue.Empty:
+        return f"gave no answer within {ENTRY_SECONDS:g} s"
+    finally:
+        child.kill()
+        child.wait()
+    return f"ended with code {child.returncode}"
+
+
+def _pump(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+def counts(rows: Sequence[Row]) -> dict[str, int]:
+    found = Counter(row.status for row in rows)
+    return {status: found[status] for status in STATUSES}
+
+
+def rival_rows(cap: int, kinds: Sequence[str], cached: bool) -> tuple[list[Row], dict[str, Any]]:
+    """The rival's rows and where they come from; measured rows are kept for later runs."""
+    if cached and CACHE.exists():
+        table = json.loads(CACHE.read_text())
+        if table["torch"] == torch.__version__:
+            return [Row(**row) for row in table["rows"]], {"cached": True, "cap": table["cap"]}
+    rows = sweep("dtensor", cap, kinds)
+    CACHE.parent.mkdir(exist_ok=True)
+    table = {"torch": torch.__version__, "cap": cap, "rows": [_brief(row) for row in rows]}
+    lines = ",\n".join(json.dumps(row) for row in table.pop("rows"))
+    CACHE.write_text(json.dumps(table)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+    return rows, {"cached": False, "cap": cap}
+
+
+def _brief(row: Row) -> dict[str, Any]:
+    return {k: v[:160] if isinstance(v, str) else v for k, v in asdict(row).items() if v != "" and k != "seconds"}
+
+
+def run(quick: bool = False, rival: str = "") -> dict[str, Any]:
+    """The figure. `rival`: "cached" reuses the rival's kept table, "measured" does not; else quick runs reuse it."""
+    cap, kinds = (2, ("function",)) if quick else (8, _samples.KINDS)
+    start = time.perf_counter()
+    ours = sweep("meshwright", cap, kinds)
+    ours_seconds = time.perf_counter() - start
+    theirs, source = rival_rows(cap, kinds, cached=rival == "cached" or (quick and rival != "measured"))
+    functions = [row for row in ours if not row.name.endswith(")")]
+    tally = counts(functions)
+    tried = len(functions) - tally["left_out"]
+    writes = counts([row for row in ours if row.name.endswith(")")])
+    return {
+        "name": "opdb",
+        "value": tally["right"],
+        "goal": tried,
+        "ok": tally["right"] == tried and not writes["wrong"] and not writes["raised"],
+        "rival": {"dtensor": counts([row for row in theirs if not row.name.endswith(")")])},
+        "details": {
+            "ours": tally,
+            "in_place_and_views": {"ours": writes, "dtensor": counts([r for r in theirs if r.name.endswith(")")])},
+            "random": {
+                "ours": counts([r for r in ours if r.random]),
+                "dtensor": counts([r for r in theirs if r.random]),
+            },
+            "left_out": {row.name: row.message for row in functions if row.status == "left_out"},
+            "failures": [_brief(row) for row in ours if row.status in ("wrong", "raised")],
+            "samples_per_entry": cap,
+            "rival_source": {**source, "torch": torch.__version__},
+            "seconds": round(ours_seconds),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two samples per entry, functions only")
+    parser.add_argument("--rival", choices=["cached", "measured"], default="")
+    parser.add_argument("--op", help="try one entry in this process")
+    parser.add_argument("--library", choices=sorted(LIBRARIES), default="meshwright")
+    parser.add_argument("--verbose", action="store_true", help="with --op: print every case")
+    parser.add_argument("--json", type=Path, help="sweep one library and write every entry's row here")
+    parser.add_argument("--cap", type=int, default=8, help="samples per entry")
+    parser.add_argument("--kinds", default=",".join(_samples.KINDS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="comma-separated entry names")
+    args = parser.parse_args()
+    names, kinds = args.only.split(",") if args.only else None, args.kinds.split(",")
+    if args.worker:
+        work(args.worker, names, args.first, args.cap, kinds)
+    elif args.op:
+        _try_here(args.library, args.op, args.cap, kinds, args.verbose)
+    elif args.json:
+        rows = sweep(args.library, args.cap, kinds, names)
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=0))
+        print(json.dumps(counts(rows)))
+    else:
+        print(json.dumps(run(args.quick, args.rival)))
+
+
+def _try_here(library_name: str, name: str, cap: int, kinds: Sequence[str], verbose: bool) -> None:
+    torch.set_num_threads(1)
+    library = LIBRARIES[library_name]()
+    for entry in _chosen([name], kinds):
+        print(json.dumps(asdict(try_entry(library, entry, cap, verbose))), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

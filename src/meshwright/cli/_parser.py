@@ -1,0 +1,160 @@
+"""The words of the command line, and what to answer to a word that is none of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+AXES = ("pp", "dp", "tp")
+EXIT_CODES = """\
+exit codes:
+  0    all went well
+  1    the run failed, or the losses of the two runs differ by more than --tolerance
+  2    the command line was not understood
+  130  interrupted (128 + the signal's number)
+  else the exit code of the script, or of the process that failed first
+"""
+COMMANDS = {
+    "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
+    "run": "run a script on several ranks of this machine",
+}
+
+
+class UsageError(Exception):
+    """A command line that was not understood; the text says what to write."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that takes no abbreviations and raises `UsageError` instead of ending the process."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}\n  write: {self.prog} --help")
+
+    @property
+    def options(self) -> list[str]:
+        return list(self._option_string_actions)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its settings; `--help` prints and raises SystemExit, anything unknown raises UsageError."""
+    if not argv or argv[0].startswith("-"):
+        top_parser().parse_args(list(argv) or ["--help"])
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise UsageError(unknown("meshwright", "command", command, COMMANDS))
+    parser = train_parser() if command == "train" else run_parser()
+    settings, strangers = parser.parse_known_args(rest)
+    for stranger in strangers:
+        kind = "option" if stranger.startswith("-") else "argument"
+        raise UsageError(unknown(parser.prog, kind, stranger.partition("=")[0], parser.options))
+    settings.command = command
+    return settings
+
+
+def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
+    """What is wrong and the nearest word that is right.
+
+    >>> print(unknown("meshwright", "command", "trian", ["train", "run"]))
+    meshwright: there is no command trian
+      write: meshwright train
+    """
+    nearest = get_close_matches(word, list(known), n=1, cutoff=0.5) or ["--help"]
+    return f"{prog}: there is no {kind} {word}\n  write: {prog} {nearest[0]}"
+
+
+def top_parser() -> Parser:
+    commands = "\n".join(f"  {name:6} {what}" for name, what in COMMANDS.items())
+    parser = Parser(
+        "meshwright",
+        "Automatic parallel training on PyTorch.",
+        f"commands:\n{commands}\n\nmeshwright COMMAND --help says more about one.\n\n{EXIT_CODES}",
+    )
+    parser.usage = "meshwright COMMAND ..."
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def version() -> str:
+    from importlib.metadata import version  # costs 30 ms, and only this option wants it
+
+    return f"meshwright {version('meshwright')}"
+
+
+def train_parser() -> Parser:
+    parser = Parser("meshwright train", f"{COMMANDS['train'].capitalize()}; print both losses.", EXIT_CODES)
+    model = parser.add_argument_group("model")
+    model.add_argument("--hidden", type=positive, default=256, metavar="N", help="channels (256)")
+    model.add_argument("--layers", type=positive, default=6, metavar="N", help="blocks (6)")
+    work = parser.add_argument_group("work")
+    work.add_argument("--steps", type=positive, default=50, metavar="N", help="optimizer steps (50)")
+    work.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step (16)")
+    work.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence (128)")
+    work.add_argument("--seed", type=natural, default=0, metavar="N", help="of the weights and of the batches (0)")
+    ranks = parser.add_argument_group("ranks")
+    size = ranks.add_mutually_exclusive_group()
+    size.add_argument("--mesh", type=mesh, metavar="AXES", help="such as pp=2,dp=2,tp=2 (the default); others are 1")
+    size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, shared out over the axes")
+    ranks.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="allowed relative difference (1e-4)")
+    answer.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run_parser() -> Parser:
+    parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
+    parser.usage = "meshwright run [--ranks N] [--processes] SCRIPT [ARGUMENT ...]"
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
+    parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 on")
+    return int(text)
+
+
+def mesh(text: str) -> tuple[int, int, int]:
+    """Sizes of the axes pp, dp and tp; one that is not named has size 1.
+
+    >>> mesh("dp=4,tp=2")
+    (1, 4, 2)
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes:
+            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
+        sizes[name] = positive(size)
+    return sizes["pp"], sizes["dp"], sizes["tp"]
+
+
+def share_out(ranks: int) -> tuple[int, int, int]:
+    """A mesh of so many ranks: a factor 2 to each of pp, dp and tp while it goes, the rest to dp.
+
+    >>> share_out(8), share_out(6), share_out(1)
+    ((2, 2, 2), (1, 3, 2), (1, 1, 1))
+    """
+    tp = 2 if ranks % 2 == 0 and ranks > 2 else 1
+    pp = 2 if ranks % 8 == 0 else 1
+    return (pp, ranks // (tp * pp), tp)

@@ -1,0 +1,114 @@
+"""`meshwright train`: the main job on a mesh of ranks, then the same steps on one device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from meshwright.cli._parser import UsageError, share_out
+from meshwright.cli._progress import progress, side_by_side
+from meshwright.cli._run import is_one_rank
+
+if TYPE_CHECKING:
+    from meshwright.models import Job
+
+OK, FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Both runs of one job."""
+
+    carrier: str
+    mesh: dict[str, int]
+    steps: int
+    losses: list[float]
+    one_device: list[float]
+    largest_relative_difference: float
+    seconds: float
+    one_device_seconds: float
+
+
+def train(settings: argparse.Namespace, argv: list[str]) -> int:
+    """0 when the largest relative difference between both runs is within the tolerance."""
+    from meshwright.layout import MeshwrightError
+    from meshwright.models import Job, LlamaConfig
+
+    try:
+        mesh = settings.mesh or (share_out(settings.ranks) if settings.ranks else Job().mesh)
+        model = LlamaConfig.of_width(settings.hidden, settings.layers)
+        job = Job(model, mesh, settings.steps, settings.batch, settings.seq, settings.seed)
+    except MeshwrightError as error:
+        raise UsageError(str(error)) from error
+    if not settings.processes:
+        return report(simulated(job), settings)
+    if not is_one_rank():
+        from meshwright.comm import launch
+
+        return launch(["-m", "meshwright", *argv], job.ranks)
+    return one_of_many(job, settings)
+
+
+def simulated(job: Job) -> Outcome:
+    """All ranks in this process."""
+    from meshwright.comm import simulate
+    from meshwright.models import train_on_mesh
+
+    start = perf_counter()
+    with progress(f"{job.ranks} simulated ranks", job.steps, job.tokens, Console(stderr=True)) as on_step:
+        losses = simulate(train_on_mesh, job.ranks, job, on_step)[0]
+    return beside_one_device(job, "simulated", losses, perf_counter() - start)
+
+
+def one_of_many(job: Job, settings: argparse.Namespace) -> int:
+    """This process is one rank; rank 0 shows the progress, and goes on to train on one device."""
+    from meshwright.comm import init_process
+    from meshwright.models import train_on_mesh
+
+    if init_process().rank != 0:
+        train_on_mesh(job)
+        return OK
+    start = perf_counter()
+    with progress(f"{job.ranks} processes", job.steps, job.tokens, Console(stderr=True)) as on_step:
+        losses = train_on_mesh(job, on_step)
+    return report(beside_one_device(job, "processes", losses, perf_counter() - start), settings)
+
+
+def beside_one_device(job: Job, carrier: str, losses: list[float], seconds: float) -> Outcome:
+    """The same steps in plain torch, with all the cores of this machine."""
+    import torch
+
+    from meshwright.models import AXES, largest_difference
+    from meshwright.models import train as train_plain
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    start = perf_counter()
+    with progress("one device", job.steps, job.tokens, Console(stderr=True)) as on_step:
+        one = train_plain(job, on_step=on_step)
+    mesh: dict[str, int] = dict(zip(AXES, job.mesh, strict=True))
+    difference = largest_difference(losses, one)
+    return Outcome(carrier, mesh, job.steps, losses, one, difference, seconds, perf_counter() - start)
+
+
+def report(outcome: Outcome, settings: argparse.Namespace) -> int:
+    """Print both losses; FAILED when they differ too much or are not numbers."""
+    good = outcome.largest_relative_difference <= settings.tolerance
+    if settings.json:
+        print(json.dumps(asdict(outcome)))
+        return OK if good else FAILED
+    console = Console(file=sys.stdout)
+    ranks = " x ".join(f"{name} {size}" for name, size in outcome.mesh.items())
+    console.print(side_by_side((ranks, "one device"), outcome.losses, outcome.one_device))
+    verdict = "within" if good else "[bold]above[/bold]"
+    console.print(
+        f"largest relative difference over {outcome.steps} steps: {outcome.largest_relative_difference:.1e}, "
+        f"{verdict} {settings.tolerance:g}"
+    )
+    return OK if good else FAILED

@@ -1,0 +1,328 @@
+"""Before a collective moves data, its ranks compare what they are about to do.
+
+torch answers a swapped, skipped or different call with silent garbage or a hang of half an hour. Here each rank
+sends its peers a frame (group, number of the call in the group, hash of the call, the call as text) and reads
+theirs. Two ranks that share several groups must meet in the same order, so the first frame that differs is the
+first mistake, and its text says what the other rank did.
+
+    a frame that differs                      DisagreementError, at once
+    a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
+    no frame within `limit`, and then
+        every rank waits for another          DeadlockError
+        the rank computes                     a warning that names it; MissingCallError after `patience`
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ._call import Call, Group, common_part, is_pairwise, transfers
+from ._errors import (
+    CallError,
+    CommError,
+    DeadlockError,
+    DeadPeerError,
+    DisagreementError,
+    MissingCallError,
+    disagreement,
+)
+from ._links import Frame, GoneError, Links, State
+
+_MASK = (1 << 64) - 1
+_LONGEST_TEXT = 1000
+_KEPT_PRINTS = 8192
+_LOOKS_AFTER_FAILURE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How calls are compared: every `every`-th call of a group (0: none), and how long a peer is waited for.
+
+    After `limit` seconds a dead peer, a deadlock or a rank that went elsewhere is an error and a slow rank a
+    warning; after `patience` seconds the slow rank is an error too.
+
+    >>> Check.parse("100")
+    Check(every=100, limit=20.0, patience=1800.0)
+    """
+
+    every: int = 1
+    limit: float = 20.0
+    patience: float = 1800.0
+
+    @staticmethod
+    def parse(text: str | int, limit: float = 20.0, patience: float = 1800.0) -> Check:
+        """ "every", "off", or a number N: every N-th call."""
+        words = {"every": 1, "off": 0}
+        every = words.get(str(text))
+        if every is None and str(text).isdecimal():
+            every = int(text)
+        if every is None:
+            raise CallError(
+                f"check={text!r}",
+                "no such check",
+                "calls are compared always, sometimes or never",
+                '"every", "off" or a number',
+            )
+        return Check(every, limit, patience)
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str] | None = None) -> Check:
+        """The check that MESHWRIGHT_CHECK, MESHWRIGHT_LIMIT and MESHWRIGHT_PATIENCE ask for."""
+        env = os.environ if env is None else env
+        limit, patience = float(env.get("MESHWRIGHT_LIMIT", "20")), float(env.get("MESHWRIGHT_PATIENCE", "1800"))
+        return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
+
+
+class _Print(NamedTuple):
+    common: int
+    balance: int
+    text: bytes
+
+
+class Guard:
+    """One rank's comparisons with its peers."""
+
+    def __init__(self, rank: int, check: Check) -> None:
+        self.rank = rank
+        self.check = check
+        self._prints: dict[Call, _Print] = {}
+        self._numbers: dict[Group, int] = {}
+        self._chains: dict[Group, int] = {}
+        self._names: dict[Group, int] = {}
+        self._call: Call | None = None
+        self._waits_for: list[int] = []
+        self._calls = 0
+
+    def connect(self, links: Links) -> None:
+        """Use these links from now on."""
+        self._links = links
+
+    def state(self) -> State:
+        """What the rank is doing, for those who ask."""
+        call = self._call
+        return State("" if call is None else str(call), tuple(self._waits_for), self._calls)
+
+    def before(self, call: Call) -> None:
+        """Compare `call` with the peers' calls; returns when all are about to make the same.
+
+        If nobody came, the rank goes on counting as waiting in this call, so that its peers come to the same verdict.
+        """
+        self._waits_for = []
+        self._call = call
+        self._calls += 1
+        if self.check.every == 0:
+            return
+        number = self._numbers[call.group] = self._numbers.get(call.group, 0) + 1
+        mine = self._print_of(call)
+        if self.check.every > 1:
+            mine = mine._replace(common=self._chained(call.group, mine.common))
+        if number % self.check.every:
+            return
+        frame = Frame(self._name_of(call.group), number, mine.common, mine.balance, mine.text)
+        try:
+            frames = self._swap(call, frame)
+        except DisagreementError:
+            self.after()
+            raise
+        if is_pairwise(call) and (mine.balance + sum(other.balance for other in frames.values())) & _MASK:
+            self.after()
+            raise self._unbalanced(call, frames)
+
+    def after(self) -> None:
+        """The call is over."""
+        self._call = None
+
+    def explain(self, call: Call, error: Exception) -> CommError:
+        """What to raise when the transport failed: the peer that is gone, if there is one."""
+        peers = [peer for peer in call.group if peer != self.rank]
+        for _ in range(_LOOKS_AFTER_FAILURE):
+            for peer in peers:
+                if self._links.ask(peer) is None:
+                    return self._gone(call, peer)
+            time.sleep(0.2)
+        return CommError(
+            f"rank {self.rank}: {call}",
+            f"{type(error).__name__}: {error}",
+            "the transport failed, with every rank of the group alive",
+            "another backend, or a look at the network between the ranks",
+        )
+
+    def _swap(self, call: Call, frame: Frame) -> dict[int, Frame]:
+        """Every peer's frame, each found equal to ours."""
+        peers = [peer for peer in call.group if peer != self.rank]
+        data = frame.packed()
+        self._waits_for = list(peers)
+        unsent = [peer for peer in peers if not self._send(call, peer, data)]
+        frames: dict[int, Frame] = {}
+        watch = _Watch(self.check)
+        while self._waits_for:
+            for peer in list(self._waits_for):
+                found = self._receive(call, peer, data, unsent, watch.slice() / len(self._waits_for))
+                if found is not None:
+                    self._compare(call, frame, peer, found)
+                    frames[peer] = found
+                    self._waits_for.remove(peer)
+            if self._waits_for and watch.is_late():
+                self._examine(call, watch)
+        return frames
+
+    def _send(self, call: Call, peer: int, data: bytes) -> bool:
+        try:
+            return self._links.send(peer, data)
+        except GoneError:
+            if not self._links.is_open(peer):
+                raise self._gone(call, peer) from None
+            return True  # what it sent before it went is still to be read, and may say why
+
+    def _receive(self, call: Call, peer: int, data: bytes, unsent: list[int], limit: float) -> Frame | None:
+        if peer in unsent:
+            if not self._links.wait_open(peer, limit):
+                return None
+            unsent.remove(peer)
+            self._send(call, peer, data)
+        try:
+            return self._links.receive(peer, limit)
+        except GoneError:
+            raise self._gone(call, peer) from None
+
+    def _compare(self, call: Call, mine: Frame, peer: int, other: Frame) -> None:
+        if mine[:3] == other[:3]:
+            return
+        text = other.text.decode(errors="replace")
+        if mine.text != other.text:
+            why = "they are different calls, or calls in another order"
+        elif mine.number != other.number:
+            why = f"rank {self.rank} has made {mine.number} calls on this group and rank {peer} {other.number}"
+        else:
+            why = "the calls before this one, which were not compared, were different"
+        raise disagreement(self.rank, str(call), peer, text, why)
+
+    def _unbalanced(self, call: Call, frames: dict[int, Frame]) -> DisagreementError:
+        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: str(call)}
+        return DisagreementError(
+            f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
+            "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(sides.items())),
+            "what a rank sends is not what its peer expects",
+            "the shapes of every piece, taken from one layout on all ranks",
+        )
+
+    def _examine(self, call: Call, watch: _Watch) -> None:
+        """Raise if the ranks that are waited for cannot come; warn, once, if they only take their time."""
+        states = self._states_behind(call)
+        ring = all(state.call and state.waits_for for state in states.values())
+        if ring and watch.is_still(states):
+            raise DeadlockError(
+                f"rank {self.rank}: {call}",
+                _say(states),
+                f"every rank has waited for another for {watch.waited:.0f} s",
+                "the same order of collectives on all ranks that share them",
+            )
+        late = MissingCallError(
+            f"rank {self.rank}: {call}",
+            _say(states),
+            f"rank {self.rank} has waited for {watch.waited:.0f} s",
+            "the same collectives on every rank; MESHWRIGHT_PATIENCE=seconds if the other is only slow",
+        )
+        if watch.waited > self.check.patience:
+            raise late
+        if not ring and watch.warn_now():
+            warnings.warn(str(late), RuntimeWarning, stacklevel=2)
+
+    def _states_behind(self, call: Call) -> dict[int, State]:
+        """What the ranks that we wait for are doing, and those that they wait for, and so on."""
+        states: dict[int, State] = {}
+        ahead = list(self._waits_for)
+        while ahead:
+            peer = ahead.pop(0)
+            if peer == self.rank or peer in states:
+                continue
+            state = self._links.ask(peer)
+            if state is None:
+                raise self._gone(call, peer)
+            states[peer] = state
+            ahead += state.waits_for
+        return states
+
+    def _gone(self, call: Call, peer: int) -> CommError:
+        farewell = self._links.farewell_of(peer)
+        asked, found = f"rank {self.rank}: {call}", f"rank {peer} ended {farewell}"
+        if farewell is None:
+            return DeadPeerError(
+                asked,
+                f"rank {peer} is dead",
+                "its process is gone without a word",
+                f"a look at the output of rank {peer}, and a restart",
+            )
+        return MissingCallError(
+            asked,
+            found,
+            "a collective needs the call of every rank in its group",
+            "the same collectives in the same order on every rank",
+        )
+
+    def _print_of(self, call: Call) -> _Print:
+        found = self._prints.get(call)
+        if found is None:
+            if len(self._prints) >= _KEPT_PRINTS:
+                self._prints.clear()
+            balance = 0
+            if is_pairwise(call):
+                balance = sum(count * _hash(key) for key, count in transfers(call, self.rank).items()) & _MASK
+            text = str(call).encode()[:_LONGEST_TEXT]
+            found = self._prints[call] = _Print(_hash(common_part(call)), balance, text)
+        return found
+
+    def _chained(self, group: Group, common: int) -> int:
+        """A hash of all calls of the group so far, so that a comparison now and then misses none."""
+        chain = self._chains[group] = (self._chains.get(group, 0) * 1000003 + common) & _MASK
+        return chain
+
+    def _name_of(self, group: Group) -> int:
+        name = self._names.get(group)
+        if name is None:
+            name = self._names[group] = _hash(group)
+        return name
+
+
+class _Watch:
+    """How long a rank has waited, when to look again, and whether anything has moved since."""
+
+    def __init__(self, check: Check) -> None:
+        self._started = time.monotonic()
+        self._look_at = check.limit
+        self._before: dict[int, State] | None = None
+        self._warned = False
+        self.waited = 0.0
+
+    def is_late(self) -> bool:
+        self.waited = time.monotonic() - self._started
+        if self.waited < self._look_at:
+            return False
+        self._look_at = self.waited + 1.0
+        return True
+
+    def slice(self) -> float:
+        """Seconds to wait before the next look."""
+        return min(max(self._look_at - self.waited, 0.05), 1.0)
+
+    def is_still(self, states: dict[int, State]) -> bool:
+        still, self._before = states == self._before, states
+        return still
+
+    def warn_now(self) -> bool:
+        warned, self._warned = self._warned, True
+        return not warned
+
+
+def _say(states: dict[int, State]) -> str:
+    return "; ".join(f"rank {rank} {state}" for rank, state in sorted(states.items()))
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,203 @@
+"""Local ranks as processes: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from uuid import uuid4
+
+from ._errors import LaunchError
+from ._rendezvous import host_store
+from .torch_hooks import TCPStore
+
+_KEPT_LINES = 40
+_GRACE_AFTER_FAILURE = 3.0
+_GRACE_AFTER_TERMINATE = 3.0
+_TIMED_OUT = 124
+
+
+@dataclass
+class _Rank:
+    """One process and the last lines that it printed; rank 0 prints for itself."""
+
+    rank: int
+    process: subprocess.Popen[str]
+    own_session: bool
+    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=_KEPT_LINES))
+    follower: threading.Thread | None = None
+
+
+def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None, timeout: float | None = None) -> int:
+    """The exit status of `python argv…` as `ranks` local processes: 0, or that of the rank that failed first.
+
+    The processes find torchrun's variables in their environment, and a store on loopback that this process serves.
+    Rank 0 prints as it is; the last lines of the others appear, prefixed, when the run fails. When one rank fails the
+    others have a few seconds to say what they saw, and are then ended; so are all on SIGINT, SIGTERM or after `timeout`
+    seconds (status 124).
+    """
+    if ranks < 1 or not argv:
+        raise LaunchError(
+            f"{ranks} ranks of {list(argv)}",
+            "nothing to start",
+            "a run has a script and a rank",
+            "`--ranks 2 script.py`",
+        )
+    store = host_store("127.0.0.1", 0, ranks, timedelta(minutes=30))
+    run = uuid4().hex[:12]
+    base = {**os.environ, **(env or {})}
+    started: list[_Rank] = []
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    try:
+        with _forwarded_signals(started) as signals:
+            for rank in range(ranks):
+                started.append(_start(argv, rank, _environment(base, rank, ranks, store.port, run), ended))
+            failed = _watch(started, ended, signals, timeout)
+            _give_time(started, failed)
+    finally:
+        _end(started)
+    if signals:
+        return 128 + signals[0]
+    if failed is None:
+        return _TIMED_OUT if any(rank.process.returncode for rank in started) else 0
+    return _report(started, failed, _first_to_fail(store, run, started, failed))
+
+
+def _environment(base: Mapping[str, str], rank: int, ranks: int, port: int, run: str) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **base,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _start(argv: Sequence[str], rank: int, env: dict[str, str], ended: queue.SimpleQueue[int]) -> _Rank:
+    """Rank 0 keeps the terminal, so that a debugger in it works; the others have pipes and a session of their own."""
+    keeps_terminal = rank == 0 and sys.stdin is not None and sys.stdin.isatty()
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env=env,
+        stdin=None if rank == 0 else subprocess.DEVNULL,
+        stdout=None if rank == 0 else subprocess.PIPE,
+        stderr=None if rank == 0 else subprocess.STDOUT,
+        start_new_session=not keeps_terminal,
+        text=True,
+        errors="replace",
+    )
+    started = _Rank(rank, process, not keeps_terminal)
+    started.follower = threading.Thread(target=_follow, args=(started, ended), name=f"follow rank {rank}", daemon=True)
+    started.follower.start()
+    return started
+
+
+def _follow(rank: _Rank, ended: queue.SimpleQueue[int]) -> None:
+    if rank.process.stdout is not None:
+        with rank.process.stdout as lines:
+            rank.lines.extend(line.rstrip("\n") for line in lines)
+    rank.process.wait()
+    ended.put(rank.rank)
+
+
+def _watch(ranks: list[_Rank], ended: queue.SimpleQueue[int], signals: list[int], timeout: float | None) -> int | None:
+    """The rank seen to fail first; None when all ended well, a signal came, or time ran out."""
+    end = time.monotonic() + (timeout if timeout is not None else float("inf"))
+    left = len(ranks)
+    while left and not signals and time.monotonic() < end:
+        with suppress(queue.Empty):
+            rank = ended.get(timeout=0.2)
+            left -= 1
+            if ranks[rank].process.returncode:
+                return rank
+    return None
+
+
+def _give_time(ranks: list[_Rank], failed: int | None) -> None:
+    """After a failure, let the others find out and say so."""
+    end = time.monotonic() + _GRACE_AFTER_FAILURE
+    while failed is not None and time.monotonic() < end and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(0.05)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """No process of the run is left, nor any that it has started in its session."""
+    for rank in ranks:
+        _send(rank, signal.SIGTERM)
+    end = time.monotonic() + _GRACE_AFTER_TERMINATE
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, end - time.monotonic()))
+    for rank in ranks:
+        _send(rank, signal.SIGKILL)
+        rank.process.wait()
+        if rank.follower is not None:
+            rank.follower.join(timeout=1.0)
+
+
+def _send(rank: _Rank, number: int) -> None:
+    if rank.process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        if rank.own_session:
+            os.killpg(rank.process.pid, number)
+        else:
+            rank.process.send_signal(number)
+
+
+@contextmanager
+def _forwarded_signals(ranks: list[_Rank]) -> Generator[list[int]]:
+    """SIGINT and SIGTERM go on to every rank and are remembered; the terminal itself tells a rank that keeps it."""
+    seen: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        seen.append(number)
+        for rank in ranks:
+            if rank.own_session or number != signal.SIGINT:
+                _send(rank, number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_to_fail(store: TCPStore, run: str, ranks: list[_Rank], seen: int) -> int:
+    """A rank that a signal killed, else the rank that told the store first, else the one whose end was seen first."""
+    if (ranks[seen].process.returncode or 0) < 0:
+        return seen
+    key = f"meshwright/{run}/0/failed/1"
+    return int(store.get(key)) if store.check([key]) else seen
+
+
+def _report(ranks: list[_Rank], seen: int, first: int) -> int:
+    code = ranks[first].process.returncode or ranks[seen].process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+    for rank in sorted(ranks[1:], key=lambda rank: rank.rank == first):
+        for line in rank.lines:
+            print(f"[{rank.rank}] {line}", file=sys.stderr)
+    where = "above" if first == 0 else f"the lines marked [{first}]"
+    print(f"meshwright: rank {first} {how} first; its last words are {where}", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code

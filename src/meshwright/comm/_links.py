@@ -1,0 +1,228 @@
+"""A thin wire between every two ranks that meet, beside the transport: who is there, and what are they doing.
+
+Each rank listens on one port. The higher rank of a pair connects to the lower one on first use. A link carries
+frames, one per checked call; a question (a short-lived connection) is answered from a thread with what the rank is
+doing, also while the rank itself computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from ._rendezvous import Place, listen
+from .torch_hooks import Store
+
+_HEADER = struct.Struct("<IQQQQ")
+_HELLO = struct.Struct("<16scI")
+_LINK, _QUESTION = b"L", b"?"
+_ANSWER_LIMIT = 5.0
+
+
+class Frame(NamedTuple):
+    """What one rank tells its peers of the call that it is about to make."""
+
+    group: int
+    number: int
+    common: int
+    balance: int
+    text: bytes
+
+    def packed(self) -> bytes:
+        """The frame as bytes."""
+        return _HEADER.pack(len(self.text), *self[:4]) + self.text
+
+
+class State(NamedTuple):
+    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made."""
+
+    call: str
+    waits_for: tuple[int, ...]
+    calls: int
+
+    def __str__(self) -> str:
+        if not self.call:
+            return f"is in no collective, after {self.calls} of them"
+        waits = f", waiting for {', '.join(map(str, self.waits_for))}" if self.waits_for else ""
+        return f"is in {self.call}{waits}"
+
+
+class GoneError(Exception):
+    """The other end of a link is closed."""
+
+
+class _Link:
+    def __init__(self, wire: socket.socket) -> None:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._wire = wire
+        self._waits = 0.0
+        self._rest = b""
+
+    def send(self, data: bytes) -> None:
+        try:
+            self._wire.sendall(data)
+        except OSError as error:
+            raise GoneError from error
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._wire.shutdown(socket.SHUT_RDWR)
+
+    def receive(self, limit: float) -> Frame | None:
+        """The next frame; None if none has come within the limit, GoneError if none will."""
+        if limit != self._waits:
+            self._wire.settimeout(limit)
+            self._waits = limit
+        while (frame := self._parse()) is None:
+            try:
+                data = self._wire.recv(65536)
+            except TimeoutError:
+                return None
+            except OSError as error:
+                raise GoneError from error
+            if not data:
+                raise GoneError
+            self._rest += data
+        return frame
+
+    def _parse(self) -> Frame | None:
+        if len(self._rest) < _HEADER.size:
+            return None
+        length, group, number, common, balance = _HEADER.unpack_from(self._rest)
+        end = _HEADER.size + length
+        if len(self._rest) < end:
+            return None
+        text, self._rest = self._rest[_HEADER.size : end], self._rest[end:]
+        return Frame(group, number, common, balance, text)
+
+
+class Links:
+    """This rank's end of all its links. `answer` says, from another thread, what the rank is doing."""
+
+    def __init__(self, place: Place, store: Store, answer: Callable[[], State]) -> None:
+        self.rank = place.rank
+        self._store = store
+        self._answer = answer
+        self._links: dict[int, _Link] = {}
+        self._arrived = threading.Condition()
+        host = "127.0.0.1" if place.loopback else _own_address(place)
+        self._server = listen(host)
+        if self.rank == 0:
+            store.set("token", os.urandom(16).hex())
+        self._token = bytes.fromhex(store.get("token").decode())
+        store.set(f"at/{self.rank}", json.dumps(self._server.getsockname()))
+        threading.Thread(target=self._serve, name="meshwright links", daemon=True).start()
+
+    def send(self, peer: int, data: bytes) -> bool:
+        """Whether the bytes went to `peer`; not if it is a higher rank that has yet to open its link."""
+        link = self._links.get(peer) or self._open(peer)
+        if link is None:
+            return False
+        link.send(data)
+        return True
+
+    def is_open(self, peer: int) -> bool:
+        """Whether there is a link to `peer`, be it alive or dead."""
+        return peer in self._links
+
+    def wait_open(self, peer: int, limit: float) -> bool:
+        """Whether `peer`, a higher rank, has opened its link within the limit."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: peer in self._links, limit)
+
+    def receive(self, peer: int, limit: float) -> Frame | None:
+        """The next frame from `peer`, or None after the limit; GoneError if `peer` has closed its end."""
+        return self._links[peer].receive(limit)
+
+    def ask(self, peer: int) -> State | None:
+        """What `peer` is doing; None if nobody answers."""
+        try:
+            with self._connect(peer, _QUESTION) as wire:
+                wire.settimeout(_ANSWER_LIMIT)
+                call, waits_for, calls = json.loads(_read_all(wire))
+                return State(call, tuple(waits_for), calls)
+        except (OSError, ValueError, RuntimeError):
+            return None
+
+    def say_farewell(self, error: str | None) -> None:
+        """Tell the store that this rank has ended, and how; then close every link."""
+        with suppress(RuntimeError):
+            if error is not None:
+                self._store.set(f"failed/{self._store.add('failures', 1)}", str(self.rank))
+            self._store.set(f"ended/{self.rank}", "normally" if error is None else f"with {error}")
+        with suppress(OSError):
+            self._server.close()
+        for link in list(self._links.values()):
+            link.close()
+
+    def farewell_of(self, peer: int, limit: float = 1.0) -> str | None:
+        """How `peer` said that it ended; None if it went without a word."""
+        end = time.monotonic() + limit
+        with suppress(RuntimeError):
+            while not self._store.check([f"ended/{peer}"]):
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.05)
+            return self._store.get(f"ended/{peer}").decode()
+        return None
+
+    def _open(self, peer: int) -> _Link | None:
+        if peer > self.rank:
+            return self._links.get(peer)
+        try:
+            link = _Link(self._connect(peer, _LINK))
+        except OSError as error:
+            raise GoneError from error
+        self._links[peer] = link
+        return link
+
+    def _connect(self, peer: int, purpose: bytes) -> socket.socket:
+        host, port = json.loads(self._store.get(f"at/{peer}"))
+        wire = socket.create_connection((host, port), timeout=_ANSWER_LIMIT)
+        wire.settimeout(None)
+        wire.sendall(_HELLO.pack(self._token, purpose, self.rank))
+        return wire
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                wire, _ = self._server.accept()
+            except OSError:
+                return
+            with suppress(OSError, struct.error):
+                self._welcome(wire)
+
+    def _welcome(self, wire: socket.socket) -> None:
+        wire.settimeout(_ANSWER_LIMIT)
+        token, purpose, peer = _HELLO.unpack(wire.recv(_HELLO.size, socket.MSG_WAITALL))
+        wire.settimeout(None)
+        if token != self._token:
+            wire.close()
+        elif purpose == _QUESTION:
+            with wire:
+                wire.sendall(json.dumps(self._answer()).encode())
+        else:
+            with self._arrived:
+                self._links[peer] = _Link(wire)
+                self._arrived.notify_all()
+
+
+def _read_all(wire: socket.socket) -> bytes:
+    data = b""
+    while part := wire.recv(65536):
+        data += part
+    return data
+
+
+def _own_address(place: Place) -> str:
+    """The address of the interface that leads to the run's host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))
+        return str(probe.getsockname()[0])

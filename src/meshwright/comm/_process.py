@@ -1,0 +1,245 @@
+"""One rank per process, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or any that is registered.
+
+What a backend does natively and exactly is in `NATIVE`; everything else is moved as bytes and reduced here, in the
+order of the group. Gloo loses NaN in max and min, and knows no int16, no float8 and no product of complex numbers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import sha1
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import MeshwrightError
+
+from ._call import Call, Group, Shape
+from ._carrier import Carrier, Receive
+from ._current import install
+from ._guard import Check, Guard
+from ._links import Links
+from ._reduce import reduce
+from ._rendezvous import Place, open_store, read_place
+from .torch_hooks import Backend, PrefixStore, Store, open_backend
+
+T = TypeVar("T")
+
+_FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
+
+NATIVE: dict[str, set[torch.dtype]] = {
+    "sum": _FLOATS | _INTEGERS,
+    "prod": _FLOATS | _INTEGERS,
+    "max": _INTEGERS,
+    "min": _INTEGERS,
+}
+"""The dtypes for which a backend's own reduction is exact, by reduction."""
+
+_AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
+
+
+class ProcessCarrier(Carrier):
+    """One process of a run; made by `init_process`."""
+
+    kind = "process"
+
+    def __init__(self, place: Place, backend: str, check: Check, limit: timedelta) -> None:
+        super().__init__(place.rank, place.size)
+        self.local_rank = place.local_rank
+        self._place = place
+        self._backend = backend
+        self._limit = limit
+        self._store: Store = open_store(place, limit)
+        self._backends: dict[tuple[str, Group], Backend] = {}
+        self._guard = Guard(place.rank, check)
+        self._links = Links(place, self._store, self._guard.state)
+        self._guard.connect(self._links)
+
+    @contextmanager
+    def checking(self, check: Check | str | int) -> Generator[None]:
+        """Other checks inside the block; every rank enters and leaves it at the same place."""
+        before, self._guard.check = self._guard.check, _check_of(check)
+        try:
+            yield
+        finally:
+            self._guard.check = before
+
+    def close(self) -> None:
+        """Say to the other ranks that this one has ended; called when the process exits."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        self._links.say_farewell(None if error is None else f"{type(error).__name__}: {str(error)[:300]}")
+
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+        return self._carried(call, lambda: self._reduce_all(x, call))
+
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._gather(x, call.receives, call.group))
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        return self._carried(call, lambda: self._scatter(pieces, call))
+
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._swap(pieces, call.receives, call.group))
+
+    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._post(sends, receives, call.group))
+
+    def _barrier(self, call: Call) -> None:
+        self._carried(call, lambda: self._open("gloo", call.group).barrier())
+
+    def _carried(self, call: Call, carry: Callable[[], T]) -> T:
+        """`carry()`, once all ranks of the call are about to do the same."""
+        self._guard.before(call)
+        try:
+            return carry()
+        except MeshwrightError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise self._guard.explain(call, error) from error
+        finally:
+            self._guard.after()
+
+    def _reduce_all(self, x: Tensor, call: Call) -> Tensor:
+        op = "sum" if call.op == _AS_SUM else call.op
+        if op in _AS_BYTES:
+            found = (x != 0).to(torch.uint8)
+            self._open_for(x, call.group).all_reduce(found, _AS_BYTES[op])
+            return found.to(x.dtype)
+        if x.dtype.is_complex and op == "sum":
+            total = torch.view_as_complex(self._native(torch.view_as_real(_plain(x)), op, call.group))
+        elif x.dtype in NATIVE[op]:
+            total = self._native(x, op, call.group)
+        else:
+            shapes = (tuple(x.shape),) * len(call.group)
+            return reduce(self._gather(x, shapes, call.group), call.op)
+        return total.div_(len(call.group)) if call.op == _AS_SUM else total
+
+    def _native(self, x: Tensor, op: str, group: Group) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._open_for(x, group).all_reduce(total, op)
+        return total
+
+    def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        data = _bytes(x)
+        if all(shape == shapes[0] for shape in shapes):
+            out = data.new_empty(len(group) * data.numel())
+            self._open_for(x, group).all_gather(out, data)
+            return _unpacked(out, [data.numel()] * len(group), shapes, x.dtype)
+        sends = [(peer, x) for peer in group if peer != self.rank]
+        receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
+        arrived = iter(self._post(sends, receives, group))
+        return [_copy(x) if peer == self.rank else next(arrived) for peer in group]
+
+    def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        shape, dtype = call.receives[0], pieces[0].dtype
+        even = all(sent == shape for sent in call.sends)
+        if not (even and call.op in ("sum", _AS_SUM) and dtype in NATIVE["sum"]):
+            return reduce(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
+        packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
+        out = packed.new_empty(shape)
+        self._open_for(out, call.group).reduce_scatter(out.view(-1), packed)
+        return out.div_(len(call.group)) if call.op == _AS_SUM else out
+
+    def _swap(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        flat = [_bytes(piece) for piece in pieces]
+        dtype = pieces[0].dtype
+        arriving = [_numel(shape) * dtype.itemsize for shape in shapes]
+        out = flat[0].new_empty(sum(arriving))
+        backend = self._open_for(out, group)
+        backend.all_to_all(out, torch.cat(flat), arriving, [data.numel() for data in flat])
+        return _unpacked(out, arriving, shapes, dtype)
+
+    def _post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+        """All messages at once; the n-th message between two ranks has tag n, empty ones and own ones do not travel."""
+        out = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape, dtype, device in receives]
+        own = iter([x for peer, x in sends if peer == self.rank])
+        leaving = _tagged([(peer, x) for peer, x in sends if peer != self.rank], group)
+        arriving: list[tuple[int, Tensor]] = []
+        for (peer, *_), tensor in zip(receives, out, strict=True):
+            if peer == self.rank:
+                tensor.copy_(next(own))
+            else:
+                arriving.append((peer, tensor))
+        awaited = _tagged(arriving, group)
+        if leaving or awaited:
+            self._open_for((leaving + awaited)[0][2], group).messages(leaving, awaited)
+        return out
+
+    def _open_for(self, x: Tensor, group: Group) -> Backend:
+        return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
+
+    def _open(self, name: str, group: Group) -> Backend:
+        """The group's backend, opened by its members alone on their first call."""
+        found = self._backends.get((name, group))
+        if found is None:
+            key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
+            store = PrefixStore(f"{name}/{key}", self._store)
+            place, size = group.index(self.rank), len(group)
+            found = open_backend(name, store, place, size, self._limit, self._place.loopback)
+            self._backends[(name, group)] = found
+        return found
+
+
+def init_process(
+    backend: str | None = None,
+    check: Check | str | int | None = None,
+    transfer_limit: float = 1800.0,
+    place: Place | None = None,
+) -> ProcessCarrier:
+    """The carrier of this process, installed for all its threads; from torchrun's environment.
+
+    `backend` carries tensors that are not on the CPU ("nccl" where there is CUDA); `check` is "every", "off", a
+    number N (every N-th call of a group) or a `Check`, else what MESHWRIGHT_CHECK says. `transfer_limit` is how many
+    seconds one transfer may take once all its ranks have agreed on it.
+    """
+    check = Check.from_environment() if check is None else _check_of(check)
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    carrier = ProcessCarrier(place or read_place(), backend, check, timedelta(seconds=transfer_limit))
+    install(carrier)
+    atexit.register(carrier.close)
+    return carrier
+
+
+def _check_of(check: Check | str | int) -> Check:
+    return check if isinstance(check, Check) else Check.parse(check)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return _plain(x).view(-1).view(torch.uint8)
+
+
+def _numel(shape: Shape) -> int:
+    return torch.Size(shape).numel()
+
+
+def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors that lie one after the other in `data`; each with memory of its own, aligned for its dtype."""
+    parts = data.split(list(lengths))
+    return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _tagged(messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
+    """(place in the group, how many messages with that peer came before, bytes), without the empty ones."""
+    counts: dict[int, int] = {}
+    found: list[tuple[int, int, Tensor]] = []
+    for peer, x in messages:
+        if x.numel() == 0:
+            continue
+        tag = counts[peer] = counts.get(peer, -1) + 1
+        found.append((group.index(peer), tag, _bytes(x)))
+    return found

@@ -1,0 +1,85 @@
+"""Where the processes of one run find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ._errors import NoCarrierError
+from .torch_hooks import PrefixStore, Store, TCPStore, default_store
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment of a process says of its run, in torchrun's variables."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    store_is_elsewhere: bool
+    attempt: str
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the whole run is on this machine, so that nothing needs to listen beyond it."""
+        return self.host in LOOPBACK
+
+
+def read_place(env: Mapping[str, str] | None = None) -> Place:
+    """The place that torchrun or `meshwright run` gave this process; NoCarrierError outside of them."""
+    env = os.environ if env is None else env
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if lacking:
+        raise NoCarrierError(
+            "this process as one rank of a run",
+            f"no {', '.join(lacking)} in its environment",
+            "a rank must know its number and where the others are",
+            "`meshwright run --ranks N script.py`, or torchrun",
+        )
+    return Place(
+        rank=int(env["RANK"]),
+        size=int(env["WORLD_SIZE"]),
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        host=env["MASTER_ADDR"],
+        port=int(env["MASTER_PORT"]),
+        store_is_elsewhere=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+
+
+def open_store(place: Place, limit: timedelta) -> Store:
+    """The run's key-value store, its keys prefixed by the attempt: a restarted run never reads a dead one's keys."""
+    store = default_store() or _connect(place, limit)
+    return PrefixStore(f"meshwright/{place.attempt}", store)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on one interface only."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((host, port))
+    server.listen(1024)
+    return server
+
+
+def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
+    """A store served by this process on `host`; on loopback it listens nowhere else."""
+    if host not in LOOPBACK:
+        return TCPStore(host, port, size, True, limit, wait_for_workers=False)
+    server = listen("127.0.0.1", port)
+    port = server.getsockname()[1]
+    return TCPStore("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+def _connect(place: Place, limit: timedelta) -> TCPStore:
+    if place.rank == 0 and not place.store_is_elsewhere:
+        return host_store(place.host, place.port, place.size, limit)
+    host = "127.0.0.1" if place.loopback else place.host
+    return TCPStore(host, place.port, place.size, False, limit)

@@ -1,0 +1,125 @@
+"""Every private torch name that this room uses, and why there is no public one.
+
+| name | why |
+|---|---|
+| `torch._C._distributed_c10d` | the backends without `torch.distributed`'s process-wide state: `new_group` must be called by the whole world, or names groups by a count that differs between ranks |
+| `Store`, `PrefixStore`, `TCPStore` of it | public in `torch.distributed`, but not exported to type checkers |
+| `ProcessGroupGloo._Options`, `._devices`, `._timeout` | Gloo on the loopback interface only |
+| `Backend._allgather_base`, `_reduce_scatter_base` | the one-tensor forms of all-gather and reduce-scatter |
+| `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
+| `Backend._plugins` | the creators of backends that others registered |
+| `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+# the backends themselves, and stores that type checkers know
+from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateUsage]
+from torch.distributed import distributed_c10d
+
+__all__ = ["Backend", "PrefixStore", "Store", "TCPStore", "default_store", "open_backend"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> bool: ...
+
+
+class Backend:
+    """One group's transport: torch's own object behind the few calls that a carrier makes."""
+
+    def __init__(self, name: str, raw: Any) -> None:
+        self.name = name
+        self._raw = raw
+        self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
+
+    def all_reduce(self, x: Tensor, op: str) -> None:
+        """`x` becomes the sum, prod, max or min over the group."""
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[op]
+        self._raw.allreduce([x], options).wait()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """`out` becomes every rank's flat `x`, one after the other."""
+        self._raw._allgather_base(out, x, c10d.AllgatherOptions()).wait()
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """`out` becomes the sum over the group of the caller's part of the flat `x`."""
+        self._raw._reduce_scatter_base(out, x, c10d.ReduceScatterOptions()).wait()
+
+    def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """`out` becomes what every rank has for the caller, flat, with the given lengths."""
+        self._raw.alltoall_base(out, x, arriving, leaving, c10d.AllToAllOptions()).wait()
+
+    def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
+        """All (place in the group, tag, tensor) posted together, then waited for."""
+        if self._coalesces:
+            self._raw._start_coalescing()
+        works = [self._raw.send([x], place, tag) for place, tag, x in sends]
+        works += [self._raw.recv([x], place, tag) for place, tag, x in receives]
+        if self._coalesces:
+            works = [self._raw._end_coalescing()]
+        for work in cast(list[Work], works):
+            work.wait()
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has called it."""
+        self._raw.barrier(c10d.BarrierOptions()).wait()
+
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
+    """The transport of one group; only its members take part in opening it. ValueError for an unknown name."""
+    create = {"gloo": _gloo, "nccl": _nccl}.get(name)
+    if create is not None:
+        return Backend(name, create(store, place, size, limit, loopback))
+    plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())  # pyright: ignore[reportPrivateUsage]
+    if plugin is None:
+        raise ValueError(name)
+    if plugin.extended_api:
+        options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateUsage]
+        options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit
+        return Backend(name, plugin.creator_fn(options, None))
+    return Backend(name, plugin.creator_fn(store, place, size, limit))
+
+
+def default_store() -> Store | None:
+    """The store of a program that has called `torch.distributed.init_process_group` itself."""
+    if not dist.is_initialized():
+        return None
+    return distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:
+    kind: Any = c10d.ProcessGroupGloo
+    if not loopback:
+        return kind(store, place, size, limit)
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    return kind(store, place, size, options)
+
+
+def _nccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:
+    kind: Any = getattr(c10d, "ProcessGroupNCCL", None)
+    if kind is None:
+        raise ValueError("nccl")
+    options = kind.Options()
+    options._timeout = limit
+    return kind(store, place, size, options)

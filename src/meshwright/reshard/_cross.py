@@ -1,0 +1,47 @@
+"""Paths from one mesh to another: join inside the first, send every element once, spread inside the second."""
+
+from __future__ import annotations
+
+from meshwright.layout import Layout, Spec
+
+from ._path import Manner, find_path, paddable
+from ._regions import cuts_of, widest
+from ._steps import Exchange, Step
+
+
+def cross_path(src: Spec, dst: Spec, manner: Manner, spread: bool) -> tuple[Step, ...]:
+    """The steps from `src` to `dst` on another mesh, for tensors without product dims.
+
+    With `spread`, the ranks among which `dst` repeats a part receive a share of it each and gather the shares.
+    """
+    left, landed = _leaving(src), _landing(dst, spread)
+    return (*find_path(src, left, manner), Exchange(landed), *find_path(landed, dst, manner))
+
+
+def _leaving(src: Spec) -> Spec:
+    """`src` with its terms joined and scattered as widely as can be: the ranks then send the smallest parts."""
+    cuts = list(cuts_of(src))
+    terms = src.layout.partial_axes
+    dim = widest(src, terms) if terms else None
+    if dim is not None:
+        cuts[dim] += terms
+    return src.with_layout(Layout(tuple(cuts)))
+
+
+def _landing(dst: Spec, spread: bool) -> Spec:
+    """What arrives on the target mesh: parts that become terms by padding, and shares of what is repeated."""
+    bare = dst.with_layout(Layout(cuts_of(dst)))
+    order = dst.mesh.dim_names
+    ops = dict(dst.layout.partial)
+    padded = tuple(a for a in order if a in ops and paddable(ops[a], dst))
+    repeated = tuple(a for a in order if a not in padded and a not in dst.layout.cut_axes) if spread else ()
+    return _cut_further(_cut_further(bare, padded), repeated)
+
+
+def _cut_further(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    dim = widest(spec, axes) if axes else None
+    if dim is None:
+        return spec
+    cuts = list(cuts_of(spec))
+    cuts[dim] += axes
+    return spec.with_layout(Layout(tuple(cuts)))

@@ -1,0 +1,281 @@
+"""Carrying a plan out: each step becomes one function of the local tensor and the carrier, built once per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+
+from ._regions import Box, box_of, index, volume
+from ._routes import routes
+from ._steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Fill,
+    Pad,
+    ReduceScatter,
+    Relabel,
+    Scale,
+    Slice,
+    Step,
+    View,
+)
+
+Group = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+class Mover(Protocol):
+    """What a plan needs of a carrier: five movements among the ranks of a group.
+
+    Tensors may be empty or not contiguous; results are new, contiguous tensors.
+    """
+
+    rank: int
+
+    def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor: ...
+
+    def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Shape]) -> list[Tensor]: ...
+
+    def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor: ...
+
+    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]: ...
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Shape, torch.dtype, torch.device]],
+        group: Group,
+    ) -> list[Tensor]: ...
+
+
+Action = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What one rank does for one step; `fresh` says that the result shares no storage with what it was made of."""
+
+    run: Action
+    fresh: bool = True
+
+
+def compile_step(step: Step, x: Spec, rank: int) -> Act | None:
+    """What `rank` does to its part of `x` for `step`; None when that is nothing."""
+    if isinstance(step, Exchange):
+        return _exchange(step, x, rank)
+    if rank not in x.mesh:
+        return None
+    return _ACTS[type(step)](step, x, rank)
+
+
+def _nothing(step: Relabel, x: Spec, rank: int) -> Act | None:
+    return None
+
+
+def _view(step: View, x: Spec, rank: int) -> Act | None:
+    shape = step.to.local_shape(rank)
+    return Act(lambda t, c: t.reshape(shape), fresh=False)
+
+
+def _slice(step: Slice, x: Spec, rank: int) -> Act | None:
+    held, kept = box_of(x, rank), box_of(step.apply(x), rank)
+    where = index(kept, held)
+    return Act(lambda t, c: t[where], fresh=False)
+
+
+def _scale(step: Scale, x: Spec, rank: int) -> Act | None:
+    n = prod(x.mesh.sizes[a] for a in step.axes)
+    if step.op == "sum":
+        return Act(lambda t, c: t / n)
+    return Act(lambda t, c: t * n)
+
+
+def _fill(step: Fill, x: Spec, rank: int) -> Act | None:
+    at = x.mesh.coordinate(rank)
+    if step.op == "sum":
+        first = not any(at[a] for a in step.axes)
+        return Act(lambda t, c: t.clone()) if first else Act(lambda t, c: torch.zeros_like(t))
+    if step.op == "prod":
+        first = not any(at[a] for a in step.axes)
+        return Act(lambda t, c: t.clone()) if first else Act(lambda t, c: torch.ones_like(t))
+    return None
+
+
+def _pad(step: Pad, x: Spec, rank: int) -> Act | None:
+    whole = step.apply(x)
+    shape, where = whole.local_shape(rank), index(box_of(x, rank), box_of(whole, rank))
+
+    def run(t: Tensor, c: Mover) -> Tensor:
+        out = t.new_zeros(shape)
+        out[where] = t
+        return out
+
+    return Act(run)
+
+
+def _all_reduce(step: AllReduce, x: Spec, rank: int) -> Act | None:
+    op, group = step.op, step.group(x, rank)
+    return Act(lambda t, c: c.all_reduce(t, op, group))
+
+
+def _all_gather(step: AllGather, x: Spec, rank: int) -> Act | None:
+    group = step.group(x, rank)
+    shapes = [x.local_shape(r) for r in group]
+    join = _assembly([box_of(x, r) for r in group], box_of(step.apply(x), rank))
+    return Act(lambda t, c: join(c.all_gather(t, group, shapes), t))
+
+
+def _reduce_scatter(step: ReduceScatter, x: Spec, rank: int) -> Act | None:
+    op, group, made, held = step.op, step.group(x, rank), step.apply(x), box_of(x, rank)
+    where = [index(box_of(made, r), held) for r in group]
+    return Act(lambda t, c: c.reduce_scatter([t[at] for at in where], op, group))
+
+
+def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
+    made, group = step.apply(x), step.group(x, rank)
+    found = routes(x, made, group)
+    held, need = box_of(x, rank), box_of(made, rank)
+    incoming, outgoing = dict(found.receives[rank]), dict(found.sends[rank])
+    own = incoming.pop(rank, None)
+    join = _assembly([*incoming.values(), *([own] if own else [])], need)
+    own_at = index(own, held) if own else None
+    senders = [group.index(r) for r in incoming]
+    send_at = [index(outgoing[r], held) if r in outgoing else None for r in group]
+    shapes = [_shape(incoming[r]) if r in incoming else (0,) for r in group]
+    silent = found.silent
+
+    def run(t: Tensor, c: Mover) -> Tensor:
+        parts: list[Tensor] = []
+        if not silent:
+            none = t.new_empty((0,))
+            arrived = c.all_to_all([none if at is None else t[at] for at in send_at], shapes, group)
+            parts = [arrived[i] for i in senders]
+        if own_at is not None:
+            parts.append(t[own_at])
+        return join(parts, t)
+
+    return Act(run, fresh=own is None or len(incoming) > 0)
+
+
+def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
+    group = step.group(x, rank)
+    if rank not in group:
+        return None
+    found = routes(x, step.to, group)
+    held, need = box_of(x, rank), box_of(step.to, rank)
+    if found.silent and held == need:
+        return None
+    incoming = [(r, box) for r, box in found.receives[rank] if r != rank]
+    own = [index(box, held) for r, box in found.receives[rank] if r == rank]
+    outgoing = [(r, index(box, held)) for r, box in found.sends[rank]]
+    boxes = [box for _, box in incoming] + [box for r, box in found.receives[rank] if r == rank]
+    if rank in step.to.mesh:
+        join = _assembly(boxes, need)
+    else:
+        shape = step.to.local_shape(rank)
+        join = lambda parts, t: t.new_empty(shape)  # noqa: E731
+    expected = [(r, _shape(box)) for r, box in incoming]
+    silent = found.silent
+
+    def run(t: Tensor, c: Mover) -> Tensor:
+        parts: list[Tensor] = []
+        if not silent:
+            receives = [(r, shape, t.dtype, t.device) for r, shape in expected]
+            parts = c.exchange([(r, t[at]) for r, at in outgoing], receives, group)
+        return join([*parts, *[t[at] for at in own]], t)
+
+    return Act(run, fresh=len(own) == 0 or len(incoming) > 0)
+
+
+def _shape(box: Box) -> Shape:
+    return tuple([n for _, n in box])
+
+
+def _assembly(boxes: Sequence[Box], target: Box) -> Callable[[list[Tensor], Tensor], Tensor]:
+    """How parts that lie in `boxes` become the tensor of `target`: none, one, one cat, or a copy of each."""
+    shape = _shape(target)
+    full = [i for i, box in enumerate(boxes) if volume(box)]
+    if not full:
+        return lambda parts, t: t.new_empty(shape)
+    if len(full) == 1:
+        only = full[0]
+        return lambda parts, t: parts[only]
+    apart = [d for d, whole in enumerate(target) if any(boxes[i][d] != whole for i in full)]
+    if len(apart) == 1:
+        dim = apart[0]
+        order = sorted(full, key=lambda i: boxes[i][dim])
+        if order == list(range(len(boxes))):
+            return lambda parts, t: torch.cat(parts, dim)
+        return lambda parts, t: torch.cat([parts[i] for i in order], dim)
+    places = [(i, index(boxes[i], target)) for i in full]
+
+    def copy(parts: list[Tensor], t: Tensor) -> Tensor:
+        out = t.new_empty(shape)
+        for i, where in places:
+            out[where] = parts[i]
+        return out
+
+    return copy
+
+
+_ACTS: dict[type[Step], Callable[..., Act | None]] = {
+    AllGather: _all_gather,
+    AllReduce: _all_reduce,
+    AllToAll: _all_to_all,
+    Fill: _fill,
+    Pad: _pad,
+    ReduceScatter: _reduce_scatter,
+    Relabel: _nothing,
+    Scale: _scale,
+    Slice: _slice,
+    View: _view,
+}
+
+
+def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tuple[Action, ...]:
+    """What `rank` does, one function after the other; the last one makes the result its own and contiguous."""
+    acts: list[Action] = []
+    shared, strided, worked = True, False, False
+    for step, x in zip(steps, specs, strict=False):
+        act = compile_step(step, x, rank)
+        if act is None:
+            continue
+        acts.append(act.run)
+        worked = worked or not isinstance(step, View)
+        shared = shared and not act.fresh
+        strided = not act.fresh and (strided or not isinstance(step, View))
+    src, dst = specs[0], specs[-1]
+    if rank not in dst.mesh:
+        return _leave(acts, dst.local_shape(rank)) if src is not dst else ()
+    if not worked:
+        return _reshaped(src.local_shape(rank), dst.local_shape(rank))
+    if shared:
+        acts.append(_copy)
+    elif strided:
+        acts.append(_contiguous)
+    return tuple(acts)
+
+
+def _leave(acts: list[Action], shape: Shape) -> tuple[Action, ...]:
+    return (*acts, lambda t, c: t if t.shape == shape else t.new_empty(shape))
+
+
+def _reshaped(before: Shape, after: Shape) -> tuple[Action, ...]:
+    return () if before == after else (lambda t, c: t.reshape(after),)
+
+
+def _copy(t: Tensor, c: Mover) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(t: Tensor, c: Mover) -> Tensor:
+    return t.contiguous()

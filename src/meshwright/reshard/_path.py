@@ -1,0 +1,250 @@
+"""Paths within one mesh, for tensors without product dims.
+
+The order of a path is always the same, and each part of it makes the next one cheaper:
+
+    1. scale terms whose operation changes (avg ↔ sum)
+    2. join terms: reduce-scatter over the axes that end as cuts, slice what ends sliced, all-reduce the rest
+    3. slice, then move: one AllGather if parts only grow together, else one AllToAll
+    4. make terms (fill, pad) and relabel, which cost nothing
+
+`landing` is the layout between 3 and 4: the target without its terms. An axis that ends partial may be cut there
+(a part padded with zeros is a term), which moves less than a whole value on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.layout import Layout, Spec
+
+from ._regions import Cuts, cuts_of, widest
+from ._steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Fill,
+    Pad,
+    Places,
+    ReduceScatter,
+    Relabel,
+    Scale,
+    Slice,
+    Step,
+)
+
+LINEAR = ("sum", "avg")
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """The choices that a path leaves open; the price decides between them.
+
+    `cut_terms`: new terms are parts padded with zeros, not whole values. `by_axis`: one all-gather per axis.
+    `scatter`: terms are joined by reduce-scatter where the target is cut, not by all-reduce and slice.
+    """
+
+    cut_terms: bool = False
+    by_axis: bool = False
+    scatter: bool = True
+
+
+class Trail:
+    """A path under construction: the steps so far and the spec they lead to."""
+
+    def __init__(self, start: Spec) -> None:
+        self.steps: list[Step] = []
+        self.at = start
+
+    def go(self, step: Step) -> None:
+        self.steps.append(step)
+        self.at = step.apply(self.at)
+
+    @property
+    def cuts(self) -> Cuts:
+        return cuts_of(self.at)
+
+    @property
+    def free(self) -> set[str]:
+        """The axes along which the tensor is repeated."""
+        layout = self.at.layout
+        return set(self.at.mesh.dim_names) - set(layout.cut_axes) - set(layout.partial_axes)
+
+
+def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
+    """The steps from `src` to `dst` in the given manner."""
+    trail, target = _begin(src, dst)
+    kept = _kept_terms(trail, target)
+    landing = _landing(trail.at, target, kept, manner)
+    _join_terms(trail, landing, kept, manner)
+    _move(trail, landing, manner)
+    _make_terms(trail, target)
+    _relabel(trail, dst.layout)
+    return tuple(trail.steps)
+
+
+def landing_of(src: Spec, dst: Spec, manner: Manner) -> tuple[Spec, tuple[str, ...]]:
+    """The spec before terms are made, and the axes along which terms are joined on the way to it."""
+    trail, target = _begin(src, dst)
+    kept = _kept_terms(trail, target)
+    landing = _landing(trail.at, target, kept, manner)
+    joined = tuple(a for a in trail.at.layout.partial_axes if a not in kept)
+    return src.with_layout(Layout(landing)), joined
+
+
+def _begin(src: Spec, dst: Spec) -> tuple[Trail, Spec]:
+    """A trail from `src`, and the target, both without the axes of one rank."""
+    trail = Trail(src)
+    lone = {a for a, n in src.mesh.sizes.items() if n == 1}
+    _relabel(trail, _forget(src.layout, lone))
+    return trail, dst.with_layout(_forget(dst.layout, lone))
+
+
+def _relabel(trail: Trail, layout: Layout) -> None:
+    if layout == trail.at.layout:
+        return
+    if trail.steps and isinstance(trail.steps[-1], Relabel):
+        trail.steps.pop()
+    trail.go(Relabel(layout))
+
+
+def _forget(layout: Layout, axes: set[str]) -> Layout:
+    """The layout without the axes of one rank, on which every type is the same."""
+    if not axes.intersection(layout.axes):
+        return layout
+    dims = tuple(tuple(a for a in dim if a not in axes) for dim in layout.dims)
+    partial = tuple((a, op) for a, op in layout.partial if a not in axes)
+    return Layout(dims, partial, tuple(a for a in layout.varying if a not in axes))
+
+
+def _kept_terms(trail: Trail, target: Spec) -> set[str]:
+    """The axes that stay partial, after scaling those whose operation changes between sum and avg.
+
+    Operations that do not commute (a sum of maxima is no maximum of sums) are joined in the order of the layout,
+    so that none may be left behind.
+    """
+    have, want = dict(trail.at.layout.partial), dict(target.layout.partial)
+    if have == want:
+        return set(have)
+    if len({_family(op) for op in [*have.values(), *want.values()]}) > 1:
+        return set()
+    exact = trail.at.dtype.is_floating_point or trail.at.dtype.is_complex
+    for op in LINEAR:
+        axes = tuple(a for a in have if want.get(a, have[a]) != have[a] and want.get(a) == op and exact)
+        if axes:
+            trail.go(Scale(axes, op))
+    return {a for a, op in trail.at.layout.partial if want.get(a) == op}
+
+
+def _family(op: str) -> str:
+    return "sum" if op in LINEAR else op
+
+
+def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
+    """The cuts before terms are made: those of the target, and of parts that become terms by padding."""
+    landing = list(cuts_of(target))
+    made = {a for a, op in target.layout.partial if a not in kept and paddable(op, at)}
+    for dim, axes in enumerate(cuts_of(at)):
+        landing[dim] += tuple(a for a in axes if a in made)
+    left = tuple(a for a in target.mesh.dim_names if a in made and a not in at.layout.cut_axes)
+    if manner.cut_terms and left:
+        landed = at.with_layout(Layout(tuple(landing)))
+        dim = widest(landed, left)
+        if dim is not None:
+            landing[dim] += left
+    return tuple(landing)
+
+
+def paddable(op: str, at: Spec) -> bool:
+    """Whether a part with zeros around it is a term of `op`."""
+    if at.dtype.is_floating_point or at.dtype.is_complex:
+        return op in LINEAR
+    return op == "sum"
+
+
+def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> None:
+    runs = _runs([(a, op) for a, op in trail.at.layout.partial if a not in kept])
+    ending = {a for axes in landing for a in axes} if manner.scatter else set[str]()
+    if len({_family(op) for op, _ in runs}) > 1:
+        for op, axes in runs:
+            _join(trail, landing, op, axes, ending)
+        return
+    for op, axes in runs:
+        _join(trail, landing, op, [a for a in axes if a in ending], ending)
+    for op, axes in runs:
+        _join(trail, landing, op, [a for a in axes if a not in ending], ending)
+
+
+def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Axes with one operation together, in order; commuting operations are gathered first."""
+    if len({_family(op) for _, op in terms}) <= 1:
+        terms = sorted(terms, key=lambda term: term[1])
+    runs: list[tuple[str, list[str]]] = []
+    for axis, op in terms:
+        if not runs or runs[-1][0] != op:
+            runs.append((op, []))
+        runs[-1][1].append(axis)
+    return runs
+
+
+def _join(trail: Trail, landing: Cuts, op: str, axes: list[str], ending: set[str]) -> None:
+    """Joins the terms along `axes`: scattered where they end as cuts, on the smallest piece elsewhere."""
+    order = [a for dim in landing for a in dim]
+    scattered = tuple(sorted((a for a in axes if a in ending), key=order.index))
+    whole = tuple(a for a in axes if a not in ending)
+    if scattered:
+        places = list(_ahead(trail.cuts, landing, trail.free | set(scattered)))
+        named = {a for a, _ in places}
+        places += [(a, d) for d, dim in enumerate(landing) for a in dim if a in scattered and a not in named]
+        trail.go(ReduceScatter(scattered, tuple(places), op))
+    if whole:
+        _slice(trail, landing)
+        trail.go(AllReduce(whole, op))
+
+
+def _ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
+    """The cuts that can be made at once on the way to `landing`: behind the axes that already cut the dim."""
+    places: list[tuple[str, int]] = []
+    for dim, (have, want) in enumerate(zip(cuts, landing, strict=True)):
+        if want[: len(have)] != have:
+            continue
+        for axis in want[len(have) :]:
+            if axis not in allowed:
+                break
+            places.append((axis, dim))
+    return tuple(places)
+
+
+def _slice(trail: Trail, landing: Cuts) -> None:
+    places = _ahead(trail.cuts, landing, trail.free)
+    if places:
+        trail.go(Slice(places))
+
+
+def _move(trail: Trail, landing: Cuts, manner: Manner) -> None:
+    _slice(trail, landing)
+    have = trail.cuts
+    if have == landing:
+        return
+    if any(a[: len(b)] != b for a, b in zip(have, landing, strict=True)):
+        trail.go(AllToAll(landing))
+        return
+    places = tuple((a, d) for d, (x, y) in enumerate(zip(have, landing, strict=True)) for a in x[len(y) :])
+    for part in [(p,) for p in reversed(places)] if manner.by_axis else [places]:
+        trail.go(AllGather(part))
+
+
+def _make_terms(trail: Trail, target: Spec) -> None:
+    """Fill and pad; products before sums, since a term 1 of a product must not be added up."""
+    have = set(trail.at.layout.partial_axes)
+    made = {a: op for a, op in target.layout.partial if a not in have}
+    cut = set(trail.at.layout.cut_axes)
+    filled = [(a, op) for a, op in made.items() if a not in cut]
+    for op, axes in sorted(_runs(sorted(filled, key=lambda t: t[1])), key=lambda run: (run[0] == "sum", run[0])):
+        trail.go(Fill(tuple(axes), op))
+    places = tuple((a, d) for d, dim in enumerate(trail.cuts) for a in dim if a in made)
+    if places:
+        trail.go(Pad(places))
+        averaged = tuple(a for a, _ in places if made[a] == "avg")
+        if averaged:
+            trail.go(Scale(averaged, "avg"))

@@ -1,0 +1,194 @@
+"""Plans: tuples of steps from one spec to another, and the choice of the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from torch import Tensor
+
+from meshwright.layout import Spec
+
+from ._cross import cross_path
+from ._errors import ReshardError
+from ._execute import Action, Mover, compile_plan
+from ._factors import bridge, common_factors
+from ._path import Manner, find_path
+from ._steps import Exchange, Relabel, Step, View
+
+Price = Callable[[Step, Spec], float]
+"""What a step costs when it is applied to a tensor of the given spec."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps from `src` to `dst`, in order.
+
+    >>> from meshwright.layout import ProcessMesh, parse_spec
+    >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    >>> plan(parse_spec("f32[8@dp, 4] +tp", mesh), parse_spec("f32[8, 4]", mesh))
+    AllReduce(tp) · AllGather(dp, dim 0)
+    """
+
+    src: Spec
+    dst: Spec
+    steps: tuple[Step, ...]
+    _actions: dict[int, tuple[Action, ...]] = field(default_factory=dict[int, tuple[Action, ...]], compare=False)
+
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs on the way: `specs[i]` is what step i is applied to, the last one is the target."""
+        found = [self.src]
+        for step in self.steps:
+            found.append(step.apply(found[-1]))
+        return tuple(found)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, in ascending order."""
+        return tuple(sorted({*self.src.mesh.process_ids, *self.dst.mesh.process_ids}))
+
+    @cached_property
+    def rounds(self) -> int:
+        """Number of steps in which ranks communicate."""
+        return sum(step.rounds(x) for step, x in self.walk())
+
+    @cached_property
+    def busiest(self) -> int:
+        """Bytes received by the rank that receives most."""
+        return max(self.received(rank) for rank in self.ranks)
+
+    def walk(self) -> Iterable[tuple[Step, Spec]]:
+        """Every step with the spec that it is applied to."""
+        return zip(self.steps, self.specs, strict=False)
+
+    def received(self, rank: int) -> int:
+        """Bytes that `rank` receives from others."""
+        return sum(step.received(x, rank) for step, x in self.walk() if rank in x.mesh or isinstance(step, Exchange))
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """What `rank` does: functions of a local tensor and a carrier, built once."""
+        found = self._actions.get(rank)
+        if found is None:
+            found = self._actions[rank] = compile_plan(self.steps, self.specs, rank)
+        return found
+
+    def __repr__(self) -> str:
+        return " · ".join(map(repr, self.steps)) or "nothing to do"
+
+
+def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
+    """The cheapest plan from `src` to `dst`, on one mesh or across two; the same on every rank.
+
+    Without a price, the cheapest makes the busiest rank receive least, then has the fewest rounds, then the fewest
+    steps. Across meshes the bytes of all ranks count, and then those that cross.
+
+    Raises ReshardError when the two are not the same tensor: other shapes or other dtypes.
+    """
+    return _plan(src, dst, price)
+
+
+@lru_cache(maxsize=8192)
+def _plan(src: Spec, dst: Spec, price: Price | None) -> Plan:
+    _check(src, dst)
+    if src is dst:
+        return Plan(src, dst, ())
+    if src.mesh is dst.mesh and src.layout.dims == dst.layout.dims and src.layout.partial == dst.layout.partial:
+        return Plan(src, dst, (Relabel(dst.layout),))
+    found = {steps: Plan(src, dst, steps) for steps in _candidates(src, dst)}
+    plans = list(found.values())
+    if len(plans) == 1:
+        return plans[0]
+    if price is not None:
+        return min(plans, key=lambda p: sum(price(step, x) for step, x in p.walk()))
+    return min(plans, key=_within if src.mesh is dst.mesh else _across)
+
+
+def _check(src: Spec, dst: Spec) -> None:
+    if src.shape != dst.shape:
+        raise ReshardError(
+            f"from {src} to {dst}",
+            f"shapes {tuple(src.shape)} and {tuple(dst.shape)}",
+            "a conversion keeps every element of the tensor",
+            f"a target of shape {tuple(src.shape)}, or a reshape before",
+        )
+    if src.dtype != dst.dtype:
+        raise ReshardError(
+            f"from {src} to {dst}",
+            f"dtypes {src.dtype} and {dst.dtype}",
+            "a conversion keeps every number as it is",
+            f"dst.with_dtype({src.dtype}), and a cast before or after",
+        )
+
+
+def _within(p: Plan) -> tuple[float, ...]:
+    return p.busiest, p.rounds, len(p.steps)
+
+
+def _across(p: Plan) -> tuple[float, ...]:
+    crossing = sum(s.received(x, rank) for s, x in p.walk() if isinstance(s, Exchange) for rank in p.ranks)
+    return sum(map(p.received, p.ranks)), crossing, p.rounds, len(p.steps)
+
+
+def _candidates(src: Spec, dst: Spec) -> Iterable[tuple[Step, ...]]:
+    """Paths worth pricing; a choice that changes nothing gives the same path again."""
+    both = common_factors(src, dst)
+    if both is None:
+        middle = bridge(src, dst)
+        yield (*_plan(src, middle, None).steps, *_plan(middle, dst, None).steps)
+        return
+    for steps in _plain_paths(*both):
+        yield _viewed(src, dst, both[0], both[1], steps)
+
+
+def _plain_paths(src: Spec, dst: Spec) -> Iterable[tuple[Step, ...]]:
+    for cut_terms in (False, True):
+        for scatter in (True, False):
+            for by_axis in (False, True):
+                manner = Manner(cut_terms, by_axis, scatter)
+                if src.mesh is dst.mesh:
+                    yield find_path(src, dst, manner)
+                else:
+                    yield cross_path(src, dst, manner, spread=cut_terms)
+
+
+def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps over factors, between views of the dims that the two specs have."""
+    if a is src and b is dst:
+        return steps
+    if all(isinstance(step, Relabel) for step in steps) and src.mesh is dst.mesh:
+        return (Relabel(dst.layout),)
+    head = () if a is src else (View(a),)
+    return (*head, *steps) if b is dst else (*head, *steps, View(dst))
+
+
+def execute(plan: Plan, local: Tensor, carrier: Mover) -> Tensor:
+    """The local part of `plan.dst` on `carrier.rank`, made of its part of `plan.src`.
+
+    The result is new and contiguous, except that a plan without work returns `local` itself. Call it with grad mode
+    off: gradients follow the transposed conversion (`transposed`).
+
+    Raises ReshardError when `local` is not what the source spec says.
+    """
+    rank = carrier.rank
+    if local.shape != plan.src.local_shape(rank) or local.dtype is not plan.src.dtype:
+        raise _wrong_part(plan, local, rank)
+    for act in plan.actions(rank):
+        local = act(local, carrier)
+    return local
+
+
+def _wrong_part(plan: Plan, local: Tensor, rank: int) -> ReshardError:
+    shape = plan.src.local_shape(rank)
+    return ReshardError(
+        f"{plan!r} on rank {rank}",
+        f"a part of shape {tuple(local.shape)}, {local.dtype}",
+        f"of {plan.src} rank {rank} holds a part of shape {shape}, {plan.src.dtype}",
+        "the local part that the source spec describes",
+    )
+
+
+def transposed(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
+    """The conversion that a gradient takes back: the transpose of src → dst is dual(dst) → dual(src)."""
+    return dst.dual(), src.dual()

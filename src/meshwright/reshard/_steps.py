@@ -1,0 +1,318 @@
+"""Steps: the vocabulary of conversions, as values.
+
+Each step says which spec it makes from a spec and how many bytes a rank receives for it. What a step does to
+numbers is in `_execute.py`. The type of a tensor along one mesh axis changes by
+
+    S → R   AllGather        R → S   Slice           S → S'  AllToAll
+    P → R   AllReduce        R → P   Fill            P → S   ReduceScatter      S → P   Pad
+    R → R   Relabel          sum ↔ avg  Scale        mesh → mesh  Exchange      factors  View
+
+and the transpose of the step A → B is the step dual(B) → dual(A): it stands in the same table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from meshwright.layout import Layout, Spec
+
+from ._regions import Cuts, cuts_of, lacking
+from ._routes import routes
+
+Places = tuple[tuple[str, int], ...]
+"""(axis, dim) pairs: axes that begin or cease to cut a dim, outermost first."""
+
+
+class Step(ABC):
+    """One step of a plan: from the spec it is applied to, to the spec it makes."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def apply(self, x: Spec) -> Spec:
+        """The spec that this step makes of `x`."""
+
+    def received(self, x: Spec, rank: int) -> int:
+        """Bytes that `rank` receives from others when the step is applied to `x`."""
+        return 0
+
+    def rounds(self, x: Spec) -> int:
+        """1 when ranks must communicate, 0 when all of them work alone."""
+        return 0
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        """The ranks that carry the step out together with `rank`."""
+        return (rank,)
+
+
+class _Collective(Step):
+    __slots__ = ()
+
+    def rounds(self, x: Spec) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Step):
+    """R → S: each rank keeps its part. Transpose: AllGather of a gradient that is the same everywhere, or Pad.
+
+    >>> Slice((("dp", 0), ("tp", 0), ("ep", 1)))
+    Slice(dp tp, dim 0; ep, dim 1)
+    """
+
+    places: Places
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_cuts(x, _appended(cuts_of(x), self.places))
+
+    def __repr__(self) -> str:
+        return f"Slice({_text(self.places)})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(_Collective):
+    """S → R: every rank receives the other ranks' parts. Transpose: ReduceScatter, or Slice.
+
+    >>> AllGather((("tp", 0),))
+    AllGather(tp, dim 0)
+    """
+
+    places: Places
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_cuts(x, _removed(cuts_of(x), self.places))
+
+    def received(self, x: Spec, rank: int) -> int:
+        return (_numel(self.apply(x), rank) - _numel(x, rank)) * x.dtype.itemsize
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        return x.mesh.group(rank, [a for a, _ in self.places])
+
+    def __repr__(self) -> str:
+        return f"AllGather({_text(self.places)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(_Collective):
+    """P → S: each rank receives the joined terms of its part. Transpose: AllGather.
+
+    `places` may also name axes that only slice; they cost nothing. `op` joins the terms along `axes`.
+    """
+
+    axes: tuple[str, ...]
+    places: Places
+    op: str = "sum"
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_cuts(_without_terms(x, self.axes), _appended(cuts_of(x), self.places))
+
+    def received(self, x: Spec, rank: int) -> int:
+        return (_size(x, self.axes) - 1) * _numel(self.apply(x), rank) * x.dtype.itemsize
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        return x.mesh.group(rank, self.axes)
+
+    def __repr__(self) -> str:
+        over = " ".join(self.axes) if len(self.axes) != len(self.places) else ""
+        notes = (over and f" over {over}") + ("" if self.op == "sum" else f" {self.op}")
+        return f"ReduceScatter({_text(self.places)}{notes})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(_Collective):
+    """P → R: every rank receives the joined terms. Transpose: the identity, R invariant → R varying."""
+
+    axes: tuple[str, ...]
+    op: str = "sum"
+
+    def apply(self, x: Spec) -> Spec:
+        return _without_terms(x, self.axes)
+
+    def received(self, x: Spec, rank: int) -> int:
+        n = _size(x, self.axes)
+        return -(-2 * (n - 1) * _numel(x, rank) * x.dtype.itemsize // n)
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        return x.mesh.group(rank, self.axes)
+
+    def __repr__(self) -> str:
+        return f"AllReduce({' '.join(self.axes)}{'' if self.op == 'sum' else ' ' + self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Step):
+    """S → S': each rank receives what it lacks, whatever axes and dims are concerned. Transpose: AllToAll.
+
+    >>> AllToAll((("tp",), ()))
+    AllToAll([@tp, :])
+    """
+
+    cuts: Cuts
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_cuts(x, self.cuts)
+
+    def received(self, x: Spec, rank: int) -> int:
+        return lacking(self.apply(x), x, rank) * x.dtype.itemsize
+
+    def rounds(self, x: Spec) -> int:
+        return int(any(self.received(x, rank) for rank in x.mesh.process_ids))
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        changed = changed_axes(cuts_of(x), self.cuts)
+        return x.mesh.group(rank, [a for a in x.mesh.dim_names if a in changed])
+
+    def __repr__(self) -> str:
+        return f"AllToAll({Layout(self.cuts)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fill(Step):
+    """R → P: the value becomes one term, beside terms that change nothing. Transpose: R varying → R, the identity."""
+
+    axes: tuple[str, ...]
+    op: str = "sum"
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_terms(x, [(a, self.op) for a in self.axes])
+
+    def __repr__(self) -> str:
+        return f"Fill({' '.join(self.axes)}{'' if self.op == 'sum' else ' ' + self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Pad(Step):
+    """S → P(sum): each rank's part becomes a term, with zeros around it. Transpose: Slice."""
+
+    places: Places
+
+    def apply(self, x: Spec) -> Spec:
+        whole = _with_cuts(x, _removed(cuts_of(x), self.places))
+        return _with_terms(whole, [(a, "sum") for a, _ in self.places])
+
+    def __repr__(self) -> str:
+        return f"Pad({_text(self.places)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Step):
+    """P(avg) → P(sum) or back: each rank scales its term."""
+
+    axes: tuple[str, ...]
+    op: str
+
+    def apply(self, x: Spec) -> Spec:
+        return _with_terms(x, [(a, self.op) for a in self.axes])
+
+    def __repr__(self) -> str:
+        return f"Scale({' '.join(self.axes)} to {self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel(Step):
+    """The same local tensors under another layout: R varying ↔ R invariant, and any type on an axis of one rank."""
+
+    layout: Layout
+
+    def apply(self, x: Spec) -> Spec:
+        return x.with_layout(self.layout)
+
+    def __repr__(self) -> str:
+        return f"Relabel({self.layout!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class View(Step):
+    """The same local elements with dims split into their factors, or put together again."""
+
+    to: Spec
+
+    def apply(self, x: Spec) -> Spec:
+        return self.to
+
+    def __repr__(self) -> str:
+        return f"View({self.to!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Step):
+    """From one mesh to another: every element that a rank lacks is sent to it once. Transpose: Exchange."""
+
+    to: Spec
+
+    def apply(self, x: Spec) -> Spec:
+        return self.to
+
+    def received(self, x: Spec, rank: int) -> int:
+        return lacking(self.to, x, rank) * x.dtype.itemsize
+
+    def rounds(self, x: Spec) -> int:
+        return int(not routes(x, self.to, self.group(x, 0)).silent)
+
+    def group(self, x: Spec, rank: int) -> tuple[int, ...]:
+        return tuple(sorted({*x.mesh.process_ids, *self.to.mesh.process_ids}))
+
+    def __repr__(self) -> str:
+        return f"Exchange({self.to!r} on {self.to.mesh!r})"
+
+
+def changed_axes(src: Cuts, dst: Cuts) -> set[str]:
+    """The axes that do not cut the same dim behind the same outer axes on both sides."""
+    changed: set[str] = set()
+    for a, b in zip(src, dst, strict=True):
+        same = 0
+        while same < min(len(a), len(b)) and a[same] == b[same]:
+            same += 1
+        changed.update(a[same:], b[same:])
+    return changed
+
+
+def _appended(cuts: Cuts, places: Places) -> Cuts:
+    made = list(cuts)
+    for axis, dim in places:
+        made[dim] = (*made[dim], axis)
+    return tuple(made)
+
+
+def _removed(cuts: Cuts, places: Places) -> Cuts:
+    made = list(cuts)
+    for axis, dim in reversed(places):
+        if made[dim][-1:] != (axis,):
+            raise ValueError(f"{axis!r} is not the innermost axis that cuts dim {dim} of {Layout(cuts)!r}")
+        made[dim] = made[dim][:-1]
+    return tuple(made)
+
+
+def _with_cuts(x: Spec, cuts: Cuts) -> Spec:
+    cut = {a for axes in cuts for a in axes}
+    varying = tuple(a for a in x.layout.varying if a not in cut)
+    return x.with_layout(Layout(cuts, x.layout.partial, varying))
+
+
+def _with_terms(x: Spec, terms: Iterable[tuple[str, str]]) -> Spec:
+    partial = dict(x.layout.partial) | dict(terms)
+    varying = tuple(a for a in x.layout.varying if a not in partial)
+    return x.with_layout(Layout(x.layout.dims, tuple(partial.items()), varying))
+
+
+def _without_terms(x: Spec, axes: tuple[str, ...]) -> Spec:
+    left = tuple((a, op) for a, op in x.layout.partial if a not in axes)
+    return x.with_layout(replace(x.layout, partial=left))
+
+
+def _numel(x: Spec, rank: int) -> int:
+    return prod(x.local_shape(rank))
+
+
+def _size(x: Spec, axes: Iterable[str]) -> int:
+    return prod(x.mesh.sizes[a] for a in axes)
+
+
+def _text(places: Places) -> str:
+    by_dim: dict[int, list[str]] = {}
+    for axis, dim in places:
+        by_dim.setdefault(dim, []).append(axis)
+    return "; ".join(f"{' '.join(axes)}, dim {dim}" for dim, axes in by_dim.items())

@@ -1,0 +1,134 @@
+"""Second forms of layers: lookup in a cut table, attention along a cut sequence, losses over cut classes."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ._forms import LocalCall
+from ._forms_reduce import max_over, peak, sum_over
+
+SUM = 2
+
+
+def nothing(call: LocalCall, *used: Tensor | None) -> Tensor:
+    """The empty result of a rank that holds no part of it, still connected to what it comes from."""
+    tensors = [t for t in used if t is not None]
+    blank = tensors[0].new_zeros(call.out_shape(0))
+    return blank + sum(t.sum() for t in tensors) * 0
+
+
+def embedding(
+    call: LocalCall, weight: Tensor, indices: Tensor, padding_idx: int = -1, by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """Look up the ids that this rank's rows cover; zero for all others, so that the terms add up to the lookup."""
+    local = indices - call.start(0, 0)
+    mine = (local >= 0) & (local < weight.shape[0])
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum() * 0
+    skip = padding_idx - call.start(0, 0) if padding_idx >= 0 else -1
+    rows = F.embedding(torch.where(mine, local, 0), weight, skip if 0 <= skip < weight.shape[0] else None)
+    return torch.where(mine.unsqueeze(-1), rows, 0)
+
+
+def attention(
+    call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention with any of batch, heads and sequences cut; a cut key sequence gives terms that add up."""
+    s, t = query.dim() - 2, key.dim() - 2
+    if 0 in (query[..., 0].numel(), key.shape[-3] if enable_gqa else 1):
+        return nothing(call, query, key, value)
+    if is_causal:
+        rows = torch.arange(query.shape[s]).unsqueeze(1) + call.start(0, s)
+        attn_mask = rows >= torch.arange(key.shape[t]) + call.start(1, t)
+    if call.ranks(1, t) == 1:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    last = (scores.dim() - 1,)
+    top = _over_keys(call, peak(scores.detach(), last), t)
+    weights = (scores - torch.where(top.isinf(), 0, top)).exp()
+    return weights @ value / sum_over(call, weights.sum(-1, keepdim=True), 1, (t,))
+
+
+def _over_keys(call: LocalCall, x: Tensor, t: int) -> Tensor:
+    return max_over(call, x, 1, (t,))
+
+
+def cross_entropy(
+    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """This rank's term of the loss: each class adds its share of the target times (logsumexp - logit)."""
+    c = min(x.dim() - 1, 1)
+    top = max_over(call, peak(x.detach(), (c,)), 0, (c,))
+    lse = sum_over(call, (x - top).exp().sum(c, keepdim=True), 0, (c,)).log() + top
+    if target.dtype.is_floating_point:
+        return _soft(call, lse - x, target, weight, reduction, label_smoothing, c)
+    loss, mass = _hard(call, lse - x, target, weight, ignore_index, c)
+    if label_smoothing:
+        spread = (lse - x if weight is None else (lse - x) * _per_class(weight, x, c)).sum(c)
+        spread = torch.where(target == ignore_index, 0, spread)
+        loss = loss * (1 - label_smoothing) + spread * (label_smoothing / call.total(0, c))
+    return _reduced(call, loss, mass, reduction, c)
+
+
+def nll_loss(
+    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    c = min(x.dim() - 1, 1)
+    loss, mass = _hard(call, -x, target, weight, ignore_index, c)
+    return _reduced(call, loss, mass, reduction, c)
+
+
+def _hard(
+    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, c: int
+) -> tuple[Tensor, Tensor]:
+    """`x` at the target, times its weight, and that weight; both are zero where another rank holds the class."""
+    local = target - call.start(0, c)
+    mine = (local >= 0) & (local < x.shape[c]) & (target != ignore_index)
+    if x.shape[c] == 0:
+        empty = x.sum(c)
+        return empty, empty.detach()
+    local = torch.where(mine, local, 0)
+    mass = mine.to(x.dtype) if weight is None else torch.where(mine, weight[local], 0)
+    picked = x.gather(c, local.unsqueeze(c)).squeeze(c)
+    return torch.where(mine, picked, 0) * mass, mass
+
+
+def _soft(
+    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, c: int
+) -> Tensor:
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / call.total(0, c)
+    x = x if weight is None else x * _per_class(weight, x, c)
+    loss = (x * target).sum(c)
+    if reduction == 0:
+        return loss
+    count = 1
+    for d in range(x.dim()):
+        count *= 1 if d == c else call.total(0, d)
+    return loss.sum() / (count if reduction == 1 else 1)
+
+
+def _per_class(weight: Tensor, x: Tensor, c: int) -> Tensor:
+    return weight.reshape([-1 if d == c else 1 for d in range(x.dim())])
+
+
+def _reduced(call: LocalCall, loss: Tensor, mass: Tensor, reduction: int, c: int) -> Tensor:
+    """The mean is taken over the weights of all targets that are not ignored, on all ranks."""
+    if reduction == 0:
+        return loss
+    if reduction == SUM:
+        return loss.sum()
+    every = tuple(range(loss.dim() + 1))
+    return loss.sum() / sum_over(call, mass.sum(), 0, every)

@@ -1,0 +1,32 @@
+"""Operators that make a tensor from another's dtype and device alone: `new_zeros` and its kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._forms import LocalCall
+from ._rule import Entry, Rule
+from ._rules_dims import names_of, written
+
+
+def fresh(name: str) -> Entry:
+    """The operand is looked at by no one, so any cut of it will do; the result is whole."""
+    op = getattr(torch.ops.aten, name)
+
+    def as_it_is(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
+        return op(*args, **kwargs)
+
+    def entry(x: Tensor, size: Any, *args: Any, **kwargs: Any) -> Rule:
+        names = names_of(x)
+        text = f"{written(names)}, -> {' '.join(f'new{d}' for d in range(len(size)))}"
+        return Rule(text, forms=dict.fromkeys(names, as_it_is))
+
+    return entry
+
+
+FRESH: dict[str, Entry] = {
+    f"aten.{name}": fresh(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")
+}

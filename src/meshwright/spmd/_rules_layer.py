@@ -1,0 +1,52 @@
+"""Layers: embedding and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import _forms_layer as forms
+from ._rule import Entry, Rule
+from ._rules_dims import names_of, sized, written
+
+
+def embedding_rule(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Rule | None:
+    """Rows may be cut: ids of other ranks give zero. A gradient scaled by how often an id occurs needs all ids."""
+    if sparse:
+        return None
+    names = names_of(indices, "i")
+    ids = written(names, range(len(names)) if scale_grad_by_freq else ())
+    if scale_grad_by_freq or weight.dim() != 2:
+        return Rule(f"v! d | {ids} -> {written(names)} d") if weight.dim() == 2 else None
+    return Rule(f"v d | {ids} -> {ids} d", forms={"v": forms.embedding})
+
+
+def attention_rule(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+) -> Rule | None:  # fmt: skip
+    """Heads of keys may be cut, heads that share a key too; sequences by the second form."""
+    if dropout_p > 0 or query.dim() < 2:
+        return None
+    heads, shared = "...", "..."
+    if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3] and key.shape[-3]:
+        outer, inner = sized("g", key.shape[-3]), sized("r", query.shape[-3] // key.shape[-3])
+        heads, shared = f"... ({outer} {inner})", f"... {outer}"
+    mask = ", ... s t" if attn_mask is not None else ""
+    if attn_mask is not None and heads != "...":
+        mask = f", ... {heads.removeprefix('... ') if attn_mask.dim() > 2 and attn_mask.shape[-3] != 1 else ''} s t"
+        mask = mask if attn_mask.dim() < 3 or attn_mask.shape[-3] != 1 else ", ... 1 s t"
+    joint = "," if mask else " ?"
+    text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{mask} -> {heads} s e"
+    needs = ["s", "t"] if is_causal else ["t"]
+    names = needs + [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
+    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention))
+
+
+LAYERS: dict[str, Entry] = {
+    "aten.embedding": embedding_rule,
+    "aten.scaled_dot_product_attention": attention_rule,
+}

@@ -1,0 +1,82 @@
+"""Losses: by elements with a reduction, and over classes."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _forms_layer as forms
+from ._forms import LocalCall
+from ._rule import Entry, Rule
+from ._rules_dims import names_of, written
+
+MEAN, SUM = 1, 2
+
+
+def class_loss(form: Any) -> Entry:
+    """Classes are dim 1, or dim 0 without a batch; targets are class numbers, or a share per class."""
+
+    def entry(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any) -> Rule:
+        names = names_of(x)
+        c = min(x.dim() - 1, 1)
+        spread = [n for d, n in enumerate(names) if d != c]
+        ids = names if target.dtype.is_floating_point else spread
+        result = spread if reduction == 0 else []
+        text = f"{written(names)}, {written(ids)}, {names[c]} -> {written(result)}"
+        return Rule(text, over="sum", forms=dict.fromkeys(names if reduction else [names[c]], form))
+
+    return entry
+
+
+def element_loss(name: str, operands: int, at: int) -> Entry:
+    """A loss of single elements, then none, mean or sum of them; `at` is the position of the reduction."""
+    op = getattr(torch.ops.aten, name)
+
+    def entry(*args: Any, **kwargs: Any) -> Rule:
+        reduction = args[at] if len(args) > at else kwargs.get("reduction", MEAN)
+        inputs = ", ".join(["..."] * operands)
+        if reduction == 0:
+            return Rule(f"{inputs}{',' if operands == 1 else ''} -> ...")
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        names = [f"a{d}" for d in range(len(shape))]
+        slots = [*args, *kwargs.values()][: operands]
+        sides = [written(names[len(names) - t.dim() :]) if isinstance(t, Tensor) else "..." for t in slots]
+        sides += ["..."] * (operands - len(sides))
+        count = prod(shape) if reduction == MEAN else 1
+
+        def local_terms(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
+            return _with_sum(op, at, args, kwargs) / count if count else _with_sum(op, at, args, kwargs)
+
+        return Rule(f"{', '.join(sides)} ->", over="sum", forms=dict.fromkeys(names, local_terms))
+
+    return entry
+
+
+def _with_sum(op: Any, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The call with its reduction replaced by the sum."""
+    if len(args) > at:
+        return op(*args[:at], SUM, *args[at + 1 :], **kwargs)
+    return op(*args, **{**kwargs, "reduction": SUM})
+
+
+LOSSES: dict[str, Entry] = {
+    "aten.cross_entropy_loss": class_loss(forms.cross_entropy),
+    "aten.nll_loss": class_loss(forms.nll_loss),
+    "aten.nll_loss_nd": class_loss(forms.nll_loss),
+    "aten.nll_loss2d": class_loss(forms.nll_loss),
+    "aten.mse_loss": element_loss("mse_loss", 2, 2),
+    "aten.l1_loss": element_loss("l1_loss", 2, 2),
+    "aten.smooth_l1_loss": element_loss("smooth_l1_loss", 2, 2),
+    "aten.huber_loss": element_loss("huber_loss", 2, 2),
+    "aten.soft_margin_loss": element_loss("soft_margin_loss", 2, 2),
+    "aten.kl_div": element_loss("kl_div", 2, 2),
+    "aten.poisson_nll_loss": element_loss("poisson_nll_loss", 2, 5),
+    "aten.hinge_embedding_loss": element_loss("hinge_embedding_loss", 2, 3),
+    "aten.margin_ranking_loss": element_loss("margin_ranking_loss", 3, 4),
+    "aten.binary_cross_entropy": element_loss("binary_cross_entropy", 3, 3),
+    "aten.binary_cross_entropy_with_logits": element_loss("binary_cross_entropy_with_logits", 4, 4),
+}

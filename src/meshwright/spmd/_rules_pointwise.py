@@ -1,0 +1,118 @@
+"""Operators that treat every element alone: one family per kind of linearity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._rule import Entry, Rule
+
+LINEAR = """
+    neg negative positive clone contiguous detach alias alias_copy detach_copy conj conj_physical _conj _conj_physical
+    resolve_conj resolve_neg _neg_view real imag deg2rad rad2deg zeros_like zero lift_fresh lift
+"""
+"""`... -> ...`: linear in the one operand."""
+
+CURVED = """
+    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+    celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid
+    hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
+    log_sigmoid logical_not logit mish mvlgamma nan_to_num ones_like polygamma reciprocal relu relu6 round rsqrt selu
+    sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_digamma special_entr special_erf special_erfc special_erfcx
+    special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e special_i1
+    special_i1e special_log1p special_log_ndtr special_logit special_modified_bessel_i0 special_modified_bessel_i1
+    special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma
+    special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
+    special_spherical_bessel_j0 sqrt square tan tanh threshold trunc empty_like full_like
+"""
+"""`..., -> ...`: nothing known about linearity."""
+
+BINARY = """
+    arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq float_power
+    floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm ldexp le less
+    less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal polar
+    pow remainder special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc special_gammaincc
+    special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+    special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_xlogy
+    special_zeta xlogy fill __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__
+"""
+"""`..., ... -> ...`."""
+
+
+def named(words: str, entry: Entry) -> dict[str, Entry]:
+    """The same entry under every one of the operator names in `words`."""
+    return {f"aten.{word}": entry for word in words.split()}
+
+
+def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
+    """True when the cast of a sum is the sum of the casts."""
+    if source == torch.bool or target == torch.bool:
+        return source == target
+    if not (source.is_floating_point or source.is_complex):
+        return True
+    return target.is_floating_point or target.is_complex
+
+
+def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
+    """`to`, in all its overloads: the target is a dtype, a tensor that has it, or nothing at all."""
+    given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+    target = next((a for a in given if isinstance(a, torch.dtype)), x.dtype)
+    return "... -> ..." if keeps_sums(x.dtype, target) else "..., -> ..."
+
+
+def div_rule(x: Any, y: Any, *, rounding_mode: str | None = None) -> str:
+    return "... | ... -> ..." if rounding_mode is None else "..., ... -> ..."
+
+
+def clamp_rule(x: Tensor, *bounds: Any, **named_bounds: Any) -> str:
+    tensors = sum(isinstance(b, Tensor) for b in (*bounds, *named_bounds.values()))
+    return "..., ..., ... -> ..." if tensors else "..., -> ..."
+
+
+def masked_fill_rule(x: Tensor, mask: Tensor, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "..., ..., ... -> ..."
+    return "... | ... -> ..." if value == 0 else "..., ... -> ..."
+
+
+def prelu_rule(x: Tensor, weight: Tensor) -> str:
+    """The weight has one element, or one per channel (dim 1)."""
+    names = [f"a{d}" for d in range(x.dim())]
+    one = weight.numel() == 1 or x.dim() < 2
+    return f"{' '.join(names)}, {'1' if weight.dim() and one else '' if one else names[1]} -> {' '.join(names)}"
+
+
+def where_rule(condition: Tensor, *values: Any) -> str | None:
+    """`where(condition)` alone lists places: how many there are depends on the values."""
+    return "... ? ... + ... -> ..." if values else None
+
+
+POINTWISE: dict[str, Entry] = {
+    **named(LINEAR, "... -> ..."),
+    **named(CURVED, "..., -> ..."),
+    **named(BINARY, "..., ... -> ..."),
+    **named("add sub subtract rsub complex", "... + ... -> ..."),
+    **named("mul multiply", "... * ... -> ..."),
+    **named("div divide", div_rule),
+    **named("true_divide", "... | ... -> ..."),
+    **named("clamp clip clamp_min clamp_max", clamp_rule),
+    **named("to _to_copy type_as", cast_rule),
+    "aten.where": where_rule,
+    "aten.masked_fill": masked_fill_rule,
+    "aten.prelu": prelu_rule,
+    "aten._prelu_kernel": prelu_rule,
+    "aten.addcmul": "... + ... * ... -> ...",
+    "aten.addcdiv": "..., ..., ... -> ...",
+    "aten.lerp.Scalar": "... + ... -> ...",
+    "aten.lerp.Tensor": "... + ... | ... -> ...",
+    "aten.copy": "... + ... -> ...",
+    "aten.frexp": "..., -> ...; ...",
+    "aten.bucketize.Tensor": "..., v! -> ...",
+    "aten.view_as_real": "... -> ... new",
+    "aten.view_as_complex": "... c! -> ...",
+}

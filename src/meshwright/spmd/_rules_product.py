@@ -1,0 +1,85 @@
+"""Products: matmul and its family, einsum, linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._rule import Entry
+from ._rules_dims import names_of, written
+
+
+def matmul_rule(x: Tensor, y: Tensor) -> str:
+    """A vector lends its one dim to the contraction; leading dims broadcast."""
+    left = "k" if x.dim() == 1 else "... m k"
+    right = "k" if y.dim() == 1 else "... k n"
+    kept = f"{'' if x.dim() == 1 else 'm'} {'' if y.dim() == 1 else 'n'}"
+    return f"{left} * {right} -> ... {kept}" if max(x.dim(), y.dim()) > 1 else "k * k ->"
+
+
+def linear_rule(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
+    """A weight of one dim makes a number of every row."""
+    return "... k * n k + n -> ... n" if weight.dim() == 2 else "... k * k + ... -> ..."
+
+
+def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> str | None:
+    """The equation is the rule; None where one operand has the same index twice."""
+    text = equation.replace(" ", "")
+    left, _, right = text.partition("->")
+    terms = left.split(",")
+    if any(len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in terms):
+        return None
+    if "->" not in text:
+        letters = sorted(set(left) - set(",."))
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    if "..." in left and "..." not in right:
+        return None
+    return " * ".join(map(_spaced, terms)) + " -> " + _spaced(right)
+
+
+def _spaced(term: str) -> str:
+    """`b...ij` → `b ... i j`; capital letters are names of their own."""
+    return " ".join("..." if c == "." else f"{c.lower()}{'C' if c.isupper() else ''}" for c in term.replace("...", "."))
+
+
+def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence[int]) -> str:
+    left, right = names_of(x, "a"), names_of(y, "b")
+    mine, theirs = [d % x.dim() for d in dims_x], [d % y.dim() for d in dims_y]
+    for a, b in zip(mine, theirs, strict=True):
+        right[b] = left[a]
+    kept = [n for d, n in enumerate(left) if d not in mine] + [n for d, n in enumerate(right) if d not in theirs]
+    return f"{written(left)} * {written(right)} -> {written(kept)}"
+
+
+def cross_rule(x: Tensor, y: Tensor, dim: int | None = -1) -> str | None:
+    if dim is None or x.dim() != y.dim():
+        return None
+    names = written(names_of(x), (dim % x.dim(),))
+    return f"{names} * {names} -> {names}"
+
+
+PRODUCT: dict[str, Entry] = {
+    "aten.linear": linear_rule,
+    "aten.matmul": matmul_rule,
+    "aten.linalg_matmul": matmul_rule,
+    "aten.__matmul__": matmul_rule,
+    "aten.mm": "m k * k n -> m n",
+    "aten.bmm": "b m k * b k n -> b m n",
+    "aten.mv": "m k * k -> m",
+    "aten.dot": "k * k ->",
+    "aten.vdot": "k * k ->",
+    "aten.inner": "... k * ... k -> ...",
+    "aten.outer": "m * n -> m n",
+    "aten.ger": "m * n -> m n",
+    "aten.addmm": "... + m k * k n -> m n",
+    "aten.addbmm": "... + b m k * b k n -> m n",
+    "aten.baddbmm": "... + b m k * b k n -> b m n",
+    "aten.addmv": "... + m k * k -> m",
+    "aten.addr": "... + m * n -> m n",
+    "aten.einsum": einsum_rule,
+    "aten.tensordot": tensordot_rule,
+    "aten.linalg_cross": cross_rule,
+    "aten._int_mm": "m k * k n -> m n",
+}

@@ -1,0 +1,356 @@
+"""Operators that only move elements: views, permutations, slices, pieces, joins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, prod
+from typing import Any
+
+from torch import Tensor
+
+from ._forms import LocalCall
+from ._rule import Entry, Rule
+from ._rules_dims import dims_at, grouped, names_of, sized, written
+
+
+def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[str]], list[list[str]]]:
+    """Names of the factors of every dim before and after a reshape, outermost first.
+
+    >>> common_factors((6, 4), (2, 12))
+    ([['f0_2', 'f1_3'], ['f2_4']], [['f0_2'], ['f1_3', 'f2_4']])
+    """
+    left: list[list[str]] = [[] for _ in old]
+    right: list[list[str]] = [[] for _ in new]
+    i = j = count = 0
+    a = b = 1
+    while True:
+        while a == 1 and i < len(old):
+            a, i = old[i], i + 1
+        while b == 1 and j < len(new):
+            b, j = new[j], j + 1
+        if a == 1 or b == 1:
+            return left, right
+        common = gcd(a, b)
+        if common > 1:
+            name = sized(f"f{count}", common)
+            left[i - 1].append(name)
+            right[j - 1].append(name)
+            a, b = a // common, b // common
+        else:
+            left[i - 1].append(sized(f"f{count}", a) + "!")
+            right[j - 1].append(sized(f"new{count}", b))
+            a, b, i, j = _level(a, b, i, j, old, new, left, right, count)
+        count += 1
+
+
+def _level(
+    a: int, b: int, i: int, j: int, old: Sequence[int], new: Sequence[int],
+    left: list[list[str]], right: list[list[str]], count: int,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Walk on, with whole factors on both sides, until both have covered the same number of elements."""
+    while a != b:
+        if a < b:
+            left[i].append(sized(f"f{count}x{i}", old[i]) + "!")
+            a, i = a * old[i], i + 1
+        else:
+            right[j].append(sized(f"new{count}x{j}", new[j]))
+            b, j = b * new[j], j + 1
+    return 1, 1, i, j
+
+
+def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
+    """The rule of a reshape; an empty tensor keeps the leading dims that agree."""
+    if 0 in old:
+        same = next((d for d, (m, n) in enumerate(zip(old, new, strict=False)) if m != n), min(len(old), len(new)))
+        before = " ".join(f"a{d}" + ("" if d < same else "!") for d in range(len(old)))
+        return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
+    left, right = common_factors(old, new)
+    return f"{' '.join(_alone(g, n) for g, n in zip(left, old, strict=True))} -> " + " ".join(map(grouped, right))
+
+
+def _alone(group: list[str], size: int) -> str:
+    return grouped(group)
+
+
+def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
+    """The sizes with the one -1 computed."""
+    known = prod(n for n in size if n != -1)
+    return tuple(total // max(known, 1) if n == -1 else n for n in size)
+
+
+def view_rule(x: Tensor, size: Any, *rest: Any, **kwargs: Any) -> Rule | None:
+    """`view(dtype)` changes what the bytes mean: no rule when the sizes change with it."""
+    if not isinstance(size, (list, tuple)):
+        return Rule("..., -> ...") if getattr(size, "itemsize", 0) == x.dtype.itemsize else None
+    return Rule(reshape_text(x.shape, resolved(size, x.numel())), sizes=(1,))
+
+
+def flatten_rule(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> str:
+    if x.dim() == 0:
+        return "-> 1"
+    (first, last) = dims_at((start_dim, end_dim), x.dim())
+    merged = prod(x.shape[first : last + 1])
+    return reshape_text(x.shape, (*x.shape[:first], merged, *x.shape[last + 1 :]))
+
+
+def unflatten_rule(x: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
+    (at,) = dims_at(dim, x.dim())
+    text = reshape_text(x.shape, (*x.shape[:at], *resolved(sizes, x.shape[at]), *x.shape[at + 1 :]))
+    return Rule(text, forms=dict.fromkeys(_factor_names(text), as_its_shape))
+
+
+def _factor_names(text: str) -> list[str]:
+    """Every factor that the operands of a rule name."""
+    return [n for o in Rule(text).equation.operands for d in o for n in d.names]
+
+
+def as_its_shape(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The local part in the local shape of the result."""
+    return x.view(call.out_shape(0))
+
+
+def permute_rule(x: Tensor, dims: Sequence[int]) -> str:
+    names = names_of(x)
+    return f"{written(names)} -> {' '.join(names[d] for d in dims_at(tuple(dims), x.dim())) if dims else ''}"
+
+
+def swap_rule(x: Tensor, dim0: int = -1, dim1: int = -2) -> str:
+    order = list(range(x.dim()))
+    if order:
+        a, b = dims_at((dim0, dim1), x.dim())
+        order[a], order[b] = order[b], order[a]
+    return permute_rule(x, order)
+
+
+def t_rule(x: Tensor) -> str:
+    return swap_rule(x) if x.dim() == 2 else "... -> ..."
+
+
+def reverse_rule(x: Tensor) -> str:
+    return permute_rule(x, range(x.dim())[::-1])
+
+
+def movedim_rule(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> str:
+    if x.dim() == 0:
+        return "->"
+    sources, goals = dims_at(source, x.dim()), dims_at(destination, x.dim())
+    left = iter(d for d in range(x.dim()) if d not in sources)
+    there = dict(zip(goals, sources, strict=True))
+    return permute_rule(x, [there[d] if d in there else next(left) for d in range(x.dim())])
+
+
+def unsqueeze_rule(x: Tensor, dim: int) -> str:
+    names = names_of(x)
+    at = dim % (x.dim() + 1)
+    return f"{written(names)} -> {' '.join([*names[:at], '1', *names[at:]])}"
+
+
+def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> str:
+    names, gone = names_of(x), dims_at(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
+    kept = [n for d, n in enumerate(names) if d not in gone or x.shape[d] != 1]
+    return f"{written(names)} -> {' '.join(kept)}"
+
+
+def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
+    """Dims that grow out of one, and dims put in front, are whole."""
+    names, extra = names_of(x), len(size) - x.dim()
+    kept = [n if s in (-1, m) else f"new{n}" for n, m, s in zip(names, x.shape, size[extra:], strict=True)]
+    return Rule(f"{written(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
+
+
+def expand_as_rule(x: Tensor, other: Tensor) -> str:
+    return "... + ... -> ..."
+
+
+def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
+    """A dim that is repeated r times is a product of r and itself."""
+    counts = (1,) * (x.dim() - len(repeats)) + tuple(repeats)
+    extra = len(counts) - x.dim()
+    if 0 in counts or 0 in x.shape:
+        return _whole(x, len(counts))
+    names = [sized(n, s) for n, s in zip(names_of(x), x.shape, strict=True)]
+    kept = [n if r == 1 else f"({sized(f'new{n}', r)} {n})" for n, r in zip(names, counts[extra:], strict=True)]
+    return f"{written(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}"
+
+
+def _whole(x: Tensor, results: int) -> str:
+    return f"{written(names_of(x), range(x.dim()))} -> {' '.join(f'new{d}' for d in range(results))}"
+
+
+def repeat_interleave_rule(
+    x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> str | None:
+    """Each element r times in a row: a product of the dim and r."""
+    if not isinstance(repeats, int) or repeats == 0 or 0 in x.shape or (dim is None and x.dim() != 1):
+        return None
+    names = [sized(n, s) for n, s in zip(names_of(x), x.shape, strict=True)]
+    (at,) = dims_at(dim or 0, x.dim())
+    out = [f"({n} {sized('new', repeats)})" if d == at and repeats > 1 else n for d, n in enumerate(names)]
+    return f"{written(names)} -> {' '.join(out)}"
+
+
+def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
+    """A slice of everything keeps the dim as it lies; any other makes it whole."""
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    if range(x.shape[at])[slice(start, end, step)] == range(x.shape[at]):
+        return f"{written(names)} -> {written(names)}"
+    return changed(x, (at,))
+
+
+def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> str | None:
+    return slice_rule(x, dim, start, start + length) if isinstance(start, int) else None
+
+
+def changed(x: Tensor, dims: Sequence[int]) -> str:
+    """The listed dims are whole before and have another size, or another order, after."""
+    names = names_of(x)
+    return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
+
+
+def without(x: Tensor, dim: int, results: int = 1) -> str:
+    """One dim is whole and gone in each of the results."""
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    kept = " ".join(names[:at] + names[at + 1 :])
+    return f"{written(names, (at,))} -> {' ; '.join([kept] * results)}"
+
+
+def select_rule(x: Tensor, dim: int, index: int) -> str:
+    return without(x, dim)
+
+
+def unbind_rule(x: Tensor, dim: int = 0) -> str | None:
+    pieces = x.shape[dim]
+    return without(x, dim, pieces) if pieces else None
+
+
+def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
+    """Pieces along a dim. Pieces of one length make the dim a product, whose inner factor may stay cut."""
+    if not lengths:
+        return None
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    if len(set(lengths)) > 1 or lengths[0] < 2 or len(lengths) < 2:
+        out = " ".join(f"new{d}" if d == at and len(lengths) > 1 else n for d, n in enumerate(names))
+        return Rule(f"{written(names, (at,) if len(lengths) > 1 else ())} -> {' ; '.join([out] * len(lengths))}")
+    outer, inner = sized("c", len(lengths)), sized("p", lengths[0])
+    before = [f"({outer}! {inner})" if d == at else n for d, n in enumerate(names)]
+    after = " ".join(inner if d == at else n for d, n in enumerate(names))
+
+    def pieces(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return x.unflatten(at, (len(lengths), x.shape[at] // len(lengths))).unbind(at)
+
+    return Rule(f"{' '.join(before)} -> {' ; '.join([after] * len(lengths))}", forms={inner: pieces})
+
+
+def lengths_of(total: int, piece: int) -> list[int]:
+    if piece == 0 or total == 0:
+        return [0]
+    return [min(piece, total - s) for s in range(0, total, piece)]
+
+
+def split_rule(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> Rule | None:
+    if not isinstance(split_size, int):
+        return in_pieces(x, list(split_size), dim)
+    return in_pieces(x, lengths_of(x.shape[dim], split_size), dim)
+
+
+def chunk_rule(x: Tensor, chunks: int, dim: int = 0) -> Rule | None:
+    total = x.shape[dim]
+    return in_pieces(x, lengths_of(total, -(-total // chunks)) if total else [0] * chunks, dim)
+
+
+def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
+    total = x.shape[dim]
+    if isinstance(sections, int):
+        short, longer = divmod(total, sections)
+        return in_pieces(x, [short + (i < longer) for i in range(sections)], dim)
+    if isinstance(sections, (list, tuple)):
+        edges = [slice(None, e).indices(total)[1] for e in sections]
+        pairs = zip([0, *edges], [*edges, total], strict=True)
+        return in_pieces(x, [max(b - a, 0) for a, b in pairs], dim)
+    return None
+
+
+def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
+    """The joined dim is whole; the old empty `tensor([])` may stand beside anything."""
+    full = next((t for t in tensors if t.dim() > 1 or t.numel()), tensors[0])
+    at = dim % full.dim()
+    names = names_of(full)
+    operands = [
+        "e!" if t.dim() != full.dim() else " ".join(f"j{i}!" if d == at else n for d, n in enumerate(names))
+        for i, t in enumerate(tensors)
+    ]
+    return f"{' + '.join(operands)} -> {' '.join('new' if d == at else n for d, n in enumerate(names))}"
+
+
+def stack_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
+    names = names_of(tensors[0])
+    at = dim % (len(names) + 1)
+    return f"{' + '.join([written(names)] * len(tensors))} -> {' '.join([*names[:at], 'new', *names[at:]])}"
+
+
+def moved(x: Tensor, dims: Any) -> str:
+    """Elements change places along the dims, which are whole."""
+    names = names_of(x)
+    at = dims_at(dims, x.dim()) if dims or dims == 0 else ()
+    return f"{written(names, at)} -> {written(names)}"
+
+
+def roll_rule(x: Tensor, shifts: Any, dims: Any = ()) -> str:
+    return moved(x, dims if dims or dims == 0 else range(x.dim()))
+
+
+def matrix_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+    return "... m! n! -> ... m n"
+
+
+def diagonal_rule(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
+    names, gone = names_of(x), dims_at((dim1, dim2), x.dim())
+    return f"{written(names, gone)} -> {' '.join([n for d, n in enumerate(names) if d not in gone] + ['new'])}"
+
+
+def diag_embed_rule(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
+    names = names_of(x)
+    kept, fresh = iter(names[:-1]), dims_at((dim1, dim2), x.dim() + 1)
+    out = [f"new{d}" if d in fresh else next(kept) for d in range(x.dim() + 1)]
+    return f"{written(names, (x.dim() - 1,))} -> {' '.join(out)}"
+
+
+def unfold_rule(x: Tensor, dimension: int, size: int, step: int) -> str:
+    return "-> new" if x.dim() == 0 else f"{changed(x, dims_at(dimension, x.dim()))} newsize"
+
+
+SHAPE: dict[str, Entry] = {
+    **dict.fromkeys(("aten.view", "aten.reshape", "aten._unsafe_view", "aten.view_copy"), view_rule),
+    "aten.flatten": flatten_rule,
+    "aten.ravel": flatten_rule,
+    "aten.unflatten": unflatten_rule,
+    "aten.permute": permute_rule,
+    "aten.permute_copy": permute_rule,
+    **dict.fromkeys(("aten.transpose", "aten.swapaxes", "aten.swapdims", "aten.mT", "aten.mH"), swap_rule),
+    "aten.adjoint": swap_rule,
+    "aten.t": t_rule,
+    **dict.fromkeys(("aten.numpy_T", "aten.matrix_H"), reverse_rule),
+    **dict.fromkeys(("aten.movedim", "aten.moveaxis"), movedim_rule),
+    "aten.unsqueeze": unsqueeze_rule,
+    "aten.squeeze": squeeze_rule,
+    "aten.expand": expand_rule,
+    "aten.repeat": repeat_rule,
+    "aten.tile": repeat_rule,
+    "aten.repeat_interleave.self_int": repeat_interleave_rule,
+    "aten.slice.Tensor": slice_rule,
+    "aten.narrow": narrow_rule,
+    "aten.select.int": select_rule,
+    "aten.unbind": unbind_rule,
+    **dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.unsafe_split"), split_rule),
+    "aten.unsafe_split_with_sizes": split_rule,
+    **dict.fromkeys(("aten.chunk", "aten.unsafe_chunk"), chunk_rule),
+    "aten.tensor_split": tensor_split_rule,
+    **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat_rule),
+    "aten.stack": stack_rule,
+    **dict.fromkeys(("aten.flip", ), moved),
+    "aten.roll": roll_rule,
+    **dict.fromkeys(("aten.tril", "aten.triu"), matrix_rule),
+    "aten.diagonal": diagonal_rule,
+    "aten.diag_embed": diag_embed_rule,
+    "aten.unfold": unfold_rule,
+}

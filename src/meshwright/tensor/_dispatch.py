@@ -1,0 +1,155 @@
+"""Every call on a distributed tensor whose plan is not known yet comes here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import ProcessMesh
+
+from ._absent import Absent, run_absent
+from ._alias import DistView, after_call, before_call, run_whole
+from ._capture import Captured, capture
+from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
+from ._errors import MixedMeshError, PlainInBackwardError
+from ._explain import Decided, note, recording
+from ._handlers import HANDLERS
+from ._plan import Inline, Step, is_constant, plan_call
+from ._run import run_direct, run_graph, run_identity, run_inline, run_step, run_twin
+from ._tree import tensors_in
+from .torch_hooks import backward_running
+
+_VALUED: set[Any] = set()
+"""Signatures whose plans depend on the values of floats."""
+
+RAN_WHOLE: dict[str, str] = {}
+"""Functions that ran on whole tensors for want of a rule, and why; told once each by `on_whole`."""
+
+
+def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    """Carries out `func(*args, **kwargs)`, some of whose tensors are distributed; `key` is its signature."""
+    kwargs = kwargs or {}
+    handler = HANDLERS.get(func)
+    tensors = list(tensors_in((args, kwargs)))
+    views = [t for t in tensors if type(t) is DistView]
+    before = before_call(views)
+    out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
+    if out is NotImplemented:
+        if any(type(t) is Absent for t in tensors):
+            return run_absent(func, args, kwargs, tensors)
+        out = _carry_out(func, types, args, kwargs, tensors, key)
+    after_call(views, before)
+    return out
+
+
+def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any) -> Any:
+    mesh = _common_mesh(func, tensors)
+    if any(not isinstance(t, DistTensor) for t in tensors):
+        _guard_backward(func, tensors)
+    if key in _VALUED:
+        key = exact_signature(func, args, kwargs)
+        plan = PLANS.get(key)
+        if plan is not None:
+            return plan(func, types, args, kwargs)
+    run, by_value = make_plan(func, args, kwargs, mesh)
+    if key is not None and not recording():
+        _remember(func, args, kwargs, key, run, by_value)
+    return run(func, types, args, kwargs)
+
+
+def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: bool) -> None:
+    if len(PLANS) >= PLAN_LIMIT:
+        PLANS.clear()
+        _VALUED.clear()
+    if by_value and key not in _VALUED:
+        exact = exact_signature(func, args, kwargs)
+        if exact[1]:
+            _VALUED.add(key)
+            key = exact
+    PLANS[key] = run
+
+
+def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
+    specs = [t._spec for t in tensors if isinstance(t, DistTensor)]
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh is not mesh:
+            raise MixedMeshError(
+                f"{name_of(func)} of tensors on two meshes", f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
+                "an operation runs on one mesh", "mw.reshard(x, mesh, placements) to bring one of them over",
+            )  # fmt: skip
+    return mesh
+
+
+def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Inside a backward pass a plain tensor may be this rank's part of a gradient: refuse rather than guess."""
+    if backward_running() == -1:
+        return
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            continue
+        if not torch.is_grad_enabled() or (t.requires_grad and not t.is_leaf):
+            raise PlainInBackwardError(
+                f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
+                "it may be this rank's part of a gradient, or a whole value: nothing tells which",
+                "save local tensors (x.to_local()) in the autograd.Function, or wrap the function with mw.local_map",
+            )  # fmt: skip
+
+
+def name_of(func: Any) -> str:
+    """The name a user knows `func` by."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return str(name)
+
+
+def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
+    """How the call is carried out, and whether floats among its arguments count by value."""
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
+        return _on_whole(func, str(error).split("\n")[0]), False
+    if is_constant(captured):
+        return lambda *_: captured.out, False
+    tensors = tensors_in((args, kwargs))
+    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
+    found = plan_call(captured, specs, mesh)
+    _tell(func, captured, found, tuple(specs.values()))
+    return _closed(func, captured, found)
+
+
+def _closed(func: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+    if found is None:
+        run = run_twin(captured.nodes[0], captured)
+        return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
+    if isinstance(found, Step):
+        return run_step(found), not found.direct
+    if isinstance(found, Inline):
+        return run_inline(found, captured), True
+    if not captured.nodes:
+        return run_identity(captured), False
+    if found is captured.nodes:
+        return run_graph(captured), True
+    return run_direct(found, captured.out), False
+
+
+def _on_whole(func: Any, why: str) -> Run:
+    """The whole tensors on every rank: never wrong, told once by name."""
+    RAN_WHOLE.setdefault(name_of(func), why)
+    return lambda func, types, args, kwargs: run_whole(func, args, kwargs or {})
+
+
+def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
+    if not recording():
+        return
+    moves = found.moves if isinstance(found, Step) else ()
+    outs = found.outs if isinstance(found, Step) else found if found and found is not captured.nodes else ()
+    how = "whole" if found is None else "parts" if isinstance(found, Inline) else "operators" if found is captured.nodes else "local"
+    note(Decided(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, Inline) else (), how))
+
+
+DistTensor._dispatch = staticmethod(dispatch)

@@ -1,0 +1,206 @@
+"""The distributed tensor: this rank's local tensor with a spec on it.
+
+It *is* the local `torch.Tensor`, so autograd runs on local tensors in C++. Every torch function that is called on it
+comes to `__torch_function__`, which looks the call's signature up among the plans that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import Layout, Placement, ProcessMesh, Spec
+
+from ._errors import PickleError
+from .torch_hooks import interception_on, no_interception
+
+Run = Callable[[Any, Any, Any, Any], Any]
+"""Carries a call out: `run(func, types, args, kwargs)`."""
+
+Dispatch = Callable[[Any, Any, Any, Any, Any], Any]
+
+PLANS: dict[Any, Run] = {}
+"""Signature of a call → how it is carried out. Cleared when it holds PLAN_LIMIT entries."""
+PLAN_LIMIT = 200_000
+
+
+_LOCAL_SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__
+
+
+class DistTensor(Tensor):
+    """A tensor whose elements lie on a mesh; behaves as the whole tensor, holds this rank's part.
+
+    `shape`, `dtype` and all operations are those of the whole. `to_local()` is the part, `layout` tells how it lies.
+    """
+
+    _spec: Spec
+    _dispatch: Dispatch
+    """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and len(args) == 2 and type(args[1]) is type(args[0]) is DistTensor:
+            key: Any = (func, args[0]._spec, args[1]._spec)
+        else:
+            key = signature(func, args, kwargs)
+        plan = PLANS.get(key)
+        if plan is not None:
+            return plan(func, types, args, kwargs)
+        return DistTensor._dispatch(func, types, args, kwargs, key)
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._spec.shape if interception_on() else _LOCAL_SHAPE(self)
+
+    @property
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.shape)
+
+    @property
+    def spec(self) -> Spec:
+        """Mesh, layout, global shape and dtype."""
+        return self._spec
+
+    @property
+    def layout(self) -> Layout:
+        return self._spec.layout
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        return self._spec.mesh
+
+    @property
+    def process_mesh(self) -> ProcessMesh:
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.placements
+
+    def to_local(self) -> Tensor:
+        """This rank's part as a plain tensor; it shares memory and takes part in autograd."""
+        with no_interception():
+            return self.as_subclass(Tensor).view_as(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        rank = current().rank
+        with no_interception():
+            local = repr(self.detach().as_subclass(Tensor))
+        return f"DistTensor({self._spec!r} on {self._spec.mesh!r}; rank {rank} holds {self._held(rank)}\n  {local})"
+
+    def _held(self, rank: int) -> str:
+        if rank not in self._spec.mesh:
+            return "nothing"
+        ranges = self._spec.local_ranges(rank)
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in ranges) + "]"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PickleError(
+            "pickling a DistTensor", f"{self._spec!r} on {self._spec.mesh!r}",
+            "each rank holds a part, and a pickle runs code when it is read",
+            "mw.unshard_dtensor(x) for the whole plain tensor, or a checkpoint",
+        )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        found = memo.get(id(self))
+        if found is None:
+            with no_interception():
+                local = self.detach().clone().requires_grad_(self.requires_grad)
+                grad = self.grad
+            found = stamp(local, self._spec)
+            found.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_is_param"})
+            if grad is not None:
+                with no_interception():
+                    found.grad = grad.detach().clone()
+            memo[id(self)] = found
+        return found
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+
+def stamp(local: Tensor, spec: Spec) -> DistTensor:
+    """`local` itself, turned into the distributed tensor of which it is this rank's part."""
+    local.__class__ = DistTensor
+    local._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+    return local  # pyright: ignore[reportReturnType]
+
+
+def plain_view(x: Tensor) -> Tensor:
+    """The local tensor under a plain torch.Tensor object; call it with interception off."""
+    return x.as_subclass(Tensor) if type(x) is not Tensor else x
+
+
+_MARKS: dict[type, Any] = {float: float, complex: complex}
+
+
+def signature(func: Any, args: Any, kwargs: Any) -> Any:
+    """What two calls must share to be carried out alike; None where that cannot be said.
+
+    Floats count by their type: a learning rate that changes every step is one signature.
+    """
+    try:
+        parts: list[Any] = [func]
+        for a in args:
+            parts.append(a._spec if type(a) is DistTensor else _mark(a))
+        if kwargs:
+            for k, v in kwargs.items():
+                parts += [k, _mark(v)]
+        return tuple(parts)
+    except _NoSignature:
+        return None
+
+
+class _NoSignature(Exception):
+    pass
+
+
+def _mark(value: Any) -> Any:
+    kind = type(value)
+    if kind is DistTensor:
+        return value._spec
+    if kind is int or kind is str or value is None:
+        return value
+    if kind in _MARKS:
+        return _MARKS[kind]
+    if kind is bool:
+        return (bool, value)
+    if kind is list or kind is tuple or kind is torch.Size:
+        return (kind, *[_mark(v) for v in value])
+    if kind is slice:
+        return (slice, _mark(value.start), _mark(value.stop), _mark(value.step))
+    return _mark_other(value)
+
+
+def _mark_other(value: Any) -> Any:
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or value is Ellipsis:
+        return value
+    raise _NoSignature
+
+
+def exact_signature(func: Any, args: Any, kwargs: Any) -> Any:
+    """The signature in which floats count by value too."""
+    key = signature(func, args, kwargs)
+    return None if key is None else (key, tuple(_floats((args, kwargs))))
+
+
+def _floats(tree: Any) -> list[Any]:
+    if isinstance(tree, (float, complex)):
+        return [repr(tree)]
+    if isinstance(tree, (list, tuple)):
+        return [f for v in tree for f in _floats(v)]
+    if isinstance(tree, dict):
+        return [f for v in tree.values() for f in _floats(v)]
+    return []
+
+
+def local_rank() -> int:
+    """Rank of the caller in the world."""
+    return current().rank

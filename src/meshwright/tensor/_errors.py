@@ -1,0 +1,25 @@
+"""What can be wrong with a distributed tensor or with an operation on it."""
+
+from __future__ import annotations
+
+from meshwright.layout import MeshwrightError
+
+
+class MixedMeshError(MeshwrightError, ValueError):
+    """Operands of one operation live on different meshes."""
+
+
+class PlainInBackwardError(MeshwrightError, RuntimeError):
+    """A plain tensor met a distributed one inside a backward pass, where its meaning cannot be known."""
+
+
+class LocalShapeError(MeshwrightError, ValueError):
+    """A local part does not have the shape that its layout gives this rank."""
+
+
+class PickleError(MeshwrightError, TypeError):
+    """A distributed tensor was to be pickled."""
+
+
+class AbsentError(MeshwrightError, RuntimeError):
+    """A rank outside a tensor's mesh was asked for something that only the mesh's ranks can know."""

@@ -1,0 +1,305 @@
+"""Functions that are about a tensor rather than about its numbers, and the few that need a word of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import ProcessMesh, Spec, replicated
+
+from . import _random
+from ._absent import Absent, absent
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, plain_view, stamp
+from ._local import spec_of, whole_local, write_into
+from ._pending import deferring, flush, forget
+from ._tree import map_tensors
+from .torch_hooks import call_plain, no_interception
+
+Handler = Callable[[Any, Any, Any, Any], Any]
+"""`handler(func, types, args, kwargs)`; gives NotImplemented to leave the call to the planner."""
+
+HANDLERS: dict[Any, Handler] = {}
+
+
+def handles(*funcs: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
+
+
+_LOCAL = [
+    "requires_grad", "is_leaf", "grad_fn", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
+    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
+    "dtype", "_base", "volatile", "_cdata", "name", "is_hpu",
+]  # fmt: skip
+_LOCAL_CALLS: list[Any] = [
+    Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
+    Tensor.data_ptr, Tensor._is_view, Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, Tensor.storage_offset,
+    Tensor.untyped_storage,
+]  # fmt: skip
+
+
+@handles(
+    *[getattr(Tensor, n).__get__ for n in _LOCAL if hasattr(Tensor, n)],
+    *[getattr(Tensor, n).__set__ for n in ("requires_grad", "_backward_hooks") if hasattr(getattr(Tensor, n), "__set__")],
+    *_LOCAL_CALLS,
+)
+def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Asked of the local tensor."""
+    return call_plain(func, types, args, kwargs)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------
+
+
+def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
+    """A local gradient of a tensor with `spec`, as the distributed tensor it is."""
+    with no_interception():
+        dual = spec.dual().with_dtype(grad.dtype)
+    out = stamp(grad, dual)
+    return absent(out, dual) if current().rank not in spec.mesh else out
+
+
+def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
+    """The gradient at `output` to start from, as this rank's part of the dual layout."""
+    spec = output._spec if isinstance(output, DistTensor) else None
+    if spec is None:
+        return torch.ones_like(output) if grad is None else grad
+    with no_interception():
+        if current().rank not in spec.mesh:
+            return torch.empty_like(output)
+        if grad is None:
+            if spec.shape.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
+    have = spec_of(grad, spec)
+    return convert_local(grad, have, spec.dual().with_dtype(have.dtype))
+
+
+def _summed(output: Tensor) -> Tensor:
+    """`output` with averaged terms as summed ones, whose local gradients are their own."""
+    if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
+        return output
+    spec = output._spec.with_layout(replicated(output._spec.ndim))
+    return stamp(convert_local(output, output._spec, spec), spec)
+
+
+@handles(Tensor.backward)
+def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    output = _summed(given["self"])
+    seed = _seed(output, given.get("gradient"))
+    inputs = given.get("inputs")
+    keep, create = given.get("retain_graph"), bool(given.get("create_graph") or False)
+    with no_interception():
+        if inputs is None and not create:
+            with deferring():
+                torch.autograd.backward([output], [seed], keep, create)
+        else:
+            torch.autograd.backward([output], [seed], keep, create, inputs=inputs)
+
+
+@handles(torch.autograd.grad)
+def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
+             "is_grads_batched", "materialize_grads")  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = [_summed(o) for o in _as_list(given.pop("outputs"))]
+    inputs = _as_list(given.pop("inputs"))
+    wanted = given.pop("grad_outputs", None)
+    seeds = [_seed(o, g) for o, g in zip(outputs, _as_list(wanted) if wanted is not None else [None] * len(outputs), strict=True)]
+    given.pop("only_inputs", None)
+    with no_interception():
+        grads = torch.autograd.grad(outputs, inputs, seeds, **given)
+    return tuple(
+        dual_stamp(g, x._spec) if g is not None and isinstance(x, DistTensor) else g
+        for g, x in zip(grads, inputs, strict=True)
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+@handles(Tensor.grad.__get__)
+def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    flush()
+    (x,) = args[:1]
+    with no_interception():
+        grad = x.grad
+    if grad is None or not isinstance(x, DistTensor):
+        return grad
+    if isinstance(grad, DistTensor):
+        return grad
+    return dual_stamp(grad, x._spec)
+
+
+@handles(Tensor.grad.__set__)
+def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    forget(x)
+    if isinstance(grad, Tensor) and isinstance(x, DistTensor):
+        have = spec_of(grad, x._spec)
+        need = x._spec.dual().with_dtype(have.dtype)
+        local = convert_local(grad, have, need)
+        with no_interception():
+            x.grad = plain_view(local)
+        return
+    with no_interception():
+        x.grad = grad
+
+
+@handles(Tensor.grad.__delete__)
+def _del_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    forget(args[0])
+    with no_interception():
+        args[0].grad = None
+
+
+@handles(Tensor.register_hook)
+def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    if not isinstance(x, DistTensor):
+        return call_plain(func, types, args, kwargs)
+    spec = x._spec
+
+    def on_local(grad: Tensor) -> Any:
+        with no_interception():
+            alias = plain_view(grad).view_as(grad)
+        new = hook(dual_stamp(alias, spec))
+        if new is None:
+            return None
+        have = spec_of(new, spec)
+        local = convert_local(new, have, spec.dual().with_dtype(have.dtype))
+        with no_interception():
+            return plain_view(local)
+
+    return call_plain(func, types, (x, on_local), kwargs)
+
+
+@handles(Tensor.register_post_accumulate_grad_hook)
+def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return call_plain(func, types, args, kwargs)
+
+
+# --- data and devices ------------------------------------------------------------------------------------------
+
+
+@handles(Tensor.data.__get__, Tensor.detach, Tensor.detach_)
+def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if type(x) not in (DistTensor, Absent):
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    if out is x:
+        return x
+    return absent(out, x._spec) if type(x) is Absent else stamp(out, x._spec)
+
+
+@handles(Tensor.data.__set__)
+def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    x, new = args
+    if isinstance(x, DistTensor):
+        new = new if isinstance(new, DistTensor) else stamp(new, spec_of(new, x._spec))
+        local = convert_local(new, new._spec, x._spec.with_dtype(new._spec.dtype)) if new.shape == x.shape else new
+        with no_interception():
+            Tensor.data.__set__(x, plain_view(local))
+        x._spec = x._spec.with_dtype(new._spec.dtype)
+
+
+@handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
+def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec)
+
+
+@handles(Tensor.to)
+def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    named = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, (str, torch.device))]
+    if type(x) is not DistTensor or not named or x._spec.layout.partial:
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec.with_dtype(plain_dtype(out)))
+
+
+def plain_dtype(x: Tensor) -> torch.dtype:
+    with no_interception():
+        return x.dtype
+
+
+@handles(Tensor.stride)
+def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Strides that the whole tensor would have in the memory order of the parts."""
+    x = args[0]
+    with no_interception():
+        local = x.stride()
+    order = sorted(range(len(local)), key=lambda d: local[d])
+    strides, step = [0] * len(local), 1
+    for d in order:
+        strides[d] = step
+        step *= max(x.shape[d], 1)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(strides) if dim is None else strides[dim]
+
+
+@handles(Tensor.is_contiguous)
+def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return call_plain(func, types, args, kwargs)
+
+
+@handles(Tensor.copy_)
+def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if type(x) is not DistTensor or not isinstance(new, Tensor) or type(new) not in (DistTensor, Tensor):
+        return NotImplemented
+    return write_into(x, new)
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+def everywhere(x: Tensor) -> Tensor:
+    """The whole value of `x` as a plain tensor on every rank of the world, not only of its mesh."""
+    if not isinstance(x, DistTensor):
+        return x
+    carrier = current()
+    if x._spec.mesh.size == carrier.size:
+        return whole_local(x)
+    world = ProcessMesh(range(carrier.size), ["world"])
+    spec = x._spec.with_layout(replicated(x._spec.ndim))
+    local = convert_local(x, x._spec, spec) if carrier.rank in x._spec.mesh else x
+    out = convert_local(local, spec, Spec(world, spec.layout, spec.shape, spec.dtype))
+    with no_interception():
+        return plain_view(out)
+
+
+@handles(
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__array__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose,
+    Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
+)  # fmt: skip
+def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The same Python value on every rank."""
+    args, kwargs = map_tensors(everywhere, (args, kwargs))
+    with no_interception():
+        return func(*args, **kwargs)
+
+
+# --- randomness ------------------------------------------------------------------------------------------------
+
+_FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
+handles(*[getattr(Tensor, n) for n in _FILLS])(_random.fill_random)
+handles(torch.rand_like, torch.randn_like, torch.randint_like)(_random.like_random)
+handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(_random.dropout)

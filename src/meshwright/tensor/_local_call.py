@@ -1,0 +1,92 @@
+"""What a second form may ask about the part of its call that a rank carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Layout, Spec, axes_of, cut
+
+from ._convert import convert_local
+
+
+@dataclass(frozen=True, slots=True)
+class OnRank:
+    """A form's view of its call: specs of the operands as they are held, of the results, and the rank."""
+
+    ins: Sequence[Spec | None]
+    outs: Sequence[Spec]
+    rank: int
+
+    def start(self, operand: int, dim: int) -> int:
+        return self._spec(operand).offset(self.rank, dim)
+
+    def total(self, operand: int, dim: int) -> int:
+        return self._spec(operand).shape[dim]
+
+    def out_start(self, result: int, dim: int) -> int:
+        return self.outs[result].offset(self.rank, dim)
+
+    def out_shape(self, result: int) -> tuple[int, ...]:
+        return self.outs[result].local_shape(self.rank)
+
+    def ranks(self, operand: int, dim: int) -> int:
+        spec, total = self._spec(operand), 1
+        for axis in self._axes(operand, dim):
+            total *= spec.mesh.sizes[axis]
+        return total
+
+    def index(self, operand: int, dim: int) -> int:
+        axes = self._axes(operand, dim)
+        spec = self._spec(operand)
+        return cut(self.ranks(operand, dim), axes, spec.mesh.sizes, spec.mesh.coordinate(self.rank))[0]
+
+    def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        stacked = self._stacked(x, operand, dim)
+        whole = stacked.with_layout(Layout(((),) * stacked.ndim, varying=stacked.mesh.dim_names))
+        return convert_local(x.unsqueeze(0), stacked, whole)
+
+    def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
+        spec = self._spec(operand)
+        start, size = spec.offset(self.rank, dim), x.shape[dim]
+        dims = tuple(() if d == dim else axes_of(c) for d, c in enumerate(spec.layout.dims))
+        kept = Layout(dims)
+        varying = tuple(a for a in spec.mesh.dim_names if a not in kept.axes)
+        whole = convert_local(x, spec, spec.with_layout(Layout(dims, varying=varying)))
+        first, last = max(0, start - before), min(spec.shape[dim], start + size + after)
+        return whole.narrow(dim, first, max(0, last - first))
+
+    def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        spec = self._terms(x, operand, dim, "sum")
+        axes = tuple(a for a, _ in spec.layout.partial)
+        others = tuple(a for a in spec.mesh.dim_names if a not in axes)
+        return convert_local(x, spec, spec.with_layout(Layout(((),) * x.dim(), varying=(*axes, *others))))
+
+    def max(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        spec = self._terms(x, operand, dim, "max")
+        with torch.no_grad():
+            return convert_local(x.detach(), spec, spec.with_layout(Layout(((),) * x.dim())))
+
+    def _spec(self, operand: int) -> Spec:
+        spec = self.ins[operand]
+        assert spec is not None
+        return spec
+
+    def _axes(self, operand: int, dim: int) -> tuple[str, ...]:
+        return axes_of(self._spec(operand).layout.dims[dim])
+
+    def _stacked(self, x: Tensor, operand: int, dim: int) -> Spec:
+        """The spec of what all ranks' `x` are together, stacked along a new first dim, apart along all other axes."""
+        spec, axes = self._spec(operand), self._axes(operand, dim)
+        varying = tuple(a for a in spec.mesh.dim_names if a not in axes)
+        layout = Layout((axes, *((),) * x.dim()), varying=varying)
+        return Spec(spec.mesh, layout, (self.ranks(operand, dim), *x.shape), x.dtype)
+
+    def _terms(self, x: Tensor, operand: int, dim: int, op: str) -> Spec:
+        spec, axes = self._spec(operand), self._axes(operand, dim)
+        varying = tuple(a for a in spec.mesh.dim_names if a not in axes)
+        layout = Layout(((),) * x.dim(), tuple((a, op) for a in axes), varying)
+        return Spec(spec.mesh, layout, x.shape, x.dtype)

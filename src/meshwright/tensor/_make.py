@@ -1,0 +1,105 @@
+"""Making distributed tensors, and taking them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import current
+from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, replicated
+
+from ._absent import absent, make_absent
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, plain_view, stamp
+from ._errors import LocalShapeError
+from ._handlers import everywhere
+from .torch_hooks import no_interception
+
+
+def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+    """`x`, which every rank has whole, laid over `mesh`: each rank keeps its part.
+
+    A leaf that requires a gradient becomes one; an `nn.Parameter` stays one. A distributed `x` is resharded.
+    """
+    if isinstance(x, DistTensor):
+        return redistribute(x, mesh, layout_of(placements, x.ndim, mesh))
+    layout = layout_of(placements, x.dim(), mesh)
+    src = Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
+    dst = src.with_layout(layout)
+    if not x.is_leaf and x.requires_grad:
+        return _present(convert_local(x, src, dst) if current().rank in mesh else x, dst)
+    with torch.no_grad():
+        local = x.detach()
+        local = convert_local(local, src, dst) if current().rank in mesh else local
+        local = local.clone() if local.data_ptr() == x.data_ptr() and isinstance(x, nn.Parameter) else local
+    out = _present(plain_view(local), dst)
+    with no_interception():
+        out.requires_grad_(x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        out.__dict__["_is_param"] = True
+    return out
+
+
+def _present(local: Tensor, spec: Spec) -> DistTensor:
+    """The distributed tensor with this local part, or without any on a rank outside the mesh."""
+    with no_interception():
+        if current().rank in spec.mesh:
+            return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+        if local.requires_grad:
+            return make_absent([spec], [local])[0]  # pyright: ignore[reportReturnType]
+        return absent(torch.empty(spec.local_shape(current().rank), dtype=spec.dtype, device=local.device), spec)
+
+
+def from_local(
+    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+) -> DistTensor:
+    """The distributed tensor of which `local` is this rank's part; differentiable, no copy.
+
+    Without `shape` all parts are taken to have the shape of this one. Raises LocalShapeError when `local` does not fit.
+    """
+    layout = layout_of(placements, local.dim(), mesh)
+    rank = current().rank
+    spec = Spec(mesh, layout, shape if shape is not None else _grown(local.shape, layout, mesh), local.dtype)
+    if rank in mesh and tuple(local.shape) != spec.local_shape(rank):
+        raise LocalShapeError(
+            f"from_local of a part of shape {tuple(local.shape)} on rank {rank}", f"{spec!r} on {mesh!r}",
+            f"rank {rank} holds a part of shape {spec.local_shape(rank)}",
+            "shape=(…) with the global shape when parts are uneven",
+        )  # fmt: skip
+    with no_interception():
+        return _present(local.view_as(local), spec)
+
+
+def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]:
+    sizes = list(shape)
+    for d, axes in enumerate(layout.dims):
+        for axis in axes if isinstance(axes, tuple) else ():
+            sizes[d] *= mesh.sizes[axis]
+    return sizes
+
+
+def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
+    """`x` on `mesh` under `layout`; differentiable."""
+    dst = Spec(mesh, layout, x._spec.shape, x._spec.dtype)
+    if dst is x._spec:
+        return x
+    rank = current().rank
+    if rank not in x._spec.mesh and rank not in mesh:
+        return make_absent([dst], [x])[0]  # pyright: ignore[reportReturnType]
+    local = convert_local(x, x._spec, dst)
+    with no_interception():
+        out = local.view_as(local) if isinstance(local, DistTensor) else local
+    return stamp(out, dst) if rank in mesh else absent(out, dst)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh."""
+    return everywhere(x)
+
+
+def spec_like(x: Any) -> Spec | None:
+    """The spec of `x` if it is distributed."""
+    return x._spec if isinstance(x, DistTensor) else None

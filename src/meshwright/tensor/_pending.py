@@ -1,0 +1,137 @@
+"""Gradients of parameters that are still sums over ranks: kept apart, and reduced together.
+
+A parameter that is repeated over an axis but used differently on each rank gets its gradient as terms. Reducing each
+at once costs one collective per parameter and per backward pass. Inside `Tensor.backward` they are kept here instead,
+and reduced in buckets when somebody first looks at any `.grad`: the optimizer, clipping, or the user. Gradient
+accumulation over several passes is then one reduction.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import Layout, Spec
+
+from ._convert import convert_local
+from .torch_hooks import no_interception
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far."""
+
+    leaf: Any
+    spec: Spec
+    terms: Tensor
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.deferring = False
+        self.waiting: dict[tuple[int, Spec], _Pending] = {}
+
+
+_state = _State()
+
+
+class _Deferred(torch.autograd.Function):
+    """Repeated → varying for a leaf: the identity, whose gradient waits to be reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Any, have: Spec, need: Spec) -> Tensor:
+        ctx.leaf, ctx.have, ctx.need = leaf, have, need
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        terms = ctx.need.dual().with_dtype(grad.dtype)
+        if not _state.deferring or torch.is_grad_enabled() or _is_watched(ctx.leaf):
+            return convert_local(grad, terms, ctx.have.dual().with_dtype(grad.dtype)), None, None, None
+        _keep(ctx.leaf, terms, grad)
+        return None, None, None, None
+
+
+def defer_reduction(x: Any, have: Spec, need: Spec) -> Tensor | None:
+    """`x`, a leaf, used in a varying way with its gradient's reduction put off; None where `need` asks for more."""
+    if need.layout.dims != have.layout.dims or need.layout.partial or have.layout.partial:
+        return None
+    with no_interception():
+        out: Any = _Deferred.apply(x, x, have, need)
+    return out
+
+
+def _is_watched(leaf: Any) -> bool:
+    """True when hooks want to see the gradient as it arrives."""
+    with no_interception():
+        return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
+
+
+def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
+    found = _state.waiting.get((id(leaf), spec))
+    if found is None:
+        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach())
+    else:
+        found.terms = found.terms + grad
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Inside, backward passes keep the terms of parameters' gradients until `flush`."""
+    before, _state.deferring = _state.deferring, True
+    try:
+        yield
+    finally:
+        _state.deferring = before
+
+
+def forget(leaf: Any) -> None:
+    """Drops the terms of `leaf`, whose gradient is set anew."""
+    for key in [k for k in _state.waiting if k[0] == id(leaf)]:
+        del _state.waiting[key]
+
+
+def flush() -> None:
+    """Reduces every gradient that waits, in buckets of equal reductions, and adds it to `.grad`."""
+    if not _state.waiting:
+        return
+    waiting, _state.waiting = list(_state.waiting.values()), {}
+    with no_interception(), torch.no_grad():
+        for bucket in _buckets(waiting):
+            for item, grad in zip(bucket, _reduced(bucket), strict=True):
+                item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad + grad
+
+
+def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
+    """Items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
+    groups: dict[Any, list[_Pending]] = {}
+    for item in waiting:
+        key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
+        bucket = groups.setdefault(key, [])
+        bucket.append(item)
+        if sum(i.terms.numel() * i.terms.element_size() for i in bucket) >= BUCKET_BYTES:
+            yield groups.pop(key)
+    yield from groups.values()
+
+
+def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:
+    """The sums of a bucket's terms, by one all-reduce."""
+    first = bucket[0].spec
+    axes = first.layout.partial_axes
+    if current().rank not in first.mesh:
+        return [i.terms for i in bucket]
+    flat = torch.cat([i.terms.reshape(-1) for i in bucket])
+    terms = Spec(first.mesh, Layout(((),), tuple((a, "sum") for a in axes)), flat.shape, flat.dtype)
+    whole = convert_local(flat, terms, terms.with_layout(Layout(((),))))
+    sizes = [i.terms.numel() for i in bucket]
+    return [p.view(i.terms.shape) for p, i in zip(whole.split(sizes), bucket, strict=True)]

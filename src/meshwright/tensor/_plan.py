@@ -1,0 +1,209 @@
+"""Making the plan of a call: capture it, decide how it lies, and close over what has to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.layout import ProcessMesh, Spec, replicated
+from meshwright.reshard import plan as reshard_plan
+from meshwright.spmd import Call, describe
+
+from ._capture import Captured, Node
+from ._decide import Decision, decide
+from ._local_call import OnRank
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import Operator, seeded_tag, shares_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for the tensor that is the call's `at`-th tensor argument, in order of appearance."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator on local tensors: what its operands become first, and what its results are.
+
+    `moves[k]` is (tensor argument, spec it has, spec it must have). `direct` tells that the caller's own function may
+    be called on the (converted) arguments, since nothing but operands changes.
+    """
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    moves: tuple[tuple[int, Spec, Spec], ...]
+    outs: tuple[Spec, ...]
+    direct: bool
+    sizes: tuple[int | str, ...]
+    form: Callable[..., Any] | None
+    ins: tuple[Spec | None, ...]
+    broken: bool
+
+    def local_arguments(self, tensors: Sequence[Tensor], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The operator's arguments with these local tensors, and with sizes that are local ones."""
+        args = tuple(_fill(a, tensors) for a in self.args)
+        kwargs = {k: _fill(v, tensors) for k, v in self.kwargs.items()}
+        for key in self.sizes:
+            local = list(self.outs[0].local_shape(rank))
+            if isinstance(key, int) and key < len(args):
+                args = (*args[:key], local, *args[key + 1 :])
+            elif isinstance(key, str) and key in kwargs:
+                kwargs[key] = local
+        return args, kwargs
+
+    def call(self, rank: int) -> OnRank:
+        """What a second form may ask."""
+        return OnRank(self.ins, self.outs, rank)
+
+
+def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return tensors[value.at]
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_fill(v, tensors) for v in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """The call is the python function `parts`, made of operations of which each has its own plan."""
+
+    parts: Callable[..., Any]
+    node: Node
+
+
+def plan_node(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]) -> Step | Inline | None:
+    """How one captured operator is carried out on `mesh`; None when only the whole tensors will do.
+
+    `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
+    """
+    if seeded_tag in node.op.tags:
+        return None
+    call = describe(node.op, node.args, node.kwargs)
+    if call is None or _writes_elsewhere(node, call):
+        return None
+    operands = [_operand(node, place) for place in call.places]
+    ins = [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
+    if all(s is None for s in ins):
+        return None
+    decision = decide(call, ins)
+    if decision is None:
+        return None
+    if decision.gathers and call.rule.parts is not None:
+        return Inline(call.rule.parts, node)
+    return _step(node, call, operands, ins, decision, inputs)
+
+
+def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Tensor | None:
+    if place is None:
+        return None
+    key, index = place
+    value = node.args[key] if isinstance(key, int) else node.kwargs[key]
+    return value if index is None else value[index]
+
+
+def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
+    found = specs.get(id(x))
+    return found if found is not None else Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
+
+
+def _writes_elsewhere(node: Node, call: Call) -> bool:
+    """True when the operator writes to a tensor that is no operand of the rule."""
+    written = [a for a in node.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return len(written) > len(call.mutated)
+
+
+def _step(
+    node: Node,
+    call: Call,
+    operands: Sequence[Tensor | None],
+    ins: Sequence[Spec | None],
+    decision: Decision,
+    inputs: Sequence[Tensor],
+) -> Step:
+    at = {id(t): i for i, t in enumerate(inputs)}
+    moves = tuple(
+        (at[id(x)], have, need)
+        for x, have, need in zip(operands, ins, decision.ins, strict=True)
+        if x is not None and have is not None and need is not None and have is not need
+    )
+    results = list(tensors_in(node.out))
+    layouts = decision.outs if len(decision.outs) == len(results) else decision.outs * len(results)
+    mesh = next(s.mesh for s in ins if s is not None)
+    outs = tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(layouts, results, strict=True))
+    form = call.rule.forms[decision.form] if decision.form else None
+    sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
+    return Step(
+        node=node,
+        args=tuple(map_tensors(lambda t: Ref(at[id(t)]), a) for a in node.args),
+        kwargs={k: map_tensors(lambda t: Ref(at[id(t)]), v) for k, v in node.kwargs.items()},
+        moves=moves,
+        outs=outs,
+        direct=form is None and not sizes,
+        sizes=sizes,
+        form=form,
+        ins=decision.ins,
+        broken=_breaks_view(node, operands, ins, decision),
+    )
+
+
+def _breaks_view(
+    node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision
+) -> bool:
+    """True when the results would share memory with an operand on one device, but that operand has to move."""
+    moved = [
+        x
+        for x, have, need in zip(operands, ins, decision.ins, strict=True)
+        if x is not None and have is not None and need is not None and reshard_plan(have, need).steps
+    ]
+    return any(shares_storage(x, r) for x in moved for r in tensors_in(node.out))
+
+
+def plan_call(
+    captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
+) -> Step | Inline | tuple[Spec, ...] | tuple[Node, ...] | None:
+    """The plan of a captured call.
+
+    One operator: its step, or the smaller parts it is made of. Several: the specs of the results when the caller's own
+    function does right on the local tensors, else the operators, to be carried out one by one. None: run it whole.
+    """
+    if len(captured.nodes) == 1 and _is_whole_call(captured):
+        return plan_node(captured.nodes[0], specs, mesh, captured.inputs)
+    found = _unchanged(captured, specs, mesh)
+    return found if found is not None else captured.nodes
+
+
+def _is_whole_call(captured: Captured) -> bool:
+    """True when the only operator takes the call's tensors and gives the call's results."""
+    node = captured.nodes[0]
+    known = {id(t) for t in captured.inputs}
+    used = {id(t) for t in tensors_in((node.args, node.kwargs))}
+    same = [id(t) for t in tensors_in(captured.out)] == [id(t) for t in tensors_in(node.out)]
+    return used <= known and same
+
+
+def _unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> tuple[Spec, ...] | None:
+    """Specs of the results if every operator runs on the local tensors as they are, else None."""
+    known = dict(specs)
+    for node in captured.nodes:
+        inputs = list(tensors_in((node.args, node.kwargs)))
+        step = plan_node(node, known, mesh, inputs)
+        if not isinstance(step, Step) or step.moves or not step.direct or _is_written(node.op):
+            return None
+        known.update({id(t): s for t, s in zip(tensors_in(node.out), step.outs, strict=True)})
+    return tuple(_spec_of(t, known, mesh) for t in tensors_in(captured.out))
+
+
+def _is_written(op: Operator) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+
+
+def is_constant(captured: Captured) -> bool:
+    """True when the call made no operator and no tensor: it only asked for something that shapes and dtypes tell."""
+    return not captured.nodes and not any(True for _ in tensors_in(captured.out))

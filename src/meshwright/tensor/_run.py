@@ -1,0 +1,179 @@
+"""Turning a plan into a function that carries the call out on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+
+from ._alias import break_view
+from ._capture import Captured, Node
+from ._dist_tensor import DistTensor, Run, local_rank, stamp
+from ._local import shared_convert, write_into
+from ._plan import Inline, Step
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import call_plain, no_interception
+
+_NOTHING: dict[str, Any] = {}
+
+
+def run_direct(outs: Sequence[Spec], out: Any) -> Run:
+    """The caller's own function does right on the local tensors: only stamp what it returns."""
+    if isinstance(out, Tensor):
+        return _run_direct_one(outs[0])
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _stamp_all(call_plain(func, types, args, kwargs or _NOTHING), outs)
+
+    return run
+
+
+def _run_direct_one(spec: Spec) -> Run:
+    dtype = spec.dtype
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = call_plain(func, types, args, kwargs or _NOTHING)
+        if type(out) is Tensor:
+            if out.dtype is not dtype:
+                return stamp(out, spec.with_dtype(out.dtype))
+            out.__class__ = DistTensor
+        out._spec = spec
+        return out
+
+    return run
+
+
+def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
+    left = iter(specs)
+
+    def one(t: Tensor) -> Tensor:
+        spec = next(left)
+        if type(t) is Tensor and t.dtype is not spec.dtype:
+            spec = spec.with_dtype(t.dtype)
+        return stamp(t, spec)
+
+    return map_tensors(one, out)
+
+
+def run_step(step: Step) -> Run:
+    """One operator: its operands converted, then the caller's function, the operator, or its second form."""
+    if not step.direct:
+        return _run_local(step)
+    return _run_moved(step) if step.moves else run_direct(step.outs, step.node.out)
+
+
+def _moved(step: Step, args: Any, kwargs: Any) -> list[Tensor]:
+    """The call's tensor arguments, each as the operator needs it."""
+    tensors = list(tensors_in((args, kwargs)))
+    for at, have, need in step.moves:
+        tensors[at] = shared_convert(tensors[at], have, need)
+    return tensors
+
+
+def _run_moved(step: Step) -> Run:
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        tensors = _moved(step, args, kwargs)
+        left = iter(tensors)
+        local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
+        with no_interception():
+            out = _own(call_plain(func, types, local_args, local_kwargs), tensors)
+        out = _stamp_all(out, step.outs)
+        return break_view(out, func, args, kwargs) if step.broken else out
+
+    return run
+
+
+def _own(out: Any, inputs: Sequence[Tensor]) -> Any:
+    """`out` with any result that is a plain input object replaced by a view of it, so that stamping spares inputs."""
+    known = {id(t) for t in inputs if not isinstance(t, DistTensor)}
+    return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out
+
+
+def _run_local(step: Step) -> Run:
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        rank = local_rank()
+        tensors = _moved(step, args, kwargs)
+        local_args, local_kwargs = step.local_arguments(tensors, rank)
+        with no_interception():
+            if step.form is not None:
+                out = step.form(step.call(rank), *local_args, **local_kwargs)
+            else:
+                out = step.node.op(*local_args, **local_kwargs)
+            out = _own(out, tensors)
+        out = _stamp_all(out, step.outs)
+        return break_view(out, func, args, kwargs) if step.broken else out
+
+    return run
+
+
+def run_inline(found: Inline, captured: Captured) -> Run:
+    """The operator's smaller parts, each with a plan of its own."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        real = _real(captured, args, kwargs)
+        return found.parts(*real(found.node.args), **real(found.node.kwargs))
+
+    return run
+
+
+def _real(captured: Captured, args: Any, kwargs: Any) -> Callable[[Any], Any]:
+    """Puts the call's tensors in the place of the meta tensors that stood for them."""
+    known = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
+    return lambda tree: map_tensors(lambda t: known[id(t)], tree)
+
+
+def run_identity(captured: Captured) -> Run:
+    """The call returned arguments of its own."""
+    return lambda func, types, args, kwargs: _real(captured, args, kwargs)(captured.out)
+
+
+def run_graph(captured: Captured) -> Run:
+    """Several operators, carried out one by one on distributed tensors."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        known: dict[int, Tensor] = {
+            id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)
+        }
+        for node in captured.nodes:
+            _run_node(node, known)
+        return map_tensors(lambda t: known[id(t)], captured.out)
+
+    return run
+
+
+def _run_node(node: Node, known: dict[int, Tensor]) -> None:
+    args, kwargs = map_tensors(lambda t: known[id(t)], (node.args, node.kwargs))
+    device = kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == "meta":
+        kwargs = {**kwargs, "device": next(iter(known.values())).device}
+    out = node.op(*args, **kwargs)
+    for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
+        known[id(meta)] = real
+
+
+def run_twin(node: Node, captured: Captured) -> Run | None:
+    """An operator that writes to its first argument, as its functional twin (`add` for `add_`) copied into it."""
+    twin = _twin(node)
+    if twin is None:
+        return None
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        real = _real(captured, args, kwargs)
+        target = real(node.args[0])
+        if not isinstance(target, DistTensor):
+            return NotImplemented
+        return write_into(target, twin(*real(node.args), **real(node.kwargs)))
+
+    return run
+
+
+def _twin(node: Node) -> Callable[..., Any] | None:
+    name = node.op._schema.name.split("::")[1]
+    if not name.endswith("_") or name.endswith("__") or node.out is not node.args[0]:
+        return None
+    packet: Any = getattr(torch.ops.aten, name[:-1], None)
+    return None if packet is None else getattr(packet, node.op._overloadname, None)

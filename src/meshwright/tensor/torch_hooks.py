@@ -1,0 +1,62 @@
+"""The private torch names that this room needs, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+
+Operator = OpOverload
+"""An ATen operator overload; its class and `_schema` have no public name."""
+
+call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
+"""`call_plain(func, types, args, kwargs)` calls with interception off; cheaper than a `with` block."""
+
+no_interception = torch._C.DisableTorchFunctionSubclass
+"""Context in which DistTensors behave as the local tensors that they are."""
+
+interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""False inside `no_interception` and `call_plain`, where a DistTensor is to behave as its local part."""
+
+backward_running: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread is in, -1 outside of one."""
+
+seeded_tag = torch.Tag.nondeterministic_seeded
+"""Tag of the operators that draw from a random generator."""
+
+
+class _Recorder(SchemaCheckMode):
+    """Sees every operator before autograd and before composite operators are taken apart.
+
+    torch admits three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
+    """
+
+    def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, out)
+        return out
+
+
+def record_operators(
+    run: Callable[[], Any], note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]
+) -> Any:
+    """`run()`, telling `note` every ATen operator it calls, as captured before autograd."""
+    _set_mode_pre_dispatch(_Recorder(note))
+    try:
+        with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return run()
+    finally:
+        _pop_mode_from_pre_dispatch()
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True when `a` and `b` look at the same memory."""
+    return torch._C._is_alias_of(a, b)

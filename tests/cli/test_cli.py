@@ -1,0 +1,144 @@
+"""The command line: what it understands, what it answers to the rest, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import meshwright.comm
+from meshwright.cli import main
+from meshwright.cli._parser import AXES, parse
+from meshwright.cli._progress import progress, side_by_side
+from meshwright.models import AXES as MODEL_AXES
+from meshwright.models import Job, LlamaConfig
+
+TINY = ["train", "--steps", "3", "--hidden", "32", "--layers", "2", "--batch", "4", "--seq", "16"]
+HELP = """
+import sys, time
+start = time.perf_counter()
+from meshwright.cli import main
+assert [main(["--help"]), main(["train", "--help"]), main(["run", "--help"])] == [0, 0, 0]
+assert "torch" not in sys.modules
+assert time.perf_counter() - start < 0.3
+"""
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    found = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert all(word in found.stdout for word in ("train", "run", "exit codes", "--processes"))
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("trian", "meshwright train"),
+        ("train --step 3", "train --steps"),
+        ("train --rank=4", "train --ranks"),
+        ("run --process script.py", "run --processes"),
+        ("train --steps 0", "not a positive whole number"),
+        ("train --mesh ep=2", "AXIS=N"),
+        ("train --mesh pp=2 --ranks 2", "not allowed with"),
+        ("train --mesh pp=9", "9 pipeline stages"),
+        ("train --hidden 33", "33"),
+        ("train 5", "no argument 5"),
+        ("run nowhere.py", "no file nowhere.py"),
+        ("run", "SCRIPT"),
+        ("--steps 3", "--steps"),
+    ],
+)
+def test_what_is_not_understood_is_answered(line: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert "write:" in error
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_the_defaults_are_those_of_the_job() -> None:
+    settings = parse(["train"])
+    model = LlamaConfig.of_width(settings.hidden, settings.layers)
+    assert Job(model, Job().mesh, settings.steps, settings.batch, settings.seq, settings.seed) == Job()
+    assert AXES == MODEL_AXES
+
+
+def test_a_script_runs_on_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside, meshwright as mw\n"
+        "if __name__ == '__main__':\n"
+        "    sys.stdout.write(f'{mw.get_rank()} {sys.argv[1:]} {beside.x}\\n')\n"
+    )
+    (tmp_path / "beside.py").write_text("x = 'here'")
+    assert main(["run", "--ranks", "3", str(script), "--ranks", "x"]) == 0
+    assert capfd.readouterr().out.splitlines() == [f"{rank} ['--ranks', 'x'] here" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('enough')", 1, "enough"),
+        ("import meshwright as mw\nif mw.get_rank(): raise KeyError('lost')", 1, "raised on rank 1"),
+        ("x = (", 1, "SyntaxError"),
+    ],
+)
+def test_the_exit_code_is_the_scripts(
+    text: str, code: int, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert main(["run", str(script)]) == code
+    assert error in capsys.readouterr().err
+
+
+def test_processes_run_the_same_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is started is this command again; the processes themselves are tried in the tests of `comm`."""
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(meshwright.comm, "launch", lambda argv, ranks: started.append((argv, ranks)) or 7)
+    script = tmp_path / "script.py"
+    script.touch()
+    run, train = ["run", "--ranks", "3", "--processes", str(script), "x"], [*TINY, "--processes", "--mesh", "dp=4"]
+    assert [main(run), main(train)] == [7, 7]
+    assert started == [(["-m", "meshwright", *run], 3), (["-m", "meshwright", *train], 4)]
+
+
+def test_train_prints_both_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--mesh", "dp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "one device" in out
+    assert "largest relative difference over 3 steps" in out
+
+
+def test_train_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--mesh", "dp=2,tp=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
+    assert len(found["losses"]) == len(found["one_device"]) == 3
+    assert found["largest_relative_difference"] <= 1e-4
+
+
+def test_a_difference_above_the_tolerance_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--mesh", "dp=2", "--tolerance", "-1"]) == 1
+
+
+def test_progress_and_table_say_what_they_should() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with progress("8 ranks", 2, 1000, console) as on_step:
+        on_step(0, 5.5)
+        on_step(1, 4.25)
+    console.print(side_by_side(("8 ranks", "one device"), [5.0] * 12, [4.0] * 12))
+    text = console.file.getvalue()
+    assert all(word in text for word in ("8 ranks", "2/2", "loss 4.2500", "tokens/s", "2.5e-01"))
+    assert [f" {step} " in text for step in (1, 11, 12, 5)] == [True, True, True, False]

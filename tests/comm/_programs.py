@@ -1,0 +1,211 @@
+"""Programs that run the same on simulated ranks and on processes; `python _programs.py DIR STORY` is one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Call, Check, CommError, current, init_process
+
+REDUCTIONS = {
+    "sum": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex64],
+    "avg": [torch.float32, torch.bfloat16, torch.complex64],
+    "prod": [torch.float32, torch.int32, torch.int16, torch.complex64],
+    "max": [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool],
+    "min": [torch.float32, torch.float16, torch.int16, torch.bool],
+    "any": [torch.bool, torch.float32],
+    "all": [torch.bool, torch.int64],
+}
+
+Results = dict[str, list[Tensor]]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
+    """Small whole numbers, so that no order of adding them matters; always the same for the same seed."""
+    start = 1 + sum(7**place * part for place, part in enumerate(seed))
+    count = torch.Size(shape).numel()
+    whole = (torch.arange(start, start + count) * 5 % 4).reshape(shape)
+    return whole.to(torch.bool) if dtype == torch.bool else whole.to(dtype)
+
+
+def reductions() -> Results:
+    """Every reduction in every dtype, of one tensor and of uneven pieces, one of them empty."""
+    ranks = current()
+    group = tuple(range(ranks.size))
+    found: Results = {}
+    for op, dtypes in REDUCTIONS.items():
+        for dtype in dtypes:
+            found[f"{op} {dtype}"] = [
+                ranks.all_reduce(values((3, 2), dtype, ranks.rank), op, group),
+                ranks.all_reduce(values((), dtype, ranks.rank), op, group),
+                ranks.all_reduce(values((0, 2), dtype, ranks.rank), op, group),
+                ranks.reduce_scatter([values((2, 3), dtype, ranks.rank, to) for to in group], op, group),
+                ranks.reduce_scatter([values((2, to), dtype, ranks.rank, to) for to in group], op, group),
+            ]
+    return found
+
+
+def nans() -> Results:
+    """NaN of one rank reaches every rank through max, min and sum."""
+    ranks = current()
+    group = tuple(range(ranks.size))
+    x = torch.tensor([float("nan"), 1.0, 2.0]).roll(ranks.rank)
+    return {
+        op: [ranks.all_reduce(x, op, group), ranks.reduce_scatter([x] * len(group), op, group)]
+        for op in ("max", "min", "sum")
+    }
+
+
+def movements() -> Results:
+    """Gathers, all-to-alls and exchanges, even, uneven and empty, in several dtypes and group orders."""
+    ranks = current()
+    found: Results = {}
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.complex64, torch.bfloat16):
+        for group in (tuple(range(ranks.size)), tuple(reversed(range(ranks.size)))):
+            me, name = ranks.rank, f"{dtype} {group}"
+            uneven = [(peer, 2) for peer in group]
+            found[f"gather {name}"] = [
+                *ranks.all_gather(values((2, 3), dtype, me), group, [(2, 3)] * len(group)),
+                *ranks.all_gather(values((me, 2), dtype, me), group, uneven),
+                *ranks.all_gather(values((4, 2), dtype, me).t(), group, [(2, 4)] * len(group)),
+            ]
+            found[f"all to all {name}"] = [
+                *ranks.all_to_all([values((2,), dtype, me, to) for to in group], [(2,)] * len(group), group),
+                *ranks.all_to_all(
+                    [values((me, to), dtype, me, to) for to in group], [(peer, me) for peer in group], group
+                ),
+            ]
+    return found
+
+
+def exchanges() -> Results:
+    """Several messages between two ranks keep their order; one to oneself, empty ones and idle ranks are fine."""
+    ranks = current()
+    group, me, cpu = tuple(range(ranks.size)), ranks.rank, torch.device("cpu")
+    following, previous = (me + 1) % ranks.size, (me - 1) % ranks.size
+    shapes = [(2,), (3, 2), (0,), (2,)]
+    kinds = [torch.float32, torch.int16, torch.float32, torch.bool]
+    ring = ranks.exchange(
+        [(following, values(s, d, me, n)) for n, (s, d) in enumerate(zip(shapes, kinds, strict=True))]
+        + [(me, values((5,), torch.int64, me))],
+        [(me, (5,), torch.int64, cpu)] + [(previous, s, d, cpu) for s, d in zip(shapes, kinds, strict=True)],
+        group,
+    )
+    one_way = ranks.exchange(
+        [(1, torch.ones(3))] if me == 0 else [], [(0, (3,), torch.float32, cpu)] if me == 1 else [], group
+    )
+    return {"ring": ring, "one way": one_way}
+
+
+def pairs() -> Results:
+    """Groups that each rank meets in another order."""
+    ranks = current()
+    found: Results = {}
+    for pair in [(0, 1), (1, 2), (2, 0), (1, 0), (0, 1, 2), (0, 2)]:
+        if ranks.rank in pair:
+            found[str(pair)] = [ranks.all_reduce(values((4,), torch.float32, ranks.rank), "sum", pair)]
+    ranks.barrier((0, 1, 2))
+    return found
+
+
+def calls() -> list[Call]:
+    """What the carrier noted of one exchange and one all-reduce."""
+    ranks = current()
+    with ranks.seen.record_calls() as log:
+        exchanges()
+        ranks.all_reduce(torch.ones(3), "sum", (0, 1, 2))
+    return log
+
+
+RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The text of the error that `call` raises."""
+    try:
+        call()
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+def disagreements() -> dict[str, str]:
+    """What ranks 0 and 1 are told when their calls differ."""
+    ranks = current()
+    me, pair, x = ranks.rank, (0, 1), torch.ones(4)
+    if me not in pair:
+        return {}
+    told = {
+        "dtype": error_of(lambda: ranks.all_reduce(x.double() if me else x, "sum", pair)),
+        "op": error_of(lambda: ranks.all_reduce(x, "max" if me else "sum", pair)),
+        "shape": error_of(lambda: ranks.all_reduce(x[me:], "sum", pair)),
+        "kind": error_of(lambda: ranks.barrier(pair) if me else ranks.all_reduce(x, "sum", pair)),
+        "pieces": error_of(lambda: ranks.all_to_all([x, x] if me else [x, x[1:]], [(4,), (4,)], pair)),
+        "message": error_of(
+            lambda: ranks.exchange([] if me else [(1, x)], [(0, (3,), torch.float32, x.device)] if me else [], pair)
+        ),
+    }
+    told["after"] = str(ranks.all_reduce(x, "sum", pair).tolist())
+    return told | {"group": error_of(lambda: ranks.barrier((1, 0) if me else pair))}
+
+
+def late() -> list[str]:
+    """The warnings of a rank that waits for one that only takes its time."""
+    ranks = current()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if ranks.rank == 1:
+            time.sleep(0.9)
+        ranks.barrier((0, 1, 2))
+    return [str(warning.message) for warning in heard]
+
+
+def deadlock() -> str:
+    """What each rank is told when all wait in a ring."""
+    pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current().rank]
+    return error_of(lambda: current().barrier(pair))
+
+
+def story_of_three() -> dict[str, object]:
+    """Three processes: everything that is right, then everything that is wrong."""
+    results = {program.__name__: program() for program in RIGHT}
+    errors = {"disagreements": disagreements(), "late": late(), "calls": [str(call) for call in calls()]}
+    last = deadlock()
+    time.sleep(1.0)
+    return {"right": results, **errors, "deadlock": last}
+
+
+def story_of_loss(directory: Path) -> dict[str, object]:
+    """Three processes: rank 2 ends early, rank 1 is killed; rank 0 tells."""
+    ranks = current()
+    if ranks.rank == 2:
+        return {}
+    if ranks.rank == 1:
+        ranks.barrier((0, 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = {"ended": error_of(lambda: ranks.barrier((0, 2)))}
+    ranks.barrier((0, 1))
+    told["killed"] = error_of(lambda: ranks.barrier((0, 1)))
+    torch.save(told, directory / "0.pt")
+    raise SystemExit(5)
+
+
+def main() -> None:
+    """One process of a story; what it found is saved under its rank."""
+    directory, story = Path(sys.argv[1]), sys.argv[2]
+    limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
+    carrier = init_process(check=Check(every=1, limit=limit))
+    found = story_of_three() if story == "three" else story_of_loss(directory)
+    torch.save(found, directory / f"{carrier.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

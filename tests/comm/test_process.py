@@ -1,0 +1,94 @@
+"""Processes give what simulated ranks give, and say what went wrong. Two launches of three processes in all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import _programs as programs
+
+from meshwright.comm import NoCarrierError, init_process, launch, simulate
+
+SCRIPT = str(Path(programs.__file__))
+
+
+def _story(directory: Path, name: str) -> tuple[int, list[dict[str, Any]]]:
+    status = launch([SCRIPT, str(directory), name], 3, timeout=60)
+    return status, [
+        torch.load(path, weights_only=False) if (path := directory / f"{rank}.pt").exists() else {} for rank in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    status, found = _story(tmp_path_factory.mktemp("three"), "three")
+    assert status == 0
+    return found
+
+
+@pytest.mark.parametrize("program", programs.RIGHT, ids=lambda program: program.__name__)
+def test_processes_give_what_simulated_ranks_give(three: list[dict[str, Any]], program: Any) -> None:
+    for rank, expected in enumerate(simulate(program, 3)):
+        found = three[rank]["right"][program.__name__]
+        assert found.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_processes_count_what_simulated_ranks_count(three: list[dict[str, Any]]) -> None:
+    assert [found["calls"] for found in three] == [[str(call) for call in log] for log in simulate(programs.calls, 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("dtype", ("rank 0 calls all_reduce(sum, float32", "rank 1 calls all_reduce(sum, float64")),
+        ("op", ("all_reduce(sum", "all_reduce(max")),
+        ("shape", ("(4,)", "(3,)")),
+        ("kind", ("rank 0 calls all_reduce", "rank 1 calls barrier")),
+        ("group", ("on ranks 0, 1", "on ranks 1, 0")),
+        ("pieces", ("all_to_all", "sends [(4,), (3,)]")),
+        ("message", ("exchange", "receives [0: float32 (3,)]")),
+    ],
+)
+def test_calls_that_differ_are_named_on_both_ranks(
+    three: list[dict[str, Any]], case: str, words: tuple[str, ...]
+) -> None:
+    for rank in (0, 1):
+        told = three[rank]["disagreements"][case]
+        assert told.startswith("DisagreementError")
+        assert all(word in told for word in words), told
+    assert three[0]["disagreements"]["after"] == "[2.0, 2.0, 2.0, 2.0]"
+
+
+def test_a_slow_rank_is_a_warning(three: list[dict[str, Any]]) -> None:
+    (told,) = three[0]["late"]
+    assert "rank 1 is in no collective" in told
+    assert three[1]["late"] == []
+
+
+def test_a_ring_of_waiting_ranks_is_a_deadlock(three: list[dict[str, Any]]) -> None:
+    for found in three:
+        assert found["deadlock"].startswith("DeadlockError")
+    assert "rank 1 is in barrier() on ranks 1, 2, waiting for 2" in three[0]["deadlock"]
+
+
+def test_an_ended_and_a_killed_rank_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, (told, *_) = _story(tmp_path, "loss")
+    assert status == 128 + 9
+    assert told["ended"].startswith("MissingCallError")
+    assert "rank 2 ended normally" in told["ended"]
+    assert told["killed"].startswith("DeadPeerError")
+    assert "rank 1 is dead" in told["killed"]
+    assert "rank 1 was killed by SIGKILL first" in capfd.readouterr().err
+
+
+def test_a_process_outside_a_run_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(NoCarrierError, match="meshwright run"):
+        init_process()

@@ -1,0 +1,369 @@
+"""The oracle of the rules: cut the operands every way a rule allows, run every rank, glue, compare with the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Barrier, Thread
+from typing import Any
+
+import torch
+from meshwright.layout import chunk
+from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, cut_choices, describe
+from meshwright.spmd._derive import term_choices
+from torch import Tensor
+
+JOIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda t: t.sum(0),
+    "prod": lambda t: t.prod(0),
+    "max": lambda t: t.amax(0),
+    "min": lambda t: t.amin(0),
+    "any": lambda t: t.any(0),
+    "all": lambda t: t.all(0),
+}
+
+
+def sized_factors(bound: Bound, factors: tuple[int, ...], size: int) -> list[int]:
+    """The sizes that a dim splits into; a dim without factors, or with one, is itself."""
+    return [bound.sizes[f] for f in factors] if len(factors) > 1 else [size]
+
+
+def place(bound: Bound, dims: Sequence[tuple[int, ...]], shape: Sequence[int], factor: int) -> tuple[list[int], int]:
+    """The shape with every product written out, and where `factor` stands in it."""
+    out: list[int] = []
+    at = -1
+    for factors, size in zip(dims, shape, strict=True):
+        if factor in factors:
+            at = len(out) + (factors.index(factor) if len(factors) > 1 else 0)
+        out += sized_factors(bound, factors, size)
+    return out, at
+
+
+def cut(bound: Bound, dims: Sequence[tuple[int, ...]], x: Tensor, factor: int, ranks: int, rank: int) -> Tensor:
+    wide, at = place(bound, dims, x.shape, factor)
+    start, length = chunk(wide[at], ranks, rank)
+    return x.reshape(wide).narrow(at, start, length).reshape(local_shape(bound, dims, x.shape, factor, ranks, rank))
+
+
+def local_shape(
+    bound: Bound, dims: Sequence[tuple[int, ...]], shape: Sequence[int], held: Held, ranks: int, rank: int
+) -> tuple[int, ...]:
+    """Shape of the piece of a rank; the whole shape where nothing is cut."""
+    out: list[int] = []
+    for factors, size in zip(dims, shape, strict=True):
+        if isinstance(held, int) and held in factors:
+            n = bound.sizes[held]
+            size = size // max(n, 1) * chunk(n, ranks, rank)[1]
+        out.append(size)
+    return tuple(out)
+
+
+def glue(bound: Bound, dims: Sequence[tuple[int, ...]], parts: Sequence[Tensor], held: Held) -> Tensor:
+    """The whole value of a result from what every rank made."""
+    if isinstance(held, str):
+        return JOIN[held](torch.stack(list(parts)))
+    shape = list(parts[0].shape)
+    n = bound.sizes[held]
+    wide: list[Tensor] = []
+    for rank, part in enumerate(parts):
+        mine = chunk(n, len(parts), rank)[1]
+        sizes: list[int] = []
+        for factors, size in zip(dims, part.shape, strict=True):
+            if held in factors and len(factors) > 1:
+                sizes += [mine if f == held else bound.sizes[f] for f in factors]
+            else:
+                sizes.append(size)
+        wide.append(part.reshape(sizes))
+    at = place(bound, dims, shape, held)[1]
+    whole = torch.cat(wide, at)
+    for d, factors in enumerate(dims):
+        if held in factors:
+            shape[d] = sum(p.shape[d] for p in parts)
+    return whole.reshape(shape)
+
+
+@dataclass
+class Ranks:
+    """All ranks of one axis, in lock-step: each is a thread, and they meet at every exchange."""
+
+    count: int
+    shelf: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(self.count)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.shelf[rank] = x
+        self.barrier.wait(10)
+        found = [self.shelf[r] for r in range(self.count)]
+        self.barrier.wait(10)
+        return found
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = work(rank)
+            except Exception as error:
+                results[rank] = error
+                self.barrier.abort()
+
+        threads = [Thread(target=one, args=(r,)) for r in range(self.count)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        failures = [r for r in results.values() if isinstance(r, Exception)]
+        real = [f for f in failures if type(f).__name__ != "BrokenBarrierError"]
+        if failures:
+            raise (real or failures)[0]
+        return [results[r] for r in range(self.count)]
+
+
+@dataclass
+class OneRank:
+    """The LocalCall of one rank, when one factor is cut along one axis."""
+
+    ranks_: Ranks
+    rank: int
+    bound: Bound
+    choice: Choice
+    shapes: list[Any]
+    outs: list[tuple[int, ...]]
+
+    def _is_cut(self, dims: Sequence[tuple[int, ...]], held: Held, dim: int) -> bool:
+        return isinstance(held, int) and held >= 0 and held in dims[dim]
+
+    def _mine(self, operand: int, dim: int) -> bool:
+        return self._is_cut(self.bound.ins[operand], self.choice.ins[operand], dim)
+
+    def start(self, operand: int, dim: int) -> int:
+        if not self._mine(operand, dim):
+            return 0
+        return chunk(self.shapes[operand][dim], self.ranks_.count, self.rank)[0]
+
+    def total(self, operand: int, dim: int) -> int:
+        return self.shapes[operand][dim]
+
+    def out_start(self, result: int, dim: int) -> int:
+        if not self._is_cut(self.bound.outs[result], self.choice.outs[result], dim):
+            return 0
+        return chunk(self.outs[result][dim], self.ranks_.count, self.rank)[0]
+
+    def out_shape(self, result: int) -> tuple[int, ...]:
+        held = self.choice.outs[result]
+        return local_shape(self.bound, self.bound.outs[result], self.outs[result], held, self.ranks_.count, self.rank)
+
+    def ranks(self, operand: int, dim: int) -> int:
+        return self.ranks_.count if self._mine(operand, dim) else 1
+
+    def index(self, operand: int, dim: int) -> int:
+        return self.rank if self._mine(operand, dim) else 0
+
+    def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        return torch.stack(self.ranks_.exchange(self.rank, x)) if self._mine(operand, dim) else x.unsqueeze(0)
+
+    def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
+        if not self._mine(operand, dim):
+            return x
+        whole = torch.cat(self.ranks_.exchange(self.rank, x), dim)
+        start, length = chunk(self.shapes[operand][dim], self.ranks_.count, self.rank)
+        low, high = max(start - before, 0), min(start + length + after, whole.shape[dim])
+        return whole.narrow(dim, low, high - low)
+
+    def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        return self.gather(x, operand, dim).sum(0)
+
+    def max(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        return self.gather(x.detach(), operand, dim).amax(0)
+
+
+@dataclass
+class Sample:
+    """A call `op(*args, **kwargs)` with global values."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def described(self) -> Call | None:
+        def meta(v: Any) -> Any:
+            return v.to("meta") if isinstance(v, Tensor) else v
+
+        return describe(self.op, *self.mapped(meta))
+
+    def mapped(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def one(v: Any) -> Any:
+            return [change(w) for w in v] if isinstance(v, (list, tuple)) else change(v)
+
+        return tuple(one(a) for a in self.args), {k: one(v) for k, v in self.kwargs.items()}
+
+    def operands(self, call: Call) -> list[Tensor | None]:
+        out: list[Tensor | None] = []
+        for at in call.places:
+            if at is None:
+                out.append(None)
+                continue
+            value = self.args[at[0]] if isinstance(at[0], int) else self.kwargs[at[0]]
+            out.append(value if at[1] is None else value[at[1]])
+        return out
+
+    def arguments(self, call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with the operands replaced."""
+        args, kwargs = self.mapped(lambda v: v)
+        args = list(args)
+        for at, value in zip(call.places, tensors, strict=True):
+            if at is None:
+                continue
+            holder: Any = args if isinstance(at[0], int) else kwargs
+            if at[1] is None:
+                holder[at[0]] = value
+            else:
+                holder[at[0]][at[1]] = value
+        return args, kwargs
+
+
+def differentiable(x: Tensor | None) -> bool:
+    return x is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def results_of(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def terms(x: Tensor, ranks: int, joined: str = "sum") -> list[Tensor]:
+    """Random terms of `x`."""
+    del joined
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        rest = [torch.randint(0, 3, x.shape).to(x.dtype) for _ in range(ranks - 1)]
+    else:
+        rest = [torch.randn_like(x) for _ in range(ranks - 1)]
+    return [*rest, x - sum(rest)] if rest else [x]
+
+
+def every_choice(bound: Bound, operands: Sequence[Tensor | None]) -> Iterator[Choice]:
+    for factor in range(len(bound.sizes)):
+        yield from cut_choices(bound, factor)
+    numeric = [i for i, x in enumerate(operands) if x is not None and x.dtype != torch.bool]
+    for pending in [{i} for i in numeric] + [set(numeric)]:
+        yield from term_choices(bound, ["sum" if i in pending else REPEATED for i in range(len(operands))])
+
+
+def held_by(bound: Bound, i: int, x: Tensor, held: Held, ranks: int) -> list[Tensor]:
+    """What every rank holds of operand i."""
+    if held == "sum":
+        return terms(x, ranks)
+    if isinstance(held, int) and held >= 0:
+        return [cut(bound, bound.ins[i], x, held, ranks, r) for r in range(ranks)]
+    return [x] * ranks
+
+
+def check(sample: Sample, ranks: int) -> int:
+    """Compare every choice with the whole; the number of choices that were compared."""
+    call = sample.described()
+    assert call is not None, "no rule"
+    operands = sample.operands(call)
+    done = 0
+    for choice in dict.fromkeys(every_choice(call.bound, operands)):
+        try:
+            check_choice(sample, call, choice, ranks)
+        except Exception as error:
+            names = call.bound.names
+            raise AssertionError(f"{sample.op} {call.rule.text!r} {names} {choice} on {ranks} ranks: {error}") from error
+        done += 1
+    return done
+
+
+def check_choice(sample: Sample, call: Call, choice: Choice, ranks: int) -> None:
+    operands = sample.operands(call)
+    whole_in = [x.detach().clone().requires_grad_(differentiable(x)) if x is not None else None for x in operands]
+    args, kwargs = sample.arguments(call, whole_in)
+    whole = results_of(sample.op(*args, **kwargs))
+    parts_in: list[list[Any]] = [
+        [None] * ranks
+        if x is None
+        else [p.detach().clone().requires_grad_(differentiable(x)) for p in held_by(call.bound, i, x, held, ranks)]
+        for i, (x, held) in enumerate(zip(operands, choice.ins, strict=True))
+    ]
+    outs = run_ranks(sample, call, choice, ranks, parts_in, [tuple(w.shape) for w in whole])
+    for i, w in enumerate(whole):
+        compare(call.bound, i, choice.outs[i], [o[i] for o in outs], w)
+    gradients(call, choice, ranks, whole_in, whole, parts_in, outs)
+
+
+def run_ranks(
+    sample: Sample, call: Call, choice: Choice, ranks: int, parts: list[list[Any]], shapes: list[tuple[int, ...]]
+) -> list[list[Tensor]]:
+    group = Ranks(ranks)
+    name = call.bound.names[choice.factor] if choice.factor is not None else ""
+    form = call.rule.forms.get(name)
+    inputs = [tuple(x.shape) if x is not None else None for x in sample.operands(call)]
+
+    def one(rank: int) -> list[Tensor]:
+        here = OneRank(group, rank, call.bound, choice, inputs, shapes)
+        args, kwargs = sample.arguments(call, [p[rank] for p in parts])
+        if form is not None:
+            return results_of(form(here, *args, **kwargs))
+        for at in call.rule.sizes:
+            if isinstance(at, int) and at < len(args):
+                args[at] = list(here.out_shape(0))
+        return results_of(sample.op(*args, **kwargs))
+
+    return group.run(one) if form is not None else [one(r) for r in range(ranks)]
+
+
+def compare(bound: Bound, i: int, held: Held, parts: Sequence[Tensor], whole: Tensor) -> None:
+    if held == REPEATED:
+        for p in parts:
+            torch.testing.assert_close(p, whole, equal_nan=True)
+        return
+    torch.testing.assert_close(glue(bound, bound.outs[i], parts, held), whole, equal_nan=True)
+
+
+def cotangents(bound: Bound, i: int, held: Held, cotangent: Tensor, ranks: int) -> list[Tensor]:
+    """The gradient's dual layout: slices for a cut result, terms for a repeated one, the whole for a pending one."""
+    if held == REPEATED:
+        return terms(cotangent, ranks)
+    if isinstance(held, str):
+        return [cotangent] * ranks
+    return [cut(bound, bound.outs[i], cotangent, held, ranks, r) for r in range(ranks)]
+
+
+def gradients(
+    call: Call, choice: Choice, ranks: int, whole_in: Any, whole: Any, parts_in: Any, outs: list[list[Tensor]]
+) -> None:
+    loss: Any = 0
+    local: Any = 0
+    for i, w in enumerate(whole):
+        if not w.requires_grad:
+            continue
+        c = torch.randn_like(w)
+        loss = loss + (w * c).sum()
+        for r, p in enumerate(cotangents(call.bound, i, choice.outs[i], c, ranks)):
+            local = local + (outs[r][i] * p).sum() if outs[r][i].requires_grad else local
+    if not isinstance(loss, Tensor):
+        return
+    _backward(loss)
+    _backward(local)
+    for i, (x, held) in enumerate(zip(whole_in, choice.ins, strict=True)):
+        if not differentiable(x):
+            continue
+        mine = [zero(p) for p in parts_in[i]]
+        goal = zero(x)
+        if held == REPEATED:
+            torch.testing.assert_close(sum(mine), goal, equal_nan=True)
+        elif held == "sum":
+            for m in mine:
+                torch.testing.assert_close(m, goal, equal_nan=True)
+        else:
+            for r, m in enumerate(mine):
+                torch.testing.assert_close(m, cut(call.bound, call.bound.ins[i], goal, held, ranks, r), equal_nan=True)
+
+
+def _backward(loss: Tensor) -> None:
+    (loss.real if loss.is_complex() else loss).backward()
+
+
+def zero(x: Tensor) -> Tensor:
+    return x.grad if x.grad is not None else torch.zeros_like(x)
