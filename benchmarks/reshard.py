@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
-from meshwright.reshard import AllToAll, Plan, ReduceScatter, lower_bound, plan
+from meshwright.reshard import AllReduce, AllToAll, Plan, ReduceScatter, lower_bound, plan
 
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 MESHES = {1: [(4,)], 2: [(2, 2), (2, 4)], 3: [(2, 2, 2)]}
@@ -73,13 +73,15 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def is_reachable(made: Plan) -> bool:
-    """Whether the bound can be met: not when pieces that are joined must then be put in another order.
+    """Whether collectives can meet the bound: it lets the ranks share the joining of terms in any way.
 
-    The bound lets every rank join just the elements that it ends with; a reduce-scatter leaves each rank the same
-    share of what its group holds, which is something else when the target cuts that dim by other axes first.
+    A reduce-scatter shares it as the layout cuts, which is not evenly where pieces are uneven, and not the best way
+    where a piece must be moved afterwards.
     """
-    kinds = [type(step) for step in made.steps]
-    return not (ReduceScatter in kinds and AllToAll in kinds)
+    kinds = {type(step) for step in made.steps}
+    if not kinds & {ReduceScatter, AllReduce}:
+        return True
+    return AllToAll not in kinds and not any(n % made.src.mesh.size for n in made.src.shape)
 
 
 def measure(case: Case, rival: Rival) -> Row:
@@ -89,7 +91,7 @@ def measure(case: Case, rival: Rival) -> Row:
     return Row(
         case=f"{'x'.join(map(str, case.mesh))} {case.shape}: {_text(case.src)} -> {_text(case.dst)}",
         path=repr(made),
-        bound=max(lower_bound(made.src, made.dst, rank) for rank in made.ranks),
+        bound=lower_bound(made.src, made.dst),
         ours=made.busiest,
         dtensor=theirs[0] if theirs else None,
         steps=made.rounds,
@@ -249,4 +251,6 @@ if __name__ == "__main__":
     for row in measure_all():
         if len({row.bound, row.ours, row.dtensor}) > 1:
             theirs = f"{row.dtensor} in {row.dtensor_steps}" if row.dtensor is not None else "refused"
-            print(f"{row.case:44} bound {row.bound:5}  ours {row.ours:5} in {row.steps}  DTensor {theirs:11} {row.path}")
+            print(
+                f"{row.case:44} bound {row.bound:5}  ours {row.ours:5} in {row.steps}  DTensor {theirs:11} {row.path}"
+            )

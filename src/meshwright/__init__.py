@@ -4,7 +4,9 @@ Write the model for one device, mark a few tensors, and the same marks run it on
 Names are imported when they are first used, so that `meshwright --help` does not wait for torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,3 +53,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(_ROOM_OF)
+
+
+class _Door(ModuleType):
+    """This module: `mw.reshard` is the function, although there is a room of that name too.
+
+    Importing a room sets its name on the package; where a function of the door has the name, the function stays.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Door

@@ -163,7 +163,7 @@ def late() -> list[str]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         if ranks.rank == 1:
-            time.sleep(0.9)
+            time.sleep(1.5)
         ranks.barrier((0, 1, 2))
     return [str(warning.message) for warning in heard]
 
@@ -174,12 +174,20 @@ def deadlock() -> str:
     return error_of(lambda: current().barrier(pair))
 
 
-def story_of_three() -> dict[str, object]:
+def wait_for_all(directory: Path) -> None:
+    """Returns once all three processes have called it, without a collective."""
+    (directory / f"{current().rank}.here").touch()
+    end = time.monotonic() + 30
+    while len(list(directory.glob("*.here"))) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def story_of_three(directory: Path) -> dict[str, object]:
     """Three processes: everything that is right, then everything that is wrong."""
     results = {program.__name__: program() for program in RIGHT}
     errors = {"disagreements": disagreements(), "late": late(), "calls": [str(call) for call in calls()]}
     last = deadlock()
-    time.sleep(1.0)
+    wait_for_all(directory)
     return {"right": results, **errors, "deadlock": last}
 
 
@@ -203,7 +211,7 @@ def main() -> None:
     directory, story = Path(sys.argv[1]), sys.argv[2]
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
     carrier = init_process(check=Check(every=1, limit=limit))
-    found = story_of_three() if story == "three" else story_of_loss(directory)
+    found = story_of_three(directory) if story == "three" else story_of_loss(directory)
     torch.save(found, directory / f"{carrier.rank}.pt")
 
 

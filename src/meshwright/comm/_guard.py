@@ -181,12 +181,12 @@ class Guard:
             return True  # what it sent before it went is still to be read, and may say why
 
     def _receive(self, call: Call, peer: int, data: bytes, unsent: list[int], limit: float) -> Frame | None:
-        if peer in unsent:
-            if not self._links.wait_open(peer, limit):
-                return None
-            unsent.remove(peer)
-            self._send(call, peer, data)
         try:
+            if peer in unsent:
+                if not self._links.wait_open(peer, limit):
+                    return None
+                unsent.remove(peer)
+                self._send(call, peer, data)
             return self._links.receive(peer, limit)
         except GoneError:
             raise self._gone(call, peer) from None

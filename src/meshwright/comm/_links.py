@@ -111,6 +111,7 @@ class Links:
         self._store = store
         self._answer = answer
         self._links: dict[int, _Link] = {}
+        self._addresses: dict[int, tuple[str, int]] = {}
         self._arrived = threading.Condition()
         host = "127.0.0.1" if place.loopback else _own_address(place)
         self._server = listen(host)
@@ -121,7 +122,7 @@ class Links:
         threading.Thread(target=self._serve, name="meshwright links", daemon=True).start()
 
     def send(self, peer: int, data: bytes) -> bool:
-        """Whether the bytes went to `peer`; not if it is a higher rank that has yet to open its link."""
+        """Whether the bytes went to `peer`; not if there is no link yet, which `wait_open` waits for."""
         link = self._links.get(peer) or self._open(peer)
         if link is None:
             return False
@@ -133,7 +134,11 @@ class Links:
         return peer in self._links
 
     def wait_open(self, peer: int, limit: float) -> bool:
-        """Whether `peer`, a higher rank, has opened its link within the limit."""
+        """Whether the link to `peer` is open, within the limit: opened by `peer`, or by us once `peer` listens."""
+        if peer < self.rank:
+            if self._links.get(peer) is None and self._open(peer) is None:
+                time.sleep(min(limit, 0.05))
+            return peer in self._links
         with self._arrived:
             return self._arrived.wait_for(lambda: peer in self._links, limit)
 
@@ -144,6 +149,8 @@ class Links:
     def ask(self, peer: int) -> State | None:
         """What `peer` is doing; None if nobody answers."""
         try:
+            if not self._listens(peer):
+                return State("", (), 0)
             with self._connect(peer, _QUESTION) as wire:
                 wire.settimeout(_ANSWER_LIMIT)
                 call, waits_for, calls = json.loads(_read_all(wire))
@@ -174,18 +181,23 @@ class Links:
         return None
 
     def _open(self, peer: int) -> _Link | None:
-        if peer > self.rank:
-            return self._links.get(peer)
+        """A new link to a lower rank that listens already."""
+        if peer > self.rank or not self._listens(peer):
+            return None
         try:
-            link = _Link(self._connect(peer, _LINK))
+            link = self._links[peer] = _Link(self._connect(peer, _LINK))
         except OSError as error:
             raise GoneError from error
-        self._links[peer] = link
         return link
 
+    def _listens(self, peer: int) -> bool:
+        if peer not in self._addresses and self._store.check([f"at/{peer}"]):
+            host, port = json.loads(self._store.get(f"at/{peer}"))
+            self._addresses[peer] = (host, port)
+        return peer in self._addresses
+
     def _connect(self, peer: int, purpose: bytes) -> socket.socket:
-        host, port = json.loads(self._store.get(f"at/{peer}"))
-        wire = socket.create_connection((host, port), timeout=_ANSWER_LIMIT)
+        wire = socket.create_connection(self._addresses[peer], timeout=_ANSWER_LIMIT)
         wire.settimeout(None)
         wire.sendall(_HELLO.pack(self._token, purpose, self.rank))
         return wire

@@ -201,7 +201,10 @@ def init_process(
     check = Check.from_environment() if check is None else _check_of(check)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    carrier = ProcessCarrier(place or read_place(), backend, check, timedelta(seconds=transfer_limit))
+    place = place or read_place()
+    if backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+    carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
     install(carrier)
     atexit.register(carrier.close)
     return carrier

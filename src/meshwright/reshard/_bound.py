@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil
+
 from meshwright.layout import Spec
 
 from ._factors import common_factors
@@ -9,26 +12,34 @@ from ._path import Manner, landing_of
 from ._regions import box_of, lacking, meet, volume
 
 
-def lower_bound(src: Spec, dst: Spec, rank: int) -> int:
-    """Bytes that `rank` cannot do without.
+def lower_bound(src: Spec, dst: Spec, rank: int | None = None) -> int:
+    """Bytes that `rank` cannot do without; without a rank, the least that the busiest rank can receive.
 
-    Without terms to join: what it needs and does not hold. Terms are joined by n ranks (those along the joined axes)
-    element by element: an element that k of them need costs each of these (n - 1) / k terms for its share of the
-    work, and the joined value where another did the work. So an all-reduce of N bytes costs 2 (n - 1) N / n, and a
-    reduce-scatter to N / n costs (n - 1) N / n. What ends partial needs no more than its parts.
+    Without terms to join: what the rank needs and does not hold. Otherwise n ranks hold terms of the same elements;
+    each joins its share, 1/n of those that are needed, which costs n - 1 terms per element, and receives what else it
+    needs. So a reduce-scatter of N bytes costs (n - 1) N / n, an all-reduce twice that. What ends partial needs no
+    more than its parts. Work may be shared in other ways: the busiest rank then has no less than the mean, and no
+    less than it needs.
     """
-    if rank not in dst.mesh:
-        return 0
-    both = common_factors(src, dst) or (src, dst)
-    src, dst = both
-    if src.mesh is not dst.mesh:
-        return lacking(dst, src, rank) * src.dtype.itemsize
-    landed, joined = landing_of(src, dst, Manner(cut_terms=True))
+    src, dst = common_factors(src, dst) or (src, dst)
+    landed, joined = (dst, ()) if src.mesh is not dst.mesh else landing_of(src, dst, Manner(cut_terms=True))
+    if rank is not None:
+        return ceil(_least(src, landed, joined, rank))
+    ranks = dst.mesh.process_ids
+    each = [_least(src, landed, joined, r) for r in ranks]
     if not joined:
-        return lacking(landed, src, rank) * src.dtype.itemsize
+        return ceil(max(each))
+    most = max(volume(box_of(landed, r)) for r in ranks) * src.dtype.itemsize
+    return max(ceil(sum(each) / len(ranks)), most)
+
+
+def _least(src: Spec, landed: Spec, joined: tuple[str, ...], rank: int) -> Fraction:
+    if not joined or rank not in src.mesh:
+        return Fraction(lacking(landed, src, rank) * src.dtype.itemsize)
     held, need = box_of(src, rank), box_of(landed, rank)
     group = src.mesh.group(rank, joined)
-    mine = volume(meet(held, need))
+    needed = {box_of(landed, r) for r in src.mesh.group(rank, [*joined, *src.layout.cut_axes])}
+    share = Fraction(sum(volume(meet(box, held)) for box in needed), len(group))
     sharing = sum(box_of(landed, r) == need for r in group)
-    work = (len(group) - 1) * mine + sharing * volume(need) - mine
-    return -(-work * src.dtype.itemsize // sharing)
+    kept = Fraction(volume(meet(held, need)), sharing)
+    return ((len(group) - 1) * share + volume(need) - kept) * src.dtype.itemsize

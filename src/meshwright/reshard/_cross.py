@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshwright.layout import Layout, Spec
 
-from ._path import Manner, find_path, paddable
+from ._path import paddable, plain_paths
 from ._regions import cuts_of, widest
 from ._steps import Exchange, Step
 
 
-def cross_path(src: Spec, dst: Spec, manner: Manner, spread: bool) -> tuple[Step, ...]:
-    """The steps from `src` to `dst` on another mesh, for tensors without product dims.
+def cross_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+    """The paths from `src` to `dst` on another mesh, for tensors without product dims.
 
-    With `spread`, the ranks among which `dst` repeats a part receive a share of it each and gather the shares.
+    One spreads: the ranks among which `dst` repeats a part receive a share of it each and gather the shares.
     """
-    left, landed = _leaving(src), _landing(dst, spread)
-    return (*find_path(src, left, manner), Exchange(landed), *find_path(landed, dst, manner))
+    left = _leaving(src)
+    for spread in (True, False):
+        landed = _landing(dst, spread)
+        for before in plain_paths(src, left, all_ways):
+            for after in plain_paths(landed, dst, all_ways):
+                yield (*before, Exchange(landed), *after)
 
 
 def _leaving(src: Spec) -> Spec:

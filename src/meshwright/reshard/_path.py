@@ -4,6 +4,7 @@ The order of a path is always the same, and each part of it makes the next one c
 
     1. scale terms whose operation changes (avg ↔ sum)
     2. join terms: reduce-scatter over the axes that end as cuts, slice what ends sliced, all-reduce the rest
+       (or reduce-scatter them too, if parts move anyway)
     3. slice, then move: one AllGather if parts only grow together, else one AllToAll
     4. make terms (fill, pad) and relabel, which cost nothing
 
@@ -13,8 +14,9 @@ The order of a path is always the same, and each part of it makes the next one c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, permutations, product
 
 from meshwright.layout import Layout, Spec
 
@@ -23,6 +25,7 @@ from ._steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    Collective,
     Fill,
     Pad,
     Places,
@@ -34,19 +37,21 @@ from ._steps import (
 )
 
 LINEAR = ("sum", "avg")
+MOST_ORDERS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Manner:
     """The choices that a path leaves open; the price decides between them.
 
-    `cut_terms`: new terms are parts padded with zeros, not whole values. `by_axis`: one all-gather per axis.
-    `scatter`: terms are joined by reduce-scatter where the target is cut, not by all-reduce and slice.
+    `cut_terms`: new terms are parts padded with zeros, not whole values. `order`: gathers and scatters go axis by
+    axis, in this order and back; None takes all axes at once. `spill`: the dim that is cut by the axes whose terms end whole, so that all terms are joined by one
+    reduce-scatter and the move that follows brings the shares together; None all-reduces them.
     """
 
     cut_terms: bool = False
-    by_axis: bool = False
-    scatter: bool = True
+    order: tuple[str, ...] | None = None
+    spill: int | None = None
 
 
 class Trail:
@@ -81,6 +86,39 @@ def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
     _make_terms(trail, target)
     _relabel(trail, dst.layout)
     return tuple(trail.steps)
+
+
+def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+    """The direct path, and those in other manners as far as they can be cheaper.
+
+    Gathering axis by axis brings no rank fewer bytes, so that it is tried only for a price of the caller's
+    (`all_ways`); scattering axis by axis does where the pieces are uneven.
+    """
+    direct = find_path(src, dst, Manner())
+    yield direct
+    moving = [step for step in direct if isinstance(step, Collective | AllToAll)]
+    if not moving:
+        return
+    terms = (False, True) if dst.layout.partial and dst.layout.partial != src.layout.partial else (False,)
+    spilling = len(moving) > 1 and any(isinstance(step, AllReduce) for step in moving)
+    spills = (None, *range(src.ndim)) if spilling else (None,)
+    for cut_terms, order, spill in product(terms, _orders(src, moving, all_ways), spills):
+        if cut_terms or order or spill is not None:
+            yield find_path(src, dst, Manner(cut_terms, order, spill))
+
+
+def _orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
+    """All axes at once, and the orders of going axis by axis that keep the order of the axes in every dim."""
+    scattered = [s.places for s in moving if isinstance(s, ReduceScatter) and len(s.axes) > 1]
+    gathered = [s.places for s in moving if isinstance(s, AllGather) and len(s.places) > 1]
+    uneven = any(n % src.mesh.size for n in src.shape) and not any(isinstance(s, AllToAll) for s in moving)
+    if not (scattered and (uneven or all_ways)) and not (gathered and all_ways):
+        return [None]
+    nested = [(a, b) for places in scattered + gathered for (a, d), (b, e) in combinations(places, 2) if d == e]
+    found = [
+        order for order in permutations(src.mesh.dim_names) if all(order.index(a) < order.index(b) for a, b in nested)
+    ]
+    return [None, *found[:MOST_ORDERS]]
 
 
 def landing_of(src: Spec, dst: Spec, manner: Manner) -> tuple[Spec, tuple[str, ...]]:
@@ -163,16 +201,22 @@ def paddable(op: str, at: Spec) -> bool:
 
 
 def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> None:
-    runs = _runs([(a, op) for a, op in trail.at.layout.partial if a not in kept])
-    ending = {a for axes in landing for a in axes} if manner.scatter else set[str]()
-    if len({_family(op) for op, _ in runs}) > 1:
-        for op, axes in runs:
-            _join(trail, landing, op, axes, ending)
-        return
+    terms = [(a, op) for a, op in trail.at.layout.partial if a not in kept]
+    ending = {a for axes in landing for a in axes}
+    if manner.spill is not None:
+        spilled = tuple(a for a, _ in terms if a not in ending)
+        landing = tuple(axes + spilled if d == manner.spill else axes for d, axes in enumerate(landing))
+        ending.update(spilled)
+    runs = _runs(terms)
+    if len({_family(op) for op, _ in runs}) <= 1:
+        first = [(op, [a for a in axes if a in ending]) for op, axes in runs]
+        runs = first + [(op, [a for a in axes if a not in ending]) for op, axes in runs]
     for op, axes in runs:
-        _join(trail, landing, op, [a for a in axes if a in ending], ending)
-    for op, axes in runs:
-        _join(trail, landing, op, [a for a in axes if a not in ending], ending)
+        _scatter(trail, landing, op, [a for a in axes if a in ending], manner.order)
+        whole = tuple(a for a in axes if a not in ending)
+        if whole:
+            _slice(trail, landing)
+            trail.go(AllReduce(whole, op))
 
 
 def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -187,19 +231,15 @@ def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def _join(trail: Trail, landing: Cuts, op: str, axes: list[str], ending: set[str]) -> None:
-    """Joins the terms along `axes`: scattered where they end as cuts, on the smallest piece elsewhere."""
-    order = [a for dim in landing for a in dim]
-    scattered = tuple(sorted((a for a in axes if a in ending), key=order.index))
-    whole = tuple(a for a in axes if a not in ending)
-    if scattered:
-        places = list(_ahead(trail.cuts, landing, trail.free | set(scattered)))
+def _scatter(trail: Trail, landing: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
+    """Joins the terms along `axes`, which end as cuts: each rank joins its part, and slices what it may."""
+    cut_order = [a for dim in landing for a in dim]
+    axes = sorted(axes, key=(order or cut_order).index)
+    for part in [{a} for a in axes] if order else [set(axes)] if axes else []:
+        places = list(_ahead(trail.cuts, landing, trail.free | part))
         named = {a for a, _ in places}
-        places += [(a, d) for d, dim in enumerate(landing) for a in dim if a in scattered and a not in named]
-        trail.go(ReduceScatter(scattered, tuple(places), op))
-    if whole:
-        _slice(trail, landing)
-        trail.go(AllReduce(whole, op))
+        places += [(a, d) for d, dim in enumerate(landing) for a in dim if a in part and a not in named]
+        trail.go(ReduceScatter(tuple(a for a in axes if a in part), tuple(places), op))
 
 
 def _ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
@@ -230,8 +270,11 @@ def _move(trail: Trail, landing: Cuts, manner: Manner) -> None:
         trail.go(AllToAll(landing))
         return
     places = tuple((a, d) for d, (x, y) in enumerate(zip(have, landing, strict=True)) for a in x[len(y) :])
-    for part in [(p,) for p in reversed(places)] if manner.by_axis else [places]:
-        trail.go(AllGather(part))
+    if manner.order is None:
+        trail.go(AllGather(places))
+        return
+    for place in sorted(places, key=lambda place: manner.order.index(place[0]), reverse=True):
+        trail.go(AllGather((place,)))
 
 
 def _make_terms(trail: Trail, target: Spec) -> None:

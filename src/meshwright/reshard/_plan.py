@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from meshwright.layout import Spec
 
-from ._cross import cross_path
+from ._cross import cross_paths
 from ._errors import ReshardError
 from ._execute import Action, Mover, compile_plan
 from ._factors import bridge, common_factors
-from ._path import Manner, find_path
+from ._path import plain_paths
 from ._steps import Exchange, Relabel, Step, View
 
 Price = Callable[[Step, Spec], float]
@@ -96,7 +96,7 @@ def _plan(src: Spec, dst: Spec, price: Price | None) -> Plan:
         return Plan(src, dst, ())
     if src.mesh is dst.mesh and src.layout.dims == dst.layout.dims and src.layout.partial == dst.layout.partial:
         return Plan(src, dst, (Relabel(dst.layout),))
-    found = {steps: Plan(src, dst, steps) for steps in _candidates(src, dst)}
+    found = {steps: Plan(src, dst, steps) for steps in _candidates(src, dst, price is not None)}
     plans = list(found.values())
     if len(plans) == 1:
         return plans[0]
@@ -131,26 +131,16 @@ def _across(p: Plan) -> tuple[float, ...]:
     return sum(map(p.received, p.ranks)), crossing, p.rounds, len(p.steps)
 
 
-def _candidates(src: Spec, dst: Spec) -> Iterable[tuple[Step, ...]]:
-    """Paths worth pricing; a choice that changes nothing gives the same path again."""
+def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+    """Paths worth pricing."""
     both = common_factors(src, dst)
     if both is None:
         middle = bridge(src, dst)
         yield (*_plan(src, middle, None).steps, *_plan(middle, dst, None).steps)
         return
-    for steps in _plain_paths(*both):
+    find = plain_paths if src.mesh is dst.mesh else cross_paths
+    for steps in find(*both, all_ways):
         yield _viewed(src, dst, both[0], both[1], steps)
-
-
-def _plain_paths(src: Spec, dst: Spec) -> Iterable[tuple[Step, ...]]:
-    for cut_terms in (False, True):
-        for scatter in (True, False):
-            for by_axis in (False, True):
-                manner = Manner(cut_terms, by_axis, scatter)
-                if src.mesh is dst.mesh:
-                    yield find_path(src, dst, manner)
-                else:
-                    yield cross_path(src, dst, manner, spread=cut_terms)
 
 
 def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:

@@ -48,7 +48,9 @@ class Step(ABC):
         return (rank,)
 
 
-class _Collective(Step):
+class Collective(Step):
+    """A step in which the ranks along some axes communicate."""
+
     __slots__ = ()
 
     def rounds(self, x: Spec) -> int:
@@ -73,7 +75,7 @@ class Slice(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(_Collective):
+class AllGather(Collective):
     """S → R: every rank receives the other ranks' parts. Transpose: ReduceScatter, or Slice.
 
     >>> AllGather((("tp", 0),))
@@ -96,7 +98,7 @@ class AllGather(_Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(_Collective):
+class ReduceScatter(Collective):
     """P → S: each rank receives the joined terms of its part. Transpose: AllGather.
 
     `places` may also name axes that only slice; they cost nothing. `op` joins the terms along `axes`.
@@ -122,7 +124,7 @@ class ReduceScatter(_Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(_Collective):
+class AllReduce(Collective):
     """P → R: every rank receives the joined terms. Transpose: the identity, R invariant → R varying."""
 
     axes: tuple[str, ...]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._derive import Bound, bind
 from ._rule import Rule
 from ._table import find_rule
-from .torch_hooks import Operator
+from .torch_hooks import Operator, schema_of
 
 Place = tuple[int | str, int | None]
 """Where an operand stands: position or name of the argument, and the index in it when it is a list."""
@@ -44,8 +44,8 @@ def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ca
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for _, v in slots]
     numbers = [i for i, (_, v) in enumerate(slots) if isinstance(v, (int, float, complex)) and v != 0]
     places = tuple(p if isinstance(v, Tensor) else None for p, v in slots)
-    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    names = [a.name for a in op._schema.arguments]
+    written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
+    names = [a.name for a in schema_of(op).arguments]
     mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
     return Call(rule, bind(rule, shapes, numbers), places, mutated)
 
@@ -60,7 +60,7 @@ def _slots(
     """The first `count` operands of the call: tensor arguments in schema order, else plain numbers in their place."""
     found: list[tuple[Place | None, Any]] = []
     scalars: list[tuple[Place | None, Any]] = []
-    for at, argument in enumerate(op._schema.arguments):
+    for at, argument in enumerate(schema_of(op).arguments):
         key: int | str = at if at < len(args) else argument.name
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         kind = str(argument.type)

@@ -27,6 +27,4 @@ def fresh(name: str) -> Entry:
     return entry
 
 
-FRESH: dict[str, Entry] = {
-    f"aten.{name}": fresh(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")
-}
+FRESH: dict[str, Entry] = {f"aten.{name}": fresh(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")}

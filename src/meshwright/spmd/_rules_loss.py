@@ -10,16 +10,18 @@ from torch import Tensor
 
 from . import _forms_layer as forms
 from ._forms import LocalCall
-from ._rule import Entry, Rule
+from ._rule import Entry, Form, Rule
 from ._rules_dims import names_of, written
 
 MEAN, SUM = 1, 2
 
 
-def class_loss(form: Any) -> Entry:
+def class_loss(form: Form) -> Entry:
     """Classes are dim 1, or dim 0 without a batch; targets are class numbers, or a share per class."""
 
-    def entry(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any) -> Rule:
+    def entry(
+        x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any
+    ) -> Rule:
         names = names_of(x)
         c = min(x.dim() - 1, 1)
         spread = [n for d, n in enumerate(names) if d != c]
@@ -43,7 +45,7 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         names = [f"a{d}" for d in range(len(shape))]
-        slots = [*args, *kwargs.values()][: operands]
+        slots = [*args, *kwargs.values()][:operands]
         sides = [written(names[len(names) - t.dim() :]) if isinstance(t, Tensor) else "..." for t in slots]
         sides += ["..."] * (operands - len(sides))
         count = prod(shape) if reduction == MEAN else 1

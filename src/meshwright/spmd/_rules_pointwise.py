@@ -83,8 +83,8 @@ def masked_fill_rule(x: Tensor, mask: Tensor, value: Any) -> str:
 def prelu_rule(x: Tensor, weight: Tensor) -> str:
     """The weight has one element, or one per channel (dim 1)."""
     names = [f"a{d}" for d in range(x.dim())]
-    one = weight.numel() == 1 or x.dim() < 2
-    return f"{' '.join(names)}, {'1' if weight.dim() and one else '' if one else names[1]} -> {' '.join(names)}"
+    channels = "..." if weight.numel() == 1 or x.dim() < 2 else names[1]
+    return f"{' '.join(names)}, {channels} -> {' '.join(names)}"
 
 
 def where_rule(condition: Tensor, *values: Any) -> str | None:
@@ -105,7 +105,7 @@ POINTWISE: dict[str, Entry] = {
     "aten.where": where_rule,
     "aten.masked_fill": masked_fill_rule,
     "aten.prelu": prelu_rule,
-    "aten._prelu_kernel": prelu_rule,
+    "aten._prelu_kernel": "..., ... -> ...",
     "aten.addcmul": "... + ... * ... -> ...",
     "aten.addcdiv": "..., ..., ... -> ...",
     "aten.lerp.Scalar": "... + ... -> ...",

@@ -44,6 +44,22 @@ def _spaced(term: str) -> str:
     return " ".join("..." if c == "." else f"{c.lower()}{'C' if c.isupper() else ''}" for c in term.replace("...", "."))
 
 
+def added(products: str, *result: str) -> Entry:
+    """A product with a tensor added, which broadcasts to the result."""
+
+    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
+        return f"{' '.join(result[len(result) - x.dim() :])} + {products} -> {' '.join(result)}"
+
+    return entry
+
+
+def inner_rule(x: Tensor, y: Tensor) -> str:
+    if x.dim() == 0 or y.dim() == 0:
+        return "... * ... -> ..."
+    left, right = written(names_of(x, "a")[:-1]), written(names_of(y, "b")[:-1])
+    return f"{left} k * {right} k -> {left} {right}"
+
+
 def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence[int]) -> str:
     left, right = names_of(x, "a"), names_of(y, "b")
     mine, theirs = [d % x.dim() for d in dims_x], [d % y.dim() for d in dims_y]
@@ -64,20 +80,19 @@ PRODUCT: dict[str, Entry] = {
     "aten.linear": linear_rule,
     "aten.matmul": matmul_rule,
     "aten.linalg_matmul": matmul_rule,
-    "aten.__matmul__": matmul_rule,
     "aten.mm": "m k * k n -> m n",
     "aten.bmm": "b m k * b k n -> b m n",
     "aten.mv": "m k * k -> m",
     "aten.dot": "k * k ->",
     "aten.vdot": "k * k ->",
-    "aten.inner": "... k * ... k -> ...",
+    "aten.inner": inner_rule,
     "aten.outer": "m * n -> m n",
     "aten.ger": "m * n -> m n",
-    "aten.addmm": "... + m k * k n -> m n",
-    "aten.addbmm": "... + b m k * b k n -> m n",
-    "aten.baddbmm": "... + b m k * b k n -> b m n",
-    "aten.addmv": "... + m k * k -> m",
-    "aten.addr": "... + m * n -> m n",
+    "aten.addmm": added("m k * k n", "m", "n"),
+    "aten.addbmm": added("b m k * b k n", "m", "n"),
+    "aten.baddbmm": added("b m k * b k n", "b", "m", "n"),
+    "aten.addmv": added("m k * k", "m"),
+    "aten.addr": added("m * n", "m", "n"),
     "aten.einsum": einsum_rule,
     "aten.tensordot": tensordot_rule,
     "aten.linalg_cross": cross_rule,

@@ -73,7 +73,9 @@ def layer_norm_rule(
     names = names_of(x)
     last = names[x.dim() - len(normalized_shape) :]
     form = forms.layer_norm if "cudnn_enable" in kw else forms.layer_norm
-    return Rule(f"{written(names)}, {written(last)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, form))
+    return Rule(
+        f"{written(names)}, {written(last)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, form)
+    )
 
 
 def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Rule:

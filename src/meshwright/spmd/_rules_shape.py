@@ -65,11 +65,7 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
         before = " ".join(f"a{d}" + ("" if d < same else "!") for d in range(len(old)))
         return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
     left, right = common_factors(old, new)
-    return f"{' '.join(_alone(g, n) for g, n in zip(left, old, strict=True))} -> " + " ".join(map(grouped, right))
-
-
-def _alone(group: list[str], size: int) -> str:
-    return grouped(group)
+    return f"{' '.join(map(grouped, left))} -> {' '.join(map(grouped, right))}"
 
 
 def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
@@ -145,10 +141,17 @@ def unsqueeze_rule(x: Tensor, dim: int) -> str:
     return f"{written(names)} -> {' '.join([*names[:at], '1', *names[at:]])}"
 
 
-def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> str:
-    names, gone = names_of(x), dims_at(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
-    kept = [n for d, n in enumerate(names) if d not in gone or x.shape[d] != 1]
-    return f"{written(names)} -> {' '.join(kept)}"
+def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
+    """Dims that are one on the whole tensor go; a cut dim that is one on this rank stays."""
+    names, listed = names_of(x), dims_at(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
+    gone = tuple(d for d in listed if x.shape[d] == 1)
+    kept = [n for d, n in enumerate(names) if d not in gone]
+
+    def squeeze(call: LocalCall, x: Tensor, *args: Any) -> Tensor:
+        return x.squeeze(gone)
+
+    stays = [names[d] for d in listed if d not in gone]
+    return Rule(f"{written(names)} -> {' '.join(kept)}", forms=dict.fromkeys(stays, squeeze))
 
 
 def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
@@ -347,7 +350,7 @@ SHAPE: dict[str, Entry] = {
     "aten.tensor_split": tensor_split_rule,
     **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat_rule),
     "aten.stack": stack_rule,
-    **dict.fromkeys(("aten.flip", ), moved),
+    "aten.flip": moved,
     "aten.roll": roll_rule,
     **dict.fromkeys(("aten.tril", "aten.triu"), matrix_rule),
     "aten.diagonal": diagonal_rule,

@@ -13,7 +13,7 @@ from ._rules_pointwise import POINTWISE
 from ._rules_product import PRODUCT
 from ._rules_reduce import REDUCE
 from ._rules_shape import SHAPE
-from .torch_hooks import Operator
+from .torch_hooks import Operator, overload_of, schema_of
 
 RULES: dict[str, Entry] = {**POINTWISE, **PRODUCT, **SHAPE, **REDUCE, **LAYERS, **LOSSES, **FRESH}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
@@ -28,7 +28,7 @@ def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
 
 
 def _entry(op: Operator) -> Entry | None:
-    name, overload = op._schema.name.replace("::", "."), op._overloadname
+    name, overload = schema_of(op).name.replace("::", "."), overload_of(op)
     for candidate in (name, name.removesuffix("_") if not name.endswith("__") else name):
         found = RULES.get(f"{candidate}.{overload}") or RULES.get(candidate)
         if found is not None:

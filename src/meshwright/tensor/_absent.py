@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec
 
-from ._capture import capture
 from ._dist_tensor import DistTensor, stamp
-from ._errors import AbsentError
-from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception
 
 
@@ -47,27 +44,6 @@ class _Through(torch.autograd.Function):
         return None, *[torch.empty(s, dtype=d, device=v) for s, d, v in ctx.like]
 
 
-def run_absent(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `func` gives on a rank that holds none of its operands: specs without elements."""
-    like = next(t._spec for t in tensors if isinstance(t, DistTensor))
-    try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
-    except Exception as error:
-        raise AbsentError(
-            f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}", str(error).split("\n")[0],
-            "the result depends on values that only the mesh's ranks hold",
-            "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
-        ) from error  # fmt: skip
-    known: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
-    new = [t for t in tensors_in(captured.out) if id(t) not in known]
-    specs = [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in new]
-    for meta, made in zip(new, make_absent(specs, tensors), strict=True):
-        known[id(meta)] = made
-    written = [t for t in tensors_in(captured.out) if t in captured.inputs]
-    del written
-    return map_tensors(lambda t: known[id(t)], captured.out)
-
-
 def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Tensor]:
     """One tensor without elements per spec, behind `inputs` in the autograd graph."""
     if not specs:
@@ -76,3 +52,11 @@ def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Tensor]
     with no_interception():
         outs: Any = _Through.apply(shapes, *inputs)
     return [absent(o, s) for o, s in zip(outs, specs, strict=True)]
+
+
+def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Puts `target`, which is written to, behind `inputs` in the autograd graph."""
+    with no_interception():
+        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
+            outs: Any = _Through.apply([(target.shape, target.dtype)], *inputs)
+            target.copy_(outs[0])

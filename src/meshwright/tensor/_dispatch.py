@@ -10,13 +10,14 @@ from torch import Tensor
 
 from meshwright.layout import ProcessMesh
 
-from ._absent import Absent, run_absent
+from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, capture
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._handlers import HANDLERS
+from ._outside import run_outside
 from ._plan import Inline, Step, is_constant, plan_call
 from ._run import run_direct, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
@@ -38,8 +39,6 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     before = before_call(views)
     out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
     if out is NotImplemented:
-        if any(type(t) is Absent for t in tensors):
-            return run_absent(func, args, kwargs, tensors)
         out = _carry_out(func, types, args, kwargs, tensors, key)
     after_call(views, before)
     return out
@@ -49,6 +48,8 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
+    if any(type(t) is Absent for t in tensors):
+        return run_outside(func, types, args, kwargs, tensors)
     if key in _VALUED:
         key = exact_signature(func, args, kwargs)
         plan = PLANS.get(key)

@@ -300,6 +300,6 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 # --- randomness ------------------------------------------------------------------------------------------------
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
-handles(*[getattr(Tensor, n) for n in _FILLS])(_random.fill_random)
+handles(*[getattr(Tensor, n) for n in _FILLS if hasattr(Tensor, n)])(_random.fill_random)
 handles(torch.rand_like, torch.randn_like, torch.randint_like)(_random.like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(_random.dropout)

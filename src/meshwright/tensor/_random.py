@@ -17,8 +17,9 @@ from torch import Tensor
 
 from meshwright.layout import replicated
 
+from ._absent import Absent, make_absent
 from ._convert import convert_local
-from ._dist_tensor import DistTensor, stamp
+from ._dist_tensor import DistTensor, local_rank, stamp
 from ._local import whole_spec
 from .torch_hooks import no_interception
 
@@ -46,21 +47,17 @@ def _drawn(x: DistTensor, draw: Any) -> Tensor:
     """This rank's part of what `draw` makes of an empty whole tensor."""
     spec = x._spec
     if _state.source == "rank":
-        return draw(torch.empty(spec.local_shape(_rank()), dtype=spec.dtype, device=x.device))
+        return draw(torch.empty(spec.local_shape(local_rank()), dtype=spec.dtype, device=x.device))
     whole = draw(torch.empty(spec.shape, dtype=spec.dtype, device=x.device))
+    if type(x) is Absent:
+        return x
     return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
-
-
-def _rank() -> int:
-    from ._dist_tensor import local_rank
-
-    return local_rank()
 
 
 def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """`x.normal_()` and its like: what `x` held does not matter."""
     x = args[0]
-    if type(x) is not DistTensor or any(isinstance(a, Tensor) for a in args[1:]):
+    if type(x) not in (DistTensor, Absent) or any(isinstance(a, Tensor) for a in args[1:]):
         return NotImplemented
     with no_interception():
         x.copy_(_drawn(x, lambda whole: func(whole, *args[1:], **kwargs)))
@@ -70,21 +67,26 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """`torch.rand_like(x)` and its like: only the shape of `x` matters."""
     x = args[0]
-    if type(x) is not DistTensor:
+    if type(x) not in (DistTensor, Absent):
         return NotImplemented
     spec = x._spec.with_layout(x._spec.layout if not x._spec.layout.partial else replicated(x._spec.ndim))
     with no_interception():
-        local = _drawn(stamp(x.detach().view_as(x), spec), lambda whole: func(whole, *args[1:], **kwargs))
-    return stamp(local, spec.with_dtype(local.dtype))
+        like = x.detach() if type(x) is Absent else stamp(x.detach(), spec)
+        local = _drawn(like, lambda whole: func(whole, *args[1:], **kwargs))
+        spec = spec.with_dtype(local.dtype)
+    return make_absent([spec], [x])[0] if type(x) is Absent else stamp(local, spec)
 
 
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Dropout by a mask that is drawn whole; terms stay pending, since it is linear."""
     x = args[0] if args else kwargs.get("input")
     p, train = _dropout_arguments(args[1:], kwargs)
-    if type(x) is not DistTensor or not train or p in (0.0, 1.0) or not isinstance(p, float):
+    if type(x) not in (DistTensor, Absent) or not train or p in (0.0, 1.0) or not isinstance(p, float):
         return NotImplemented
     spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
+    if type(x) is Absent:
+        _drawn(x, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
+        return make_absent([spec], [x])[0]
     x = x if spec is x._spec else stamp(convert_local(x, x._spec, spec), spec)
     with no_interception():
         ones = _drawn(x, lambda whole: torch.dropout(torch.ones_like(whole), p, True))

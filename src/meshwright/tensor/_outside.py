@@ -1,0 +1,73 @@
+"""Carrying a call out on a rank outside the mesh: what it gives is known, its elements are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec, replicated
+
+from ._absent import link, make_absent
+from ._capture import Captured, capture
+from ._dist_tensor import DistTensor
+from ._errors import AbsentError
+from ._plan import Inline, Step, is_constant, plan_call
+from ._run import run_graph, run_inline
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import no_interception, seeded_tag
+
+
+def run_outside(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `func` gives where no operand has elements: the same specs as on the mesh's ranks, and no elements."""
+    like = next(t._spec for t in tensors if isinstance(t, DistTensor))
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception as error:
+        raise AbsentError(
+            f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}", str(error).split("\n")[0],
+            "the result depends on values that only the mesh's ranks hold",
+            "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
+        ) from error  # fmt: skip
+    if is_constant(captured):
+        return captured.out
+    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
+    found = plan_call(captured, specs, like.mesh)
+    if isinstance(found, Inline):
+        return run_inline(found, captured)(func, types, args, kwargs)
+    if found is not None and found is captured.nodes:
+        return run_graph(captured)(func, types, args, kwargs)
+    _draw_along(captured)
+    known = found.outs if isinstance(found, Step) else found
+    return _without_elements(captured, tensors, like, known)  # pyright: ignore[reportArgumentType]
+
+
+def _without_elements(
+    captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None
+) -> Any:
+    results = list(tensors_in(captured.out))
+    specs = list(known or [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in results])
+    real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
+    for t in results:
+        if id(t) in real:
+            link(real[id(t)], tensors)
+    new = [(t, s) for t, s in zip(results, specs, strict=True) if id(t) not in real]
+    for (t, _), made in zip(new, make_absent([s for _, s in new], tensors), strict=True):
+        real[id(t)] = made
+    return map_tensors(lambda t: real[id(t)], captured.out)
+
+
+def _draw_along(captured: Captured) -> None:
+    """Random operators draw here too, so that the generators of all ranks stay in one state."""
+    for node in captured.nodes:
+        if seeded_tag in node.op.tags:
+            with no_interception(), torch.no_grad():
+                node.op(
+                    *map_tensors(_halves, node.args), **{k: map_tensors(_halves, v) for k, v in node.kwargs.items()}
+                )
+
+
+def _halves(meta: Tensor) -> Tensor:
+    return torch.full(meta.shape, 0.5, dtype=meta.dtype) if meta.is_floating_point() else torch.ones_like(meta, device="cpu")

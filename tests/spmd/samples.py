@@ -1,0 +1,362 @@
+"""Sample calls of every operator that has a rule, one line each: `operator: arguments`.
+
+`x` is normal, `p` lies between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is true or false, `c` complex.
+Sizes of 4 and 5 make uneven and empty pieces on three ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.spmd import _rules_pointwise as pointwise
+
+from .walker import Sample
+
+DOMAIN = {"acosh": "1 + p(4, 5)", "arccosh": "1 + p(4, 5)", "mvlgamma": "3 + p(4, 5), 2", "polygamma": "1, p(4, 5)"}
+DOMAIN |= {
+    "special_multigammaln": "3 + p(4, 5), 2",
+    "special_polygamma": "1, p(4, 5)",
+    "threshold": "x(4, 5), 0.1, 2.0",
+}
+DOMAIN |= {"full_like": "x(4, 5), 3.0", "bitwise_not": "i(5, 4, 5)", "_conj": "c(4, 5)"}
+DOMAIN |= dict.fromkeys(["real", "imag", "view_as_real"], "c(4, 5)")
+INTEGERS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm __and__ __or__ __xor__"
+INTEGERS += " __lshift__ __rshift__ __iand__ __ior__ __ixor__"
+CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma igammac special_gammainc special_gammaincc
+    special_zeta""".split()
+"""Operators that torch has no derivative of."""
+FIXED = {
+    "cross_entropy_loss": (2,),
+    "nll_loss": (2,),
+    "nll_loss_nd": (2,),
+    "nll_loss2d": (2,),
+    "soft_margin_loss": (1,),
+}
+FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
+"""Operands that torch has no derivative for."""
+POLYNOMIALS = ("special_chebyshev", "special_hermite", "special_laguerre", "special_legendre", "special_shifted")
+
+TABLE = """
+add.Tensor: x(4, 5), x(5), alpha=2
+add.Tensor: x(4, 1), x(3, 1, 5)
+add.Tensor: x(4, 5), x()
+add.Scalar: x(4, 5), 2
+add.Scalar: x(4, 5), 0
+add.Tensor: i(9, 4), i(9, 4)
+sub.Tensor: x(4, 5), x(4, 1)
+subtract.Tensor: x(4), x(4)
+rsub.Tensor: x(4), x(4)
+rsub.Scalar: x(4), 2
+complex: x(4, 5), x(4, 5)
+mul.Tensor: x(4, 5), x(5)
+mul.Scalar: x(4, 5), 3
+multiply.Tensor: x(4, 5), x(4, 5)
+div.Tensor: x(4, 5), p(5)
+div.Scalar: x(4, 5), 3
+div.Tensor_mode: x(4, 5), p(5), rounding_mode="floor"
+div.Tensor_mode: x(4, 5), p(5), rounding_mode=None
+divide.Tensor: x(4, 5), p(4, 1)
+true_divide.Tensor: x(4, 5), p(4, 1)
+clamp: x(4, 5), -0.5, 0.5
+clamp: x(4, 5), max=0.5
+clamp.Tensor: x(4, 5), x(5), 2 + p(4, 1)
+clamp.Tensor: x(4, 5), max=x(5)
+clip: x(4, 5), 0.1
+clamp_min: x(4, 5), 0.1
+clamp_min.Tensor: x(4, 5), x(4, 5)
+clamp_max: x(4, 5), 0.1
+to.dtype: x(4, 5), torch.float32
+to.dtype: x(4, 5), torch.int32
+to.dtype: i(4, 5), torch.float64
+to.dtype: b(4, 5), torch.float64
+to.device: x(4, 5), torch.device("cpu"), torch.float32
+_to_copy: x(4, 5), dtype=torch.complex128
+where.self: b(4, 5), x(5), x(4, 1)
+where.ScalarOther: b(4, 5), x(5), 2.0
+where.ScalarOther: b(4, 5), x(5), 0.0
+where.ScalarSelf: b(4, 5), 1.0, x(5)
+masked_fill.Scalar: x(4, 5), b(5), 0
+masked_fill.Scalar: x(4, 5), b(4, 1), 1.5
+masked_fill.Tensor: x(4, 5), b(4, 5), x()
+prelu: x(4, 5), x(5)
+prelu: x(4, 5), x(1)
+prelu: x(4, 5, 3), x(5)
+prelu: x(4), x(1)
+_prelu_kernel: x(4, 5), x(1, 5)
+addcmul: x(5), x(4, 5), x(4, 1), value=2
+addcdiv: x(5), x(4, 5), p(4, 1), value=2
+lerp.Scalar: x(4, 5), x(5), 0.3
+lerp.Tensor: x(4, 5), x(5), p(4, 1)
+copy: x(4, 5), x(5)
+frexp.Tensor: x(4, 5)
+bucketize.Tensor: p(4, 5), torch.tensor([0.2, 0.5])
+view_as_complex: x(4, 5, 2)
+linear: x(4, 3, 5), x(6, 5), x(6)
+linear: x(5), x(6, 5)
+linear: x(4, 5), x(5)
+matmul: x(4, 5), x(5, 6)
+matmul: x(5), x(5)
+matmul: x(5), x(5, 4)
+matmul: x(3, 4, 5), x(5)
+matmul: x(5), x(3, 5, 4)
+matmul: x(2, 1, 4, 5), x(3, 5, 6)
+linalg_matmul: x(4, 5), x(5, 6)
+mm: x(4, 5), x(5, 6)
+bmm: x(3, 4, 5), x(3, 5, 6)
+mv: x(4, 5), x(5)
+dot: x(5), x(5)
+vdot: x(5), x(5)
+inner: x(4, 5), x(3, 5)
+inner: x(5), x(5)
+outer: x(4), x(5)
+ger: x(4), x(5)
+addmm: x(6), x(4, 5), x(5, 6), beta=2, alpha=3
+addmm: x(4, 1), x(4, 5), x(5, 6)
+addbmm: x(4, 6), x(3, 4, 5), x(3, 5, 6)
+baddbmm: x(3, 4, 6), x(3, 4, 5), x(3, 5, 6)
+addmv: x(4), x(4, 5), x(5)
+addr: x(4, 5), x(4), x(5)
+einsum: "bij,bjk->bik", [x(3, 4, 5), x(3, 5, 6)]
+einsum: "i,i", [x(5), x(5)]
+einsum: "bqhd,bkhd->bhqk", [x(2, 4, 3, 5), x(2, 5, 3, 5)]
+einsum: "...ij,...jk->...ik", [x(3, 4, 5), x(5, 6)]
+einsum: "ij->", [x(4, 5)]
+einsum: "Ii,iJ,J->IJ", [x(4, 5), x(5, 3), x(3)]
+tensordot: x(3, 4, 5), x(5, 4, 2), [1, -1], [1, 0]
+linalg_cross: x(4, 3), x(4, 3)
+_int_mm: i8(4, 5), i8(5, 6)
+view: x(4, 6), [2, 2, 6]
+view: x(4, 6), [24]
+view: x(4, 6), [6, 4]
+view: x(4, 6), [-1, 3, 2]
+view: x(5, 6), [5, 6]
+view: x(0, 6), [0, 3, 2]
+view: x(1, 5, 1), [5, 1, 1, 1]
+view: x(2, 3, 4), [6, 4]
+view: x(), [1]
+reshape: x(2, 5, 4), [10, 4]
+reshape: x(10, 4), [2, 5, 2, -1]
+_unsafe_view: x(12, 4), [3, 4, 4]
+view_copy: x(12, 4), [3, 4, 4]
+flatten.using_ints: x(3, 4, 5), 1
+flatten.using_ints: x(3, 4, 5), 0, -2
+flatten.using_ints: x()
+ravel: x(4, 5)
+unflatten.int: x(4, 10), -1, [2, 5]
+unflatten.int: x(8, 3), 0, [-1, 4]
+permute: x(3, 4, 5), [2, 0, 1]
+permute: x(3, 4, 5), [-1, 0, 1]
+permute_copy: x(3, 4, 5), [2, 0, 1]
+transpose.int: x(3, 4, 5), 0, -1
+swapaxes: x(3, 4), 0, 1
+swapdims: x(3, 4), 0, 1
+mT: x(3, 4, 5)
+mH: c(4, 5)
+adjoint: c(4, 5)
+t: x(4, 5)
+t: x(5)
+numpy_T: x(3, 4, 5)
+matrix_H: c(4, 5)
+movedim.int: x(3, 4, 5), 0, -1
+movedim.intlist: x(3, 4, 5), [0, 1], [1, 2]
+moveaxis.int: x(3, 4, 5), 2, 0
+unsqueeze: x(4, 5), -1
+unsqueeze: x(4, 5), 1
+squeeze: x(4, 1, 5)
+squeeze.dim: x(4, 1, 5), 1
+squeeze.dim: x(4, 5), 1
+squeeze.dims: x(1, 4, 1), [0, 2]
+expand: x(1, 5), [4, 5]
+expand: x(4, 1), [3, -1, 5]
+expand: x(), [4]
+repeat: x(4, 5), [2, 3, 1]
+repeat: x(5), [3]
+tile: x(4, 5), [3]
+repeat_interleave.self_int: x(4, 5), 3, 1
+repeat_interleave.self_int: x(5), 2
+slice.Tensor: x(4, 5), 1, 1, 3
+slice.Tensor: x(4, 5), 0, 0, 9223372036854775807
+slice.Tensor: x(4, 5), -1, -2
+narrow: x(4, 5), 1, 1, 3
+select.int: x(4, 5), -1, 2
+unbind.int: x(3, 4), 0
+split.Tensor: x(4, 6), 3, 1
+split.Tensor: x(4, 5), 2, 1
+split.sizes: x(4, 5), [2, 3], -1
+split_with_sizes: x(4, 6), [3, 3], -1
+unsafe_split.Tensor: x(4, 6), 2, 1
+unsafe_split_with_sizes: x(4, 6), [4, 2], 1
+chunk: x(4, 6), 3, 1
+chunk: x(5, 4), 2
+chunk: x(4, 6), 1, 1
+unsafe_chunk: x(4, 6), 2, 1
+tensor_split.sections: x(4, 5), 2, 1
+tensor_split.indices: x(4, 6), [2, 4], 1
+cat: [x(4, 5), x(2, 5)]
+cat: [x(4, 5), x(4, 3), x(4, 1)], -1
+cat: [x(0), x(4, 3)], 1
+concat: [x(4, 5), x(2, 5)]
+concatenate: [x(4, 5), x(2, 5)]
+stack: [x(4, 5), x(4, 5)], 1
+stack: [x(4, 5), x(4, 5)], -1
+flip: x(4, 5), [0]
+roll: x(4, 5), [1], [1]
+roll: x(4, 5), [3]
+tril: x(3, 4, 5)
+triu: x(3, 4, 5), 1
+diagonal: x(3, 4, 5), 1, 0, -1
+diag_embed: x(4, 5)
+diag_embed: x(4, 5), 1, 0, 2
+unfold: x(4, 5), 1, 2, 1
+sum: x(4, 5)
+sum: b(4, 5)
+sum: x(4, 5), dtype=torch.int64
+sum.dim_IntList: x(3, 4, 5), [0, -1]
+sum.dim_IntList: x(3, 4, 5), [1], True
+sum.dim_IntList: x(), [0]
+nansum: x(4, 5)
+nansum: x(4, 5), [1], True
+count_nonzero.dim_IntList: i(2, 4, 5), [1]
+count_nonzero: i(2, 4, 5)
+mean: x(4, 5)
+mean.dim: x(3, 4, 5), [1], True
+mean.dim: x(3, 4, 5), [0, 2]
+amax: x(4, 5), [1]
+amax: same(4, 5), [0, 1]
+amax: same(4, 5), [0], True
+amax: i(9, 4, 5), [0]
+amin: same(4, 5), [1]
+amin: i(9, 4, 5), [1]
+any: b(4, 5)
+any.dim: b(4, 5), 1, True
+all: b(4, 5)
+all.dim: b(4, 5), 0
+argmax: x(4, 5)
+argmax: x(4, 5), 1
+argmin: x(4, 5), 0, True
+softmax.int: x(4, 5), -1
+softmax.int: x(4, 5), 0, torch.float32
+_softmax: x(4, 5), 1, False
+special_softmax: x(4, 5), 1
+log_softmax.int: x(4, 5), -1
+_log_softmax: x(4, 5), 0, False
+special_log_softmax: x(4, 5), 1
+cumsum: x(4, 5), 0
+cumsum: i(9, 4, 5), 1
+cumprod: x(4, 5), 1
+layer_norm: x(3, 4, 5), [5], x(5), x(5)
+layer_norm: x(3, 4, 5), [4, 5], x(4, 5)
+layer_norm: x(3, 5), [5]
+rms_norm: x(3, 4, 5), [5], x(5)
+rms_norm: x(3, 4, 5), [4, 5], None, 1e-3
+embedding: x(7, 4), i(7, 3, 5)
+embedding: x(7, 4), i(7, 5), 2
+embedding: x(7, 4), i(7, 5), -1, True
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5)
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 5, 3), x(2, 4, 5, 3), is_causal=True
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 2, 5, 3), x(2, 2, 5, 3), is_causal=True, enable_gqa=True
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 2, 4, 3), x(2, 2, 4, 3), enable_gqa=True, scale=0.5
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5), x(5, 6)
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5), x(2, 1, 5, 6)
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 2, 6, 3), x(2, 2, 6, 5), x(2, 4, 5, 6), enable_gqa=True
+scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5), tri(5, 6)
+scaled_dot_product_attention: x(5, 3), x(4, 3), x(4, 3)
+cross_entropy_loss: x(4, 5), i(5, 4)
+cross_entropy_loss: x(4, 5), i(5, 4), p(5)
+cross_entropy_loss: x(4, 5), i(5, 4), p(5), 0
+cross_entropy_loss: x(4, 5), i(5, 4), None, 2, 3
+cross_entropy_loss: x(4, 5), i(5, 4), p(5), 1, 3, 0.1
+cross_entropy_loss: x(4, 5, 3), i(5, 4, 3), p(5), 1, 3
+cross_entropy_loss: x(4, 5), p(4, 5)
+cross_entropy_loss: x(4, 5, 3), p(4, 5, 3), p(5), 1, -100, 0.2
+cross_entropy_loss: x(4, 5), p(4, 5), None, 0
+cross_entropy_loss: x(5), i(5)
+nll_loss: x(4, 5), i(5, 4), p(5)
+nll_loss_nd: x(4, 5, 3), i(5, 4, 3), p(5), 1, 2
+nll_loss_nd: x(4, 5), i(5, 4), None, 0
+nll_loss2d: x(4, 5, 3, 2), i(5, 4, 3, 2), None, 2
+mse_loss: x(4, 5), x(4, 5)
+mse_loss: x(4, 5), x(5), 2
+mse_loss: x(4, 5), x(4, 5), 0
+l1_loss: x(4, 5), x(4, 5)
+smooth_l1_loss: x(4, 5), x(4, 5), 1, 0.5
+huber_loss: x(4, 5), x(4, 5), 1, 0.5
+soft_margin_loss: x(4, 5), x(4, 5).sign()
+kl_div: x(4, 5), p(4, 5)
+kl_div: x(4, 5), x(4, 5), 1, log_target=True
+poisson_nll_loss: x(4, 5), p(4, 5), True, False, 1e-8, 1
+hinge_embedding_loss: x(4, 5), x(4, 5).sign()
+margin_ranking_loss: x(5), x(5), x(5).sign(), 0.1
+binary_cross_entropy: p(4, 5), p(4, 5)
+binary_cross_entropy: p(4, 5), p(4, 5), p(4, 5), 1
+binary_cross_entropy: p(4, 5), p(4, 5), None, 0
+binary_cross_entropy_with_logits: x(4, 5), p(4, 5)
+binary_cross_entropy_with_logits: x(4, 5), p(4, 5), p(4, 1), p(5), 1
+new_zeros: x(4, 5), [3]
+new_ones: x(4, 5), [3, 2]
+new_full: x(4, 5), [3], 2.0
+new_empty: x(4, 5), [0]
+"""
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "x": _normal,
+    "p": lambda *s: torch.rand(s, dtype=torch.float64) * 0.8 + 0.1,
+    "i": lambda n, *s: torch.randint(0, n, s),
+    "i8": lambda *s: torch.randint(-9, 9, s, dtype=torch.int8),
+    "b": lambda *s: torch.rand(s) < 0.6,
+    "c": lambda *s: torch.randn(s, dtype=torch.complex128),
+    "same": lambda *s: torch.randint(0, 2, s).double(),
+    "tri": lambda *s: torch.ones(s, dtype=torch.bool).tril(),
+    "call": lambda *args, **kwargs: (args, kwargs),
+}
+
+
+def overload(name: str) -> Any:
+    """`add.Tensor`, or the first overload of `neg`."""
+    packet, _, which = name.partition(".")
+    found = getattr(torch.ops.aten, packet)
+    return getattr(found, which or ("default" if "default" in found.overloads() else found.overloads()[0]))
+
+
+def lines() -> Iterator[tuple[str, str]]:
+    """Operator and arguments of every sample."""
+    for line in TABLE.strip().splitlines():
+        name, _, arguments = line.partition(": ")
+        yield name, arguments
+    for name in (*pointwise.LINEAR.split(), *pointwise.CURVED.split()):
+        yield name, DOMAIN.get(name, "x(4, 5)" if name in pointwise.LINEAR.split() else "p(4, 5)")
+    for name in pointwise.BINARY.split():
+        if name.startswith(POLYNOMIALS):
+            yield name, "p(4, 5), i(4, 5)"
+        elif name == "ldexp" or name in INTEGERS.split():
+            yield _tensor_overload(name), "i(9, 4, 5), i(3, 5)"
+        else:
+            yield _tensor_overload(name), "p(4, 5), p()" if name == "fill" else "p(4, 5), p(5)"
+
+
+def _tensor_overload(name: str) -> str:
+    names = getattr(torch.ops.aten, name).overloads()
+    best = [o for o in ("Tensor", "Tensor_Tensor", "default", "other") if o in names]
+    return f"{name}.{best[0] if best else names[0]}"
+
+
+def samples() -> list[tuple[str, str]]:
+    return list(lines())
+
+
+def build(name: str, arguments: str) -> Sample:
+    torch.manual_seed(sum(map(ord, name + arguments)))
+    args, kwargs = eval(f"call({arguments})", dict(NAMES))
+    packet = name.partition(".")[0]
+    constant = packet in CONSTANT or "int64" in arguments
+    return Sample(overload(name), args, kwargs, None if constant else FIXED.get(packet, ()))

@@ -1,0 +1,46 @@
+"""Every rule means what it says: whole = glue(parts), values and gradients, even and uneven, for all samples."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from meshwright.spmd._table import RULES, _entry
+
+from .samples import build, overload, samples
+from .walker import check
+
+SAMPLES = samples()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("packet", sorted({name.partition(".")[0] for name, _ in SAMPLES}))
+def test_a_rule_means_what_it_says(packet: str) -> None:
+    """On two ranks and on three, where pieces of four and five are uneven or empty."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, arguments in SAMPLES:
+            if name.partition(".")[0] == packet:
+                sample = build(name, arguments)
+                for ranks in (2, 3):
+                    check(sample, ranks)
+
+
+def test_every_rule_has_a_sample() -> None:
+    used = {id(_entry(overload(name))) for name, _ in SAMPLES}
+    named = {f"aten.{name.partition('.')[0]}" for name, _ in SAMPLES} | {f"aten.{name}" for name, _ in SAMPLES}
+    assert sorted(n for n in RULES if n.startswith("aten.") and n not in named and id(RULES[n]) not in used) == []
+    assert sorted(n for n in RULES if n.startswith("aten.") and n not in named) == []
+
+
+def test_every_rule_is_of_an_operator_that_torch_has() -> None:
+    assert [n for n in RULES if n.startswith("aten.") and not hasattr(torch.ops.aten, n.split(".")[1])] == []
