@@ -191,7 +191,7 @@ def sizes(**values: int) -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  torch's samples draw from the global generator
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -337,7 +337,7 @@ def try_entry(library: Library, entry: Entry, cap: int, verbose: bool = False) -
     row = Row(entry.name, "right", cases=len(cases), random=random)
     for case in cases:
         variants = _samples.variants(case)
-        found = library.run([lambda v=v: attempt(library, case, v) for v in variants])
+        found = library.run([partial(attempt, library, case, variant) for variant in variants])
         for variant, failure in zip(variants, found, strict=True):
             if verbose:
                 print(f"  {case.describe()} | {variant.name} {variant.marks}: {failure or 'right'}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.comm import Call, Check, CommError, current, init_process
+from meshwright.comm import Call, Check, CommError, ProcessCarrier, current, init_process
 
 REDUCTIONS = {
     "sum": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex64],
@@ -154,6 +154,10 @@ def disagreements() -> dict[str, str]:
         ),
     }
     told["after"] = str(ranks.all_reduce(x, "sum", pair).tolist())
+    assert isinstance(ranks, ProcessCarrier)
+    with ranks.checking(3):  # the first call on this group was in `pairs`; the third is compared
+        ranks.all_reduce(x, "prod" if me else "sum", (1, 0))
+        told["sampled"] = error_of(lambda: ranks.all_reduce(x, "sum", (1, 0)))
     return told | {"group": error_of(lambda: ranks.barrier((1, 0) if me else pair))}
 
 

@@ -51,6 +51,7 @@ def test_processes_count_what_simulated_ranks_count(three: list[dict[str, Any]])
         ("op", ("all_reduce(sum", "all_reduce(max")),
         ("shape", ("(4,)", "(3,)")),
         ("kind", ("rank 0 calls all_reduce", "rank 1 calls barrier")),
+        ("sampled", ("the calls before this one, which were not compared, were different",)),
         ("group", ("on ranks 0, 1", "on ranks 1, 0")),
         ("pieces", ("all_to_all", "sends [(4,), (3,)]")),
         ("message", ("exchange", "receives [0: float32 (3,)]")),

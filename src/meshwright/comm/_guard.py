@@ -93,7 +93,7 @@ class Guard:
         self.check = check
         self._prints: dict[Call, _Print] = {}
         self._numbers: dict[Group, int] = {}
-        self._chains: dict[Group, int] = {}
+        self._chains: dict[Group, tuple[int, int]] = {}
         self._names: dict[Group, int] = {}
         self._call: Call | None = None
         self._waits_for: list[int] = []
@@ -121,7 +121,7 @@ class Guard:
         number = self._numbers[call.group] = self._numbers.get(call.group, 0) + 1
         mine = self._print_of(call)
         if self.check.every > 1:
-            mine = mine._replace(common=self._chained(call.group, mine.common))
+            mine = self._chained(call.group, mine)
         if number % self.check.every:
             return
         frame = Frame(self._name_of(call.group), number, mine.common, mine.balance, mine.text)
@@ -130,7 +130,7 @@ class Guard:
         except DisagreementError:
             self.after()
             raise
-        if is_pairwise(call) and (mine.balance + sum(other.balance for other in frames.values())) & _MASK:
+        if (mine.balance + sum(other.balance for other in frames.values())) & _MASK:
             self.after()
             raise self._unbalanced(call, frames)
 
@@ -278,10 +278,12 @@ class Guard:
             found = self._prints[call] = _Print(_hash(common_part(call)), balance, text)
         return found
 
-    def _chained(self, group: Group, common: int) -> int:
-        """A hash of all calls of the group so far, so that a comparison now and then misses none."""
-        chain = self._chains[group] = (self._chains.get(group, 0) * 1000003 + common) & _MASK
-        return chain
+    def _chained(self, group: Group, mine: _Print) -> _Print:
+        """A print of all calls of the group so far, so that a comparison now and then misses none."""
+        common, balance = self._chains.get(group, (0, 0))
+        common, balance = (common * 1000003 + mine.common) & _MASK, (balance + mine.balance) & _MASK
+        self._chains[group] = (common, balance)
+        return mine._replace(common=common, balance=balance)
 
     def _name_of(self, group: Group) -> int:
         name = self._names.get(group)

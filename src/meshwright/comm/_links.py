@@ -119,7 +119,8 @@ class Links:
             store.set("token", os.urandom(16).hex())
         self._token = bytes.fromhex(store.get("token").decode())
         store.set(f"at/{self.rank}", json.dumps(self._server.getsockname()))
-        threading.Thread(target=self._serve, name="meshwright links", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="meshwright links", daemon=True)
+        self._thread.start()
 
     def send(self, peer: int, data: bytes) -> bool:
         """Whether the bytes went to `peer`; not if there is no link yet, which `wait_open` waits for."""
@@ -165,7 +166,9 @@ class Links:
                 self._store.set(f"failed/{self._store.add('failures', 1)}", str(self.rank))
             self._store.set(f"ended/{self.rank}", "normally" if error is None else f"with {error}")
         with suppress(OSError):
-            self._server.close()
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=1.0)
+        self._server.close()
         for link in list(self._links.values()):
             link.close()
 

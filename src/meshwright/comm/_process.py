@@ -74,6 +74,7 @@ class ProcessCarrier(Carrier):
         """Say to the other ranks that this one has ended; called when the process exits."""
         error: BaseException | None = getattr(sys, "last_value", None)
         self._links.say_farewell(None if error is None else f"{type(error).__name__}: {str(error)[:300]}")
+        self._backends.clear()  # their threads end here; at the interpreter's end they would abort the process
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
         return self._carried(call, lambda: self._reduce_all(x, call))

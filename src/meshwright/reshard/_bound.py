@@ -22,10 +22,16 @@ def lower_bound(src: Spec, dst: Spec, rank: int | None = None) -> int:
     less than it needs.
     """
     src, dst = common_factors(src, dst) or (src, dst)
-    landed, joined = (dst, ()) if src.mesh is not dst.mesh else landing_of(src, dst, Manner(cut_terms=True))
+    if src.mesh is not dst.mesh:
+        return _bound(src, dst, (), rank)
+    ways = [landing_of(src, dst, Manner(cut_terms=dim)) for dim in (None, *range(src.ndim))]
+    return min(_bound(src, landed, joined, rank) for landed, joined in ways)
+
+
+def _bound(src: Spec, landed: Spec, joined: tuple[str, ...], rank: int | None) -> int:
     if rank is not None:
         return ceil(_least(src, landed, joined, rank))
-    ranks = dst.mesh.process_ids
+    ranks = landed.mesh.process_ids
     each = [_least(src, landed, joined, r) for r in ranks]
     if not joined:
         return ceil(max(each))

@@ -144,7 +144,7 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
     made, group = step.apply(x), step.group(x, rank)
     found = routes(x, made, group)
     held, need = box_of(x, rank), box_of(made, rank)
-    incoming, outgoing = dict(found.receives[rank]), dict(found.sends[rank])
+    incoming, outgoing = dict(found.receives(rank)), dict(found.sends(rank))
     own = incoming.pop(rank, None)
     join = _assembly([*incoming.values(), *([own] if own else [])], need)
     own_at = index(own, held) if own else None
@@ -174,10 +174,11 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
     held, need = box_of(x, rank), box_of(step.to, rank)
     if found.silent and held == need:
         return None
-    incoming = [(r, box) for r, box in found.receives[rank] if r != rank]
-    own = [index(box, held) for r, box in found.receives[rank] if r == rank]
-    outgoing = [(r, index(box, held)) for r, box in found.sends[rank]]
-    boxes = [box for _, box in incoming] + [box for r, box in found.receives[rank] if r == rank]
+    received = found.receives(rank)
+    incoming = [(r, box) for r, box in received if r != rank]
+    own = [index(box, held) for r, box in received if r == rank]
+    outgoing = [(r, index(box, held)) for r, box in found.sends(rank)]
+    boxes = [box for _, box in incoming] + [box for r, box in received if r == rank]
     if rank in step.to.mesh:
         join = _assembly(boxes, need)
     else:

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, axes_of
 
-from ._regions import Cuts, cuts_of, widest
+from ._regions import Cuts, cuts_of
 from ._steps import (
     AllGather,
     AllReduce,
@@ -44,12 +44,13 @@ MOST_ORDERS = 6
 class Manner:
     """The choices that a path leaves open; the price decides between them.
 
-    `cut_terms`: new terms are parts padded with zeros, not whole values. `order`: gathers and scatters go axis by
-    axis, in this order and back; None takes all axes at once. `spill`: the dim that is cut by the axes whose terms end whole, so that all terms are joined by one
-    reduce-scatter and the move that follows brings the shares together; None all-reduces them.
+    `cut_terms`: the dim whose parts, padded with zeros, become new terms; None makes terms of whole values.
+    `order`: gathers and scatters go axis by axis, in this order and back; None takes all axes at once.
+    `spill`: the dim that is cut meanwhile by axes whose terms end whole, or that end as cuts elsewhere; all terms are
+    then joined by one reduce-scatter, and the move that follows brings the shares together. None all-reduces them.
     """
 
-    cut_terms: bool = False
+    cut_terms: int | None = None
     order: tuple[str, ...] | None = None
     spill: int | None = None
 
@@ -99,12 +100,14 @@ def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
     moving = [step for step in direct if isinstance(step, Collective | AllToAll)]
     if not moving:
         return
-    terms = (False, True) if dst.layout.partial and dst.layout.partial != src.layout.partial else (False,)
-    spilling = len(moving) > 1 and any(isinstance(step, AllReduce) for step in moving)
-    spills = (None, *range(src.ndim)) if spilling else (None,)
-    for cut_terms, order, spill in product(terms, _orders(src, moving, all_ways), spills):
-        if cut_terms or order or spill is not None:
-            yield find_path(src, dst, Manner(cut_terms, order, spill))
+    dims = (None, *range(src.ndim))
+    terms = dims if dst.layout.partial and dst.layout.partial != src.layout.partial else (None,)
+    joining = any(isinstance(step, ReduceScatter | AllReduce) for step in moving)
+    moved = len(moving) > 2 or any(isinstance(step, AllToAll) for step in moving)
+    spills = dims if joining and moved and len(moving) > 1 else (None,)
+    for manner in map(Manner, *zip(*product(terms, _orders(src, moving, all_ways), spills), strict=True)):
+        if manner != Manner():
+            yield find_path(src, dst, manner)
 
 
 def _orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
@@ -150,7 +153,7 @@ def _forget(layout: Layout, axes: set[str]) -> Layout:
     """The layout without the axes of one rank, on which every type is the same."""
     if not axes.intersection(layout.axes):
         return layout
-    dims = tuple(tuple(a for a in dim if a not in axes) for dim in layout.dims)
+    dims = tuple(tuple(a for a in axes_of(dim) if a not in axes) for dim in layout.dims)
     partial = tuple((a, op) for a, op in layout.partial if a not in axes)
     return Layout(dims, partial, tuple(a for a in layout.varying if a not in axes))
 
@@ -185,11 +188,8 @@ def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
     for dim, axes in enumerate(cuts_of(at)):
         landing[dim] += tuple(a for a in axes if a in made)
     left = tuple(a for a in target.mesh.dim_names if a in made and a not in at.layout.cut_axes)
-    if manner.cut_terms and left:
-        landed = at.with_layout(Layout(tuple(landing)))
-        dim = widest(landed, left)
-        if dim is not None:
-            landing[dim] += left
+    if manner.cut_terms is not None:
+        landing[manner.cut_terms] += left
     return tuple(landing)
 
 
@@ -202,21 +202,35 @@ def paddable(op: str, at: Spec) -> bool:
 
 def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> None:
     terms = [(a, op) for a, op in trail.at.layout.partial if a not in kept]
-    ending = {a for axes in landing for a in axes}
-    if manner.spill is not None:
-        spilled = tuple(a for a, _ in terms if a not in ending)
-        landing = tuple(axes + spilled if d == manner.spill else axes for d, axes in enumerate(landing))
-        ending.update(spilled)
+    if not terms:
+        return
+    aim = _aim(trail, landing, {a for a, _ in terms}, manner.spill)
+    ending = {a for axes in aim for a in axes}
     runs = _runs(terms)
     if len({_family(op) for op, _ in runs}) <= 1:
         first = [(op, [a for a in axes if a in ending]) for op, axes in runs]
         runs = first + [(op, [a for a in axes if a not in ending]) for op, axes in runs]
     for op, axes in runs:
-        _scatter(trail, landing, op, [a for a in axes if a in ending], manner.order)
+        _scatter(trail, aim, op, [a for a in axes if a in ending], manner.order)
         whole = tuple(a for a in axes if a not in ending)
         if whole:
             _slice(trail, landing)
             trail.go(AllReduce(whole, op))
+
+
+def _aim(trail: Trail, landing: Cuts, terms: set[str], spill: int | None) -> Cuts:
+    """The cuts that joining leads to: those of `landing` that can be made behind the present ones, then the rest."""
+    places = _ahead(trail.cuts, landing, trail.free | terms)
+    named = {a for a, _ in places}
+    late = [(a, d) for d, axes in enumerate(landing) for a in axes if a not in named]
+    aim = [list(axes) for axes in trail.cuts]
+    for axis, dim in (*places, *[(a, d) for a, d in late if a in terms]):
+        aim[dim].append(axis)
+    if spill is not None:
+        ending = {a for axes in landing for a in axes}
+        aim[spill] += [a for a in trail.at.mesh.dim_names if a in terms - ending]
+        aim[spill] += [a for a, _ in late if a in trail.free]
+    return tuple(map(tuple, aim))
 
 
 def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -231,14 +245,13 @@ def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def _scatter(trail: Trail, landing: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
+def _scatter(trail: Trail, aim: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
     """Joins the terms along `axes`, which end as cuts: each rank joins its part, and slices what it may."""
-    cut_order = [a for dim in landing for a in dim]
-    axes = sorted(axes, key=(order or cut_order).index)
+    axes = sorted(axes, key=(order or [a for dim in aim for a in dim]).index)
     for part in [{a} for a in axes] if order else [set(axes)] if axes else []:
-        places = list(_ahead(trail.cuts, landing, trail.free | part))
+        places = list(_ahead(trail.cuts, aim, trail.free | part))
         named = {a for a, _ in places}
-        places += [(a, d) for d, dim in enumerate(landing) for a in dim if a in part and a not in named]
+        places += [(a, d) for d, dim in enumerate(aim) for a in dim if a in part and a not in named]
         trail.go(ReduceScatter(tuple(a for a in axes if a in part), tuple(places), op))
 
 
@@ -273,8 +286,9 @@ def _move(trail: Trail, landing: Cuts, manner: Manner) -> None:
     if manner.order is None:
         trail.go(AllGather(places))
         return
-    for place in sorted(places, key=lambda place: manner.order.index(place[0]), reverse=True):
-        trail.go(AllGather((place,)))
+    for axis in reversed(manner.order):
+        for place in [p for p in places if p[0] == axis]:
+            trail.go(AllGather((place,)))
 
 
 def _make_terms(trail: Trail, target: Spec) -> None:

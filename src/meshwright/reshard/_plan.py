@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Dim, Layout, Spec, axes_of
 
 from ._cross import cross_paths
 from ._errors import ReshardError
 from ._execute import Action, Mover, compile_plan
 from ._factors import bridge, common_factors
 from ._path import plain_paths
-from ._steps import Exchange, Relabel, Step, View
+from ._steps import AllToAll, Collective, Exchange, Relabel, Step, View, made
 
 Price = Callable[[Step, Spec], float]
 """What a step costs when it is applied to a tensor of the given spec."""
+SMALL_MESH = 64
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Plan:
         """The specs on the way: `specs[i]` is what step i is applied to, the last one is the target."""
         found = [self.src]
         for step in self.steps:
-            found.append(step.apply(found[-1]))
+            found.append(made(step, found[-1]))
         return tuple(found)
 
     @property
@@ -123,12 +125,32 @@ def _check(src: Spec, dst: Spec) -> None:
 
 
 def _within(p: Plan) -> tuple[float, ...]:
-    return p.busiest, p.rounds, len(p.steps)
+    return max(map(p.received, _examples(p))), sum(_talks(step) for step in p.steps), len(p.steps)
+
+
+def _talks(step: Step) -> bool:
+    return isinstance(step, Collective | AllToAll | Exchange)
+
+
+def _examples(p: Plan) -> tuple[int, ...]:
+    """The ranks whose bytes decide: all of a small mesh; of a large one, those at the ends and in the middle."""
+    mesh = p.src.mesh
+    if mesh.size <= SMALL_MESH:
+        return mesh.process_ids
+    changed = [a for a in mesh.dim_names if _role(p.src.layout, a) != _role(p.dst.layout, a)]
+    spans = [sorted({0, 1, n // 2, n - 1}) if a in changed and n > 1 else [0] for a, n in mesh.sizes.items()]
+    return tuple(int(mesh.mesh[at]) for at in product(*spans))
+
+
+def _role(layout: Layout, axis: str) -> tuple[int, Dim] | str | None:
+    """What an axis does in a layout: the dim it cuts, with which axes, or the operation that joins its terms."""
+    cut = next(((at, dim) for at, dim in enumerate(layout.dims) if axis in axes_of(dim)), None)
+    return cut or dict(layout.partial).get(axis)
 
 
 def _across(p: Plan) -> tuple[float, ...]:
     crossing = sum(s.received(x, rank) for s, x in p.walk() if isinstance(s, Exchange) for rank in p.ranks)
-    return sum(map(p.received, p.ranks)), crossing, p.rounds, len(p.steps)
+    return sum(map(p.received, p.ranks)), crossing, sum(_talks(step) for step in p.steps), len(p.steps)
 
 
 def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:

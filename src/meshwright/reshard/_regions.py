@@ -15,6 +15,7 @@ Cuts = tuple[tuple[str, ...], ...]
 """The axes that cut every dim, outermost first: the dims of a layout without products."""
 
 
+@lru_cache(maxsize=16384)
 def box_of(spec: Spec, rank: int) -> Box:
     """What `rank` holds; a rank outside the mesh holds an empty box."""
     return spec.local_ranges(rank) if rank in spec.mesh else ((0, 0),) * max(spec.ndim, 1)

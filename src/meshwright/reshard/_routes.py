@@ -2,52 +2,93 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 
 from meshwright.layout import Spec
 
-from ._regions import Box, blocks, box_of, ranks_at, volume
+from ._regions import Box, blocks, box_of, lacking, ranks_at, volume
 
 Route = tuple[int, Box]
-"""The rank at the other end, and the box."""
+"""The rank at the other end, and the box in global coordinates."""
+Moves = dict[int, list[Route]]
 
 
 class Routes:
-    """All messages of one movement: what each rank receives and sends, boxes in global coordinates.
+    """The messages of one movement among the ranks of `group`; at most one from one rank to another.
 
-    A rank that holds an element itself keeps it (its own rank is then the other end). Otherwise the element comes
-    from the holder that has sent least so far, and among equals from the nearest in the order of the ranks.
+    A rank that holds an element itself keeps it (its own rank is then the other end). Where several ranks hold an
+    element, it comes from the one that has sent least so far, and among equals from the nearest in the group.
+    All ranks derive the same routes. `fixed` are the coordinates that the ranks of the group share.
     """
 
-    def __init__(self, src: Spec, dst: Spec, group: tuple[int, ...]) -> None:
-        self.receives: dict[int, list[Route]] = {rank: [] for rank in group}
-        self.sends: dict[int, list[Route]] = {rank: [] for rank in group}
-        place = {rank: at for at, rank in enumerate(group)}
-        load = dict.fromkeys(group, 0)
-        known: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for rank in group:
-            if rank not in dst.mesh:
-                continue
-            for at, box in blocks(src, box_of(dst, rank)):
-                key = tuple(at.items())
-                if key not in known:
-                    known[key] = [r for r in ranks_at(src.mesh, at) if r in place]
-                self._add(rank, known[key], box, load, place)
-        self.silent = not any(self.sends.values())
+    def __init__(self, src: Spec, dst: Spec, group: tuple[int, ...], fixed: Mapping[str, int]) -> None:
+        self.src, self.dst, self.group, self.fixed = src, dst, group, dict(fixed)
 
-    def _add(self, rank: int, holders: list[int], box: Box, load: dict[int, int], place: dict[int, int]) -> None:
-        if rank in holders:
-            self.receives[rank].append((rank, box))
-            return
-        holder = holders[0]
-        if len(holders) > 1:
-            holder = min(holders, key=lambda r: (load[r], abs(place[r] - place[rank]), place[r]))
-        load[holder] += volume(box)
-        self.receives[rank].append((holder, box))
-        self.sends[holder].append((rank, box))
+    @cached_property
+    def silent(self) -> bool:
+        """Whether every rank of the group has all it needs."""
+        return not any(lacking(self.dst, self.src, rank) for rank in self.group)
+
+    def receives(self, rank: int) -> list[Route]:
+        """From whom `rank` has each box that it needs, itself included."""
+        if rank not in self.dst.mesh:
+            return []
+        if self._repeated:
+            return self._balanced[0][rank]
+        return [(self._holders(at)[0], box) for at, box in blocks(self.src, box_of(self.dst, rank))]
+
+    def sends(self, rank: int) -> list[Route]:
+        """To whom `rank` sends which box, itself left out."""
+        if rank not in self.src.mesh:
+            return []
+        if self._repeated:
+            return self._balanced[1][rank]
+        met = blocks(self.dst, box_of(self.src, rank))
+        return [(peer, box) for at, box in met for peer in ranks_at(self.dst.mesh, self.fixed | at) if peer != rank]
+
+    @cached_property
+    def _repeated(self) -> bool:
+        """Whether several ranks of the group hold the same elements."""
+        free = set(self.src.mesh.dim_names) - set(self.src.layout.cut_axes) - set(self.fixed)
+        return any(self.src.mesh.sizes[a] > 1 for a in free)
+
+    def _holders(self, at: Mapping[str, int]) -> tuple[int, ...]:
+        return ranks_at(self.src.mesh, self.fixed | dict(at))
+
+    @cached_property
+    def _balanced(self) -> tuple[Moves, Moves]:
+        """All receives and sends, when holders must be chosen."""
+        receives: Moves = {rank: [] for rank in self.group}
+        sends: Moves = {rank: [] for rank in self.group}
+        place = {rank: at for at, rank in enumerate(self.group)}
+        load = dict.fromkeys(self.group, 0)
+        known: dict[tuple[tuple[str, int], ...], tuple[int, ...]] = {}
+        for rank in self.group:
+            needed = blocks(self.src, box_of(self.dst, rank)) if rank in self.dst.mesh else []
+            for at, box in needed:
+                key = tuple(at.items())
+                holders = known[key] = known.get(key) or self._holders(at)
+                if rank in holders:
+                    receives[rank].append((rank, box))
+                    continue
+                holder = min(holders, key=lambda r: (load[r], abs(place[r] - place[rank]), place[r]))
+                load[holder] += volume(box)
+                receives[rank].append((holder, box))
+                sends[holder].append((rank, box))
+        return receives, sends
 
 
 @lru_cache(maxsize=1024)
 def routes(src: Spec, dst: Spec, group: tuple[int, ...]) -> Routes:
-    """The routes that take a tensor from `src` to `dst` among the ranks of `group`; the same on every rank."""
-    return Routes(src, dst, group)
+    """The routes that take a tensor from `src` to `dst` among the ranks of `group`, on one mesh or across two."""
+    return Routes(src, dst, group, _shared(src, dst, group))
+
+
+def _shared(src: Spec, dst: Spec, group: tuple[int, ...]) -> dict[str, int]:
+    """The coordinates that all ranks of the group have in common, when it lies in one mesh."""
+    if src.mesh is not dst.mesh:
+        return {}
+    first = src.mesh.coordinate(group[0])
+    last = src.mesh.coordinate(group[-1])
+    return {a: i for a, i in first.items() if last[a] == i}

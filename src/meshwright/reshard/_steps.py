@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from meshwright.layout import Layout, Spec
@@ -46,6 +47,12 @@ class Step(ABC):
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         """The ranks that carry the step out together with `rank`."""
         return (rank,)
+
+
+@lru_cache(maxsize=4096)
+def made(step: Step, x: Spec) -> Spec:
+    """What `step` makes of `x`, remembered."""
+    return step.apply(x)
 
 
 class Collective(Step):
@@ -88,7 +95,7 @@ class AllGather(Collective):
         return _with_cuts(x, _removed(cuts_of(x), self.places))
 
     def received(self, x: Spec, rank: int) -> int:
-        return (_numel(self.apply(x), rank) - _numel(x, rank)) * x.dtype.itemsize
+        return (_numel(made(self, x), rank) - _numel(x, rank)) * x.dtype.itemsize
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         return x.mesh.group(rank, [a for a, _ in self.places])
@@ -112,7 +119,7 @@ class ReduceScatter(Collective):
         return _with_cuts(_without_terms(x, self.axes), _appended(cuts_of(x), self.places))
 
     def received(self, x: Spec, rank: int) -> int:
-        return (_size(x, self.axes) - 1) * _numel(self.apply(x), rank) * x.dtype.itemsize
+        return (_size(x, self.axes) - 1) * _numel(made(self, x), rank) * x.dtype.itemsize
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         return x.mesh.group(rank, self.axes)
@@ -158,7 +165,7 @@ class AllToAll(Step):
         return _with_cuts(x, self.cuts)
 
     def received(self, x: Spec, rank: int) -> int:
-        return lacking(self.apply(x), x, rank) * x.dtype.itemsize
+        return lacking(made(self, x), x, rank) * x.dtype.itemsize
 
     def rounds(self, x: Spec) -> int:
         return int(any(self.received(x, rank) for rank in x.mesh.process_ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.layout import Spec
 
-from ._tree import map_tensors
-from .torch_hooks import Operator, record_operators
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import Operator, record_operators, shares_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +50,34 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
     nodes: list[Node] = []
     meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
     out = record_operators(lambda: func(*meta_args, **meta_kwargs), lambda *node: nodes.append(Node(*node)))
-    return Captured(tuple(inputs), tuple(nodes), out)
+    return _canonical(inputs, nodes, out)
+
+
+def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Captured:
+    """The capture with every tensor named by one object.
+
+    Factory functions return another object on the same memory than the operator they called did.
+    """
+    known: dict[int, Tensor] = {id(t): t for t in inputs}
+
+    def same(t: Tensor) -> Tensor:
+        found = known.get(id(t))
+        return found if found is not None else _twin(t, known.values())
+
+    done: list[Node] = []
+    for node in nodes:
+        done.append(Node(node.op, map_tensors(same, node.args), map_tensors(same, node.kwargs), node.out))
+        known.update((id(t), t) for t in tensors_in(node.out))
+    return Captured(tuple(inputs), tuple(done), map_tensors(same, out))
+
+
+def _twin(t: Tensor, known: Iterable[Tensor]) -> Tensor:
+    """The known tensor that looks at the same memory in the same way; raises UnknownTensorError when there is none."""
+    for k in known:
+        if shares_storage(k, t) and k.shape == t.shape and k.stride() == t.stride() and k.dtype == t.dtype:
+            return k
+    raise UnknownTensorError(t.shape)
+
+
+class UnknownTensorError(Exception):
+    """A tensor came up in a capture that no operator made: the call cannot be planned, and runs on whole tensors."""

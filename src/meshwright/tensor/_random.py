@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import replicated
+from meshwright.layout import Spec
 
 from ._absent import Absent, make_absent
 from ._convert import convert_local
@@ -43,14 +43,13 @@ def random_source(source: Source) -> Iterator[None]:
         _state.source = before
 
 
-def _drawn(x: DistTensor, draw: Any) -> Tensor:
-    """This rank's part of what `draw` makes of an empty whole tensor."""
-    spec = x._spec
+def _drawn(x: DistTensor, spec: Spec, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """This rank's part, under `spec`, of what `draw` makes of an empty whole tensor like `x`."""
     if _state.source == "rank":
         return draw(torch.empty(spec.local_shape(local_rank()), dtype=spec.dtype, device=x.device))
     whole = draw(torch.empty(spec.shape, dtype=spec.dtype, device=x.device))
     if type(x) is Absent:
-        return x
+        return whole
     return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
 
 
@@ -60,7 +59,9 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if type(x) not in (DistTensor, Absent) or any(isinstance(a, Tensor) for a in args[1:]):
         return NotImplemented
     with no_interception():
-        x.copy_(_drawn(x, lambda whole: func(whole, *args[1:], **kwargs)))
+        local = _drawn(x, x._spec, lambda whole: func(whole, *args[1:], **kwargs))
+        if type(x) is DistTensor:
+            x.copy_(local)
     return x
 
 
@@ -69,28 +70,27 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if type(x) not in (DistTensor, Absent):
         return NotImplemented
-    spec = x._spec.with_layout(x._spec.layout if not x._spec.layout.partial else replicated(x._spec.ndim))
+    spec = x._spec if not x._spec.layout.partial else whole_spec(x._spec)
     with no_interception():
-        like = x.detach() if type(x) is Absent else stamp(x.detach(), spec)
-        local = _drawn(like, lambda whole: func(whole, *args[1:], **kwargs))
+        local = _drawn(x, spec, lambda whole: func(whole, *args[1:], **kwargs))
         spec = spec.with_dtype(local.dtype)
     return make_absent([spec], [x])[0] if type(x) is Absent else stamp(local, spec)
 
 
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout by a mask that is drawn whole; terms stay pending, since it is linear."""
+    """Dropout by a mask that is drawn whole; terms are joined first, since each element is dropped once."""
     x = args[0] if args else kwargs.get("input")
     p, train = _dropout_arguments(args[1:], kwargs)
     if type(x) not in (DistTensor, Absent) or not train or p in (0.0, 1.0) or not isinstance(p, float):
         return NotImplemented
     spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
-    if type(x) is Absent:
-        _drawn(x, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
-        return make_absent([spec], [x])[0]
-    x = x if spec is x._spec else stamp(convert_local(x, x._spec, spec), spec)
     with no_interception():
-        ones = _drawn(x, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
-    return x * stamp(ones, spec.with_dtype(ones.dtype))
+        mask = _drawn(x, spec, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
+    if type(x) is Absent:
+        return make_absent([spec], [x])[0]
+    if spec is not x._spec:
+        x = stamp(convert_local(x, x._spec, spec), spec)
+    return x * stamp(mask, spec.with_dtype(mask.dtype))
 
 
 def _dropout_arguments(rest: Any, kwargs: Any) -> tuple[Any, bool]:
