@@ -40,6 +40,7 @@ from benchmarks._samples import RANKS, Case, Entry, Variant
 
 CACHE = Path(__file__).parent / "rivals" / "dtensor_opdb.json"
 ENTRY_SECONDS = 60.0
+LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # rows as they come, on standard error
 STATUSES = ("right", "wrong", "raised", "left_out")
 
 
@@ -271,8 +272,18 @@ class _ThreadedRanks:
             except BaseException as error:
                 answer = _raised(error)
             if isinstance(answer, Failure):
-                self.group.exception_handle(None)  # wake the ranks that wait for this one
+                self._wake()
             self.answers.put((rank, answer))
+
+    def _wake(self) -> None:
+        """Ends every wait for a rank that will not come."""
+        with self.group._coll_lock:
+            self.group._terminate.set()
+            under_way = list(self.group._cur_coll_on_pgs.values())
+        for collective in under_way:
+            for condition in (collective._start_cond, collective._done_cond):
+                with condition:
+                    condition.notify_all()
 
     def __call__(self, job: Callable[[], Any]) -> list[Any]:
         for waiting in self.jobs:
@@ -282,7 +293,7 @@ class _ThreadedRanks:
             try:
                 rank, answer = self.answers.get(timeout=self.patience)
             except queue.Empty:
-                self.group.exception_handle(None)
+                self._wake()
                 rank, answer = self.answers.get(timeout=self.patience)
                 answer = Failure("raised", "the ranks wait for each other")
             answers[rank] = answer
@@ -418,6 +429,8 @@ def _run_child(library: str, cap: int, kinds: Sequence[str], names: Sequence[str
         while line := lines.get(timeout=ENTRY_SECONDS):
             if line.startswith("row "):
                 rows.append(Row(**json.loads(line[4:])))
+                if LOG:
+                    print(line.rstrip()[:300], file=sys.stderr, flush=True)
     except queue.Empty:
         return f"gave no answer within {ENTRY_SECONDS:g} s"
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.spmd import _rules_linalg as linalg
 from meshwright.spmd import _rules_pointwise as pointwise
 
 from .walker import Sample
@@ -230,6 +231,66 @@ amax: same(4, 5), [0, 1]
 amax: same(4, 5), [0], True
 amax: i(9, 4, 5), [0]
 amin: same(4, 5), [1]
+prod: x(4, 5)
+prod.dim_int: x(4, 5), 1, True
+prod.dim_int: i(3, 4, 5), 0
+logsumexp: x(4, 5), [0]
+logsumexp: x(4, 5), [0, 1], True
+special_logsumexp: x(4, 5), [1]
+linalg_vector_norm: x(4, 5)
+linalg_vector_norm: x(4, 5), 3, [1], True
+linalg_vector_norm: same(4, 5), float("inf"), [0]
+linalg_vector_norm: same(4, 5), float("-inf"), [0]
+linalg_vector_norm: same(4, 5), 0, [0]
+linalg_vector_norm: c(4, 5), 2, [0]
+linalg_vector_norm: 0 * x(4, 5), 2, [0]
+norm.Scalar: x(4, 5)
+norm.ScalarOpt_dim: x(4, 5), 1, [1]
+norm.ScalarOpt_dim: x(4, 5), None, [0], True
+frobenius_norm.dim: x(4, 5), [0, 1]
+var: x(4, 5)
+var: x(4, 5), False
+var.dim: x(4, 5), [1], True, True
+var.correction: x(4, 5), [0], correction=0
+var.correction: c(4, 5), [0, 1], correction=2, keepdim=True
+std: x(4, 5)
+std.correction: x(4, 5), [0], correction=1
+std.dim: x(4, 5), [0], False
+var_mean.correction: x(4, 5), [0], correction=1
+var_mean: x(4, 5)
+std_mean.correction: x(4, 5), [1], correction=1, keepdim=True
+max: same(4, 5)
+max.dim: same(4, 5), 1
+max.dim: x(4, 5), 0, True
+max.other: x(4, 5), x(5)
+min: x(4, 5)
+min.dim: same(4, 5), 0
+min.dim: i(9, 4, 5), 0
+min.other: x(4, 5), x(4, 1)
+argmax: same(4, 5), 0
+median: x(4, 5)
+median.dim: x(4, 5), 1
+nanmedian.dim: x(4, 5), 0, True
+mode: i(3, 4, 5), 1
+aminmax: x(4, 5), dim=1
+aminmax: x(4, 5), dim=0, keepdim=True
+kthvalue: x(4, 5), 2
+sort: x(4, 5), 0
+sort.stable: x(4, 5), stable=True
+argsort: x(4, 5), 1, True
+cummax: x(4, 5), 1
+cummin: x(4, 5), 0
+topk: x(4, 5), 2, 1
+topk: x(4, 5), 2
+logcumsumexp: x(4, 5), 1
+logcumsumexp: x(4, 5), 0
+renorm: x(4, 5), 2, 0, 1.0
+trace: x(4, 5)
+diff: x(4, 5)
+diff: x(4, 5), 2, 0
+glu: x(4, 10)
+glu: x(8, 5), 0
+view_as_real: c(4, 5)
 amin: i(9, 4, 5), [1]
 any: b(4, 5)
 any.dim: b(4, 5), 1, True
@@ -296,6 +357,63 @@ binary_cross_entropy: p(4, 5), p(4, 5), p(4, 5), 1
 binary_cross_entropy: p(4, 5), p(4, 5), None, 0
 binary_cross_entropy_with_logits: x(4, 5), p(4, 5)
 binary_cross_entropy_with_logits: x(4, 5), p(4, 5), p(4, 1), p(5), 1
+index.Tensor: x(5, 4), [i(5, 3)]
+index.Tensor: x(5, 4, 3), [None, i(4, 3, 2)]
+index.Tensor: x(5, 4, 3), [i(4, 3, 1) - 1, i(4, 2)]
+index.Tensor: x(5, 4, 3), [i(5, 2), None, i(3, 2)]
+index_put: x(5, 4), [i(5, 3)], x(3, 4)
+index_put: x(5, 4), [i(5, 3)], x(4), True
+index_put: x(5, 4), [None, i(4, 1)], x(5, 1)
+index_put: x(5, 4), [None, i(4, 1)], x()
+index_put: x(5, 4), [b(5, 4)], x()
+index_put: x(5, 4), [b(5)], x(1)
+index_select: x(5, 4), 0, i(5, 3)
+index_select: x(5, 4), -1, i(4)
+gather: x(5, 4), 1, i(4, 5, 3)
+gather: x(5, 4), 0, i(5, 3, 4)
+gather: x(5, 4), 0, i(5, 3, 2)
+take_along_dim: x(5, 4), i(4, 5, 2), 1
+take_along_dim: x(5, 4), i(4, 1, 2), 1
+take_along_dim: x(1, 4), i(4, 5, 2), 1
+scatter.value: x(5, 4), 1, i(4, 5, 2), 2.0
+scatter.src: x(5, 4), 1, torch.randperm(4).expand(5, 4), x(5, 4)
+scatter.src: x(5, 4), 1, torch.randperm(4).expand(3, 4), x(5, 4)
+scatter.reduce: x(5, 4), 0, i(5, 3, 4), x(3, 4), reduce="add"
+scatter.value_reduce: x(5, 4), 0, i(5, 3, 4), 2.0, reduce="multiply"
+scatter_add: x(5, 4), 0, i(5, 7, 4), x(7, 4)
+scatter_add: x(5, 4), 1, i(4, 5, 3), x(5, 3)
+scatter_reduce.two: x(5, 4), 0, i(5, 7, 4), x(7, 4), "amax"
+index_copy: x(5, 4), 0, torch.tensor([3, 1]), x(2, 4)
+index_copy: x(5, 4), 1, torch.tensor([3]), x(5, 1)
+index_add: x(5, 4), 0, torch.tensor([3, 1, 3]), x(3, 4), alpha=2
+index_fill.int_Scalar: x(5, 4), 0, torch.tensor([3, 1]), 2.0
+index_fill.int_Tensor: x(5, 4), -1, torch.tensor([3, 1]), x()
+index_reduce: x(5, 4), 0, torch.tensor([3, 1, 3]), x(3, 4), "mean"
+take: x(5, 4), i(20, 3, 2)
+slice_scatter: x(5, 4), x(2, 4), 0, 1, 3
+slice_scatter: x(5, 4), x(5, 4), 1, 0, 4
+select_scatter: x(5, 4), x(5), 1, 2
+diagonal_scatter: x(5, 4), x(4)
+diagonal_scatter: x(3, 5, 4), x(3, 4), 0, 1, 2
+one_hot: i(3, 4, 5), 3
+embedding_bag: x(7, 4), i(7, 6), torch.tensor([0, 2, 5])
+searchsorted.Tensor: torch.tensor([0.2, 0.5], dtype=torch.float64), p(4, 5)
+searchsorted.Tensor: x(4, 3).sort().values, x(4, 5)
+linalg_solve: spd(4, 3), x(4, 3, 5)
+linalg_solve: spd(4, 3), x(4, 3)
+linalg_solve_triangular: spd(4, 3).tril(), x(4, 3, 5), upper=False
+cholesky_solve: x(4, 3, 5), torch.linalg.cholesky(spd(4, 3))
+cdist: x(2, 4, 3), x(2, 5, 3)
+kron: x(4, 5), x(3, 2)
+linalg_multi_dot: [x(4, 5), x(5, 3), x(3, 2)]
+linalg_multi_dot: [x(5), x(5, 3), x(3)]
+chain_matmul: [x(4, 5), x(5, 3), x(3, 2)]
+fft_fftn: x(4, 5), None, [1]
+fft_fftn: x(4, 5, 3), [2, 3]
+fft_irfftn: c(4, 5), None, [0]
+fft_fft2: x(4, 5, 3)
+linalg_matrix_power: spd(4, 3), 2
+matrix_power: spd(4, 3), 2
 new_zeros: x(4, 5), [3]
 new_ones: x(4, 5), [3, 2]
 new_full: x(4, 5), [3], 2.0
@@ -305,6 +423,10 @@ new_empty: x(4, 5), [0]
 
 def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
+
+
+def _positive(x: Tensor) -> Tensor:
+    return x @ x.mT + torch.diag(torch.arange(1.0, 1 + x.shape[-1], dtype=x.dtype))
 
 
 NAMES: dict[str, Any] = {
@@ -317,6 +439,7 @@ NAMES: dict[str, Any] = {
     "c": lambda *s: torch.randn(s, dtype=torch.complex128),
     "same": lambda *s: torch.randint(0, 2, s).double(),
     "tri": lambda *s: torch.ones(s, dtype=torch.bool).tril(),
+    "spd": lambda b, n: _positive(torch.randn(b, n, n, dtype=torch.float64)),
     "call": lambda *args, **kwargs: (args, kwargs),
 }
 
@@ -335,6 +458,10 @@ def lines() -> Iterator[tuple[str, str]]:
         yield name, arguments
     for name in (*pointwise.LINEAR.split(), *pointwise.CURVED.split()):
         yield name, DOMAIN.get(name, "x(4, 5)" if name in pointwise.LINEAR.split() else "p(4, 5)")
+    for names in linalg.MATRIX.values():
+        yield from ((name, "spd(4, 3)") for name in names.split() if "power" not in name)
+    for name in f"{linalg.FOURIER} {linalg.FOURIER_MANY} {linalg.FOURIER_TWO} fft_fftshift fft_ifftshift".split():
+        yield name, "c(4, 5)" if "_i" in name or "hfft" in name else "x(4, 5)"
     for name in pointwise.BINARY.split():
         if name.startswith(POLYNOMIALS):
             yield name, "p(4, 5), i(4, 5)"

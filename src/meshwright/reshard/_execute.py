@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from ._steps import (
     Slice,
     Step,
     View,
+    made,
 )
 
 Group = tuple[int, ...]
@@ -58,6 +60,8 @@ class Mover(Protocol):
 
 
 Action = Callable[[Tensor, Any], Tensor]
+Part = Callable[[Tensor], Tensor]
+Join = Callable[[list[Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,8 @@ def _view(step: View, x: Spec, rank: int) -> Act | None:
 
 
 def _slice(step: Slice, x: Spec, rank: int) -> Act | None:
-    held, kept = box_of(x, rank), box_of(step.apply(x), rank)
-    where = index(kept, held)
-    return Act(lambda t, c: t[where], fresh=False)
+    take = _part(box_of(made(step, x), rank), box_of(x, rank))
+    return Act(lambda t, c: take(t), fresh=False)
 
 
 def _scale(step: Scale, x: Spec, rank: int) -> Act | None:
@@ -101,17 +104,16 @@ def _scale(step: Scale, x: Spec, rank: int) -> Act | None:
 
 def _fill(step: Fill, x: Spec, rank: int) -> Act | None:
     at = x.mesh.coordinate(rank)
-    if step.op == "sum":
-        first = not any(at[a] for a in step.axes)
-        return Act(lambda t, c: t.clone()) if first else Act(lambda t, c: torch.zeros_like(t))
-    if step.op == "prod":
-        first = not any(at[a] for a in step.axes)
-        return Act(lambda t, c: t.clone()) if first else Act(lambda t, c: torch.ones_like(t))
-    return None
+    if step.op not in ("sum", "prod"):
+        return None
+    if not any(at[a] for a in step.axes):
+        return Act(lambda t, c: t, fresh=False)
+    neutral = torch.zeros_like if step.op == "sum" else torch.ones_like
+    return Act(lambda t, c: neutral(t))
 
 
 def _pad(step: Pad, x: Spec, rank: int) -> Act | None:
-    whole = step.apply(x)
+    whole = made(step, x)
     shape, where = whole.local_shape(rank), index(box_of(x, rank), box_of(whole, rank))
 
     def run(t: Tensor, c: Mover) -> Tensor:
@@ -130,26 +132,25 @@ def _all_reduce(step: AllReduce, x: Spec, rank: int) -> Act | None:
 def _all_gather(step: AllGather, x: Spec, rank: int) -> Act | None:
     group = step.group(x, rank)
     shapes = [x.local_shape(r) for r in group]
-    join = _assembly([box_of(x, r) for r in group], box_of(step.apply(x), rank))
+    join = _assembly([box_of(x, r) for r in group], box_of(made(step, x), rank))
     return Act(lambda t, c: join(c.all_gather(t, group, shapes), t))
 
 
 def _reduce_scatter(step: ReduceScatter, x: Spec, rank: int) -> Act | None:
-    op, group, made, held = step.op, step.group(x, rank), step.apply(x), box_of(x, rank)
-    where = [index(box_of(made, r), held) for r in group]
-    return Act(lambda t, c: c.reduce_scatter([t[at] for at in where], op, group))
+    op, group = step.op, step.group(x, rank)
+    cut = _parts([box_of(made(step, x), r) for r in group], box_of(x, rank))
+    return Act(lambda t, c: c.reduce_scatter(cut(t), op, group))
 
 
 def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
-    made, group = step.apply(x), step.group(x, rank)
-    found = routes(x, made, group)
-    held, need = box_of(x, rank), box_of(made, rank)
+    group, held = step.group(x, rank), box_of(x, rank)
+    found = routes(x, made(step, x), group)
     incoming, outgoing = dict(found.receives(rank)), dict(found.sends(rank))
     own = incoming.pop(rank, None)
-    join = _assembly([*incoming.values(), *([own] if own else [])], need)
-    own_at = index(own, held) if own else None
+    keep = _part(own, held) if own else None
+    join = _assembly([*incoming.values(), *([own] if own else [])], box_of(made(step, x), rank))
     senders = [group.index(r) for r in incoming]
-    send_at = [index(outgoing[r], held) if r in outgoing else None for r in group]
+    takes = [_part(outgoing[r], held) if r in outgoing else None for r in group]
     shapes = [_shape(incoming[r]) if r in incoming else (0,) for r in group]
     silent = found.silent
 
@@ -157,10 +158,10 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
         parts: list[Tensor] = []
         if not silent:
             none = t.new_empty((0,))
-            arrived = c.all_to_all([none if at is None else t[at] for at in send_at], shapes, group)
+            arrived = c.all_to_all([none if take is None else take(t) for take in takes], shapes, group)
             parts = [arrived[i] for i in senders]
-        if own_at is not None:
-            parts.append(t[own_at])
+        if keep is not None:
+            parts.append(keep(t))
         return join(parts, t)
 
     return Act(run, fresh=own is None or len(incoming) > 0)
@@ -176,37 +177,63 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
         return None
     received = found.receives(rank)
     incoming = [(r, box) for r, box in received if r != rank]
-    own = [index(box, held) for r, box in received if r == rank]
-    outgoing = [(r, index(box, held)) for r, box in found.sends(rank)]
-    boxes = [box for _, box in incoming] + [box for r, box in received if r == rank]
-    if rank in step.to.mesh:
-        join = _assembly(boxes, need)
-    else:
-        shape = step.to.local_shape(rank)
-        join = lambda parts, t: t.new_empty(shape)  # noqa: E731
+    kept = [box for r, box in received if r == rank]
     expected = [(r, _shape(box)) for r, box in incoming]
+    own = [_part(box, held) for box in kept]
+    outgoing = [(r, _part(box, held)) for r, box in found.sends(rank)]
+    leaving = rank not in step.to.mesh
+    join = _empty(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need)
     silent = found.silent
 
     def run(t: Tensor, c: Mover) -> Tensor:
         parts: list[Tensor] = []
         if not silent:
             receives = [(r, shape, t.dtype, t.device) for r, shape in expected]
-            parts = c.exchange([(r, t[at]) for r, at in outgoing], receives, group)
-        return join([*parts, *[t[at] for at in own]], t)
+            parts = c.exchange([(r, take(t)) for r, take in outgoing], receives, group)
+        return join([*parts, *[take(t) for take in own]], t)
 
     return Act(run, fresh=len(own) == 0 or len(incoming) > 0)
+
+
+def _empty(shape: Shape) -> Join:
+    return lambda parts, t: t.new_empty(shape)
+
+
+def _part(box: Box, held: Box) -> Part:
+    """How to take `box` out of a tensor that holds `held`: a view."""
+    cut = [d for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y]
+    if not cut:
+        return lambda t: t
+    if len(cut) == 1:
+        dim, start, length = cut[0], box[cut[0]][0] - held[cut[0]][0], box[cut[0]][1]
+        return lambda t: t.narrow(dim, start, length)
+    where = index(box, held)
+    return lambda t: t[where]
+
+
+def _parts(boxes: Sequence[Box], held: Box) -> Callable[[Tensor], Sequence[Tensor]]:
+    """How to take all boxes out of a tensor that holds `held`: in one call where they follow each other."""
+    cut = {d for box in boxes for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y}
+    if len(cut) == 1:
+        dim = cut.pop()
+        ends = list(accumulate((box[dim][1] for box in boxes), initial=held[dim][0]))
+        if [box[dim][0] for box in boxes] == ends[:-1] and ends[-1] == sum(held[dim]):
+            sizes = [box[dim][1] for box in boxes]
+            return lambda t: t.split(sizes, dim)
+    takes = [_part(box, held) for box in boxes]
+    return lambda t: [take(t) for take in takes]
 
 
 def _shape(box: Box) -> Shape:
     return tuple([n for _, n in box])
 
 
-def _assembly(boxes: Sequence[Box], target: Box) -> Callable[[list[Tensor], Tensor], Tensor]:
+def _assembly(boxes: Sequence[Box], target: Box) -> Join:
     """How parts that lie in `boxes` become the tensor of `target`: none, one, one cat, or a copy of each."""
     shape = _shape(target)
     full = [i for i, box in enumerate(boxes) if volume(box)]
     if not full:
-        return lambda parts, t: t.new_empty(shape)
+        return _empty(shape)
     if len(full) == 1:
         only = full[0]
         return lambda parts, t: parts[only]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +47,17 @@ def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ca
     written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
     names = [a.name for a in schema_of(op).arguments]
     mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
-    return Call(rule, bind(rule, shapes, numbers), places, mutated)
+    bound = bind(rule, shapes, numbers)
+    bound = _written_in_place(bound) if mutated else bound
+    return Call(bound.rule, bound, places, mutated)
+
+
+def _written_in_place(bound: Bound) -> Bound:
+    """Without second forms, which make new tensors: the factors that need one are whole."""
+    if not bound.rule.forms:
+        return bound
+    formed = frozenset(at for at, name in enumerate(bound.names) if name in bound.rule.forms)
+    return replace(bound, rule=replace(bound.rule, forms={}), whole=bound.whole | formed)
 
 
 def _argument_name(key: int | str, names: Sequence[str]) -> str:

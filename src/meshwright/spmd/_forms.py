@@ -45,7 +45,7 @@ class LocalCall(Protocol):
         ...
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
-        """The local part of operand `operand`, with up to `before` and `after` neighbouring rows of `dim` on each side."""
+        """The local part of operand `operand`, with up to `before` and `after` neighbouring rows of `dim` beside it."""
         ...
 
     def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:

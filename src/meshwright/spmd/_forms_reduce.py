@@ -5,7 +5,8 @@ Every form serves whichever of the reduced dims are cut: sums and gathers over a
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from math import isinf, prod
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Te
         for d in dims:
             if call.ranks(0, d) > 1:
                 best, ties = _best(call.gather(best, 0, d), call.gather(ties, 0, d))
-    return best if keepdim else without_dims(best, dims)
+    return squeezed(best, dims, keepdim)
 
 
 def _best(tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,17 +86,138 @@ def without_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.reshape([n for d, n in enumerate(x.shape) if d not in dims])
 
 
+def gathered(call: LocalCall, x: Tensor, dims: tuple[int, ...], join: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the ranks made of their pieces (dims kept as ones), joined over every cut dim."""
+    for d in dims:
+        if call.ranks(0, d) > 1:
+            x = join(call.gather(x, 0, d))
+    return x
+
+
+def squeezed(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    return x if keepdim else without_dims(x, dims)
+
+
+def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    dims = dims_at(dim, x.dim())
+    for d in dims:
+        x = x.prod(d, keepdim=True, dtype=dtype)
+    return squeezed(gathered(call, x, dims, lambda t: t.prod(0)), dims, keepdim)
+
+
+def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = dims_at(dim, x.dim())
+    return squeezed(gathered(call, x.logsumexp(dims, True), dims, lambda t: t.logsumexp(0)), dims, keepdim)
+
+
+def vector_norm(
+    call: LocalCall, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """The norm of the pieces' norms; for the norms that are a maximum or a minimum, that of the absolute values."""
+    dims, p = dims_at(dim, x.dim()), 2.0 if ord is None else float(ord)
+    x = x if dtype is None else x.to(dtype)
+    if isinf(p):
+        return (amax if p > 0 else amin)(call, x.abs(), dims, keepdim)
+    local = torch.linalg.vector_norm(x, p, dims, True)
+    return squeezed(gathered(call, local, dims, lambda t: torch.linalg.vector_norm(t, p, 0)), dims, keepdim)
+
+
+def frobenius_norm(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    return vector_norm(call, x, 2, dim, keepdim)
+
+
+def moments(
+    call: LocalCall, x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> tuple[Tensor, Tensor, tuple[int, ...], bool]:
+    """This rank's term of the variance, the mean, the dims they are taken along, and whether these are kept."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = dims_at(dim, x.dim())
+    count = prod(call.total(0, d) for d in dims)
+    less = correction if correction is not None else float(unbiased is not False)
+    mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / max(count, 1)
+    off = x - mean
+    square = (off * off.conj()).real if x.is_complex() else off.square()
+    return square.sum(dims, keepdim=True) / max(count - less, 0), mean, dims, keepdim
+
+
+def var(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    term, _, dims, keepdim = moments(call, x, *args, **kwargs)
+    return squeezed(term, dims, keepdim)
+
+
+def var_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Terms of both: the mean is counted on the first rank alone."""
+    term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
+    first = all(call.index(0, d) == 0 for d in dims)
+    return squeezed(term, dims, keepdim), squeezed(mean * float(first), dims, keepdim)
+
+
+def std(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return std_mean(call, x, *args, **kwargs)[0]
+
+
+def std_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The root of a variance of zero has no gradient, as in torch."""
+    term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
+    variance = sum_over(call, term, 0, dims)
+    root = torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt())
+    return squeezed(root, dims, keepdim), squeezed(mean, dims, keepdim)
+
+
+def max_along(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Values and indices: the first rank that reaches the maximum holds it."""
+    return _along(call, x, dim, keepdim, False)
+
+
+def min_along(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _along(call, x, dim, keepdim, True)
+
+
+def argmax(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return _along(call, x.detach(), dim, keepdim, False)[1]
+
+
+def argmin(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return _along(call, x.detach(), dim, keepdim, True)[1]
+
+
+def _along(call: LocalCall, x: Tensor, dim: int, keepdim: bool, least: bool) -> tuple[Tensor, Tensor]:
+    (at,) = dims = dims_at(dim, x.dim())
+    if x.shape[at]:
+        value, where = x.min(at, True) if least else x.max(at, True)
+    else:
+        value = x.sum(at, True, dtype=x.dtype) + (highest(x.dtype) if least else lowest(x.dtype))
+        where = torch.zeros_like(value, dtype=torch.int64)
+    values, places = call.gather(value, 0, at), call.gather(where + call.start(0, at), 0, at)
+    best, winner = values.min(0) if least else values.max(0)
+    return squeezed(best, dims, keepdim), squeezed(places.gather(0, winner.unsqueeze(0)).squeeze(0), dims, keepdim)
+
+
+def highest(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision is summed in single, as torch's own kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Softmax along a cut dim: one maximum and one sum over the ranks."""
     x, dims = _as_type(x, dtype), dims_at(dim, x.dim())
-    e = (x - max_over(call, peak(x.detach(), dims), 0, dims)).exp()
-    return e / sum_over(call, e.sum(dims, keepdim=True), 0, dims)
+    e = wide(x)
+    e = (e - max_over(call, peak(e.detach(), dims), 0, dims)).exp()
+    return (e / sum_over(call, e.sum(dims, keepdim=True), 0, dims)).to(x.dtype)
 
 
 def log_softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     x, dims = _as_type(x, dtype), dims_at(dim, x.dim())
-    x = x - max_over(call, peak(x.detach(), dims), 0, dims)
-    return x - sum_over(call, x.exp().sum(dims, keepdim=True), 0, dims).log()
+    y = wide(x)
+    y = y - max_over(call, peak(y.detach(), dims), 0, dims)
+    return (y - sum_over(call, y.exp().sum(dims, keepdim=True), 0, dims).log()).to(x.dtype)
 
 
 def _as_type(x: Tensor, dtype: Any) -> Tensor:
@@ -111,17 +233,20 @@ def layer_norm(
 ) -> Tensor:  # fmt: skip
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     count = prod(normalized_shape)
-    x = x - sum_over(call, x.sum(dims, keepdim=True), 0, dims) / count
-    variance = sum_over(call, x.square().sum(dims, keepdim=True), 0, dims) / count
-    return scaled(x * (variance + eps).rsqrt(), weight, bias)
+    y = wide(x)
+    y = y - sum_over(call, y.sum(dims, keepdim=True), 0, dims) / count
+    variance = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / count
+    return scaled(y * (variance + eps).rsqrt(), weight, bias).to(x.dtype)
 
 
 def rms_norm(
     call: LocalCall, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    square = sum_over(call, x.square().sum(dims, keepdim=True), 0, dims) / prod(normalized_shape)
-    return scaled(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
+    y = wide(x)
+    square = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / prod(normalized_shape)
+    small = torch.finfo(y.dtype).eps if eps is None else eps
+    return scaled(y * (square + small).rsqrt(), weight, None).to(x.dtype)
 
 
 def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -132,11 +257,19 @@ def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     """The running sum of the piece, and the totals of the pieces before it."""
     (at,) = dims_at(dim, x.dim())
-    before = call.gather(x.sum(at, keepdim=True, dtype=dtype), 0, at)[: call.index(0, at)].sum(0)
-    return x.cumsum(at, dtype=dtype) + before.to(x.cumsum(at, dtype=dtype).dtype)
+    mine = x.cumsum(at, dtype=dtype)
+    before = call.gather(x.sum(at, keepdim=True, dtype=mine.dtype), 0, at)[: call.index(0, at)]
+    return mine + before.sum(0, dtype=mine.dtype)
 
 
 def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     (at,) = dims_at(dim, x.dim())
-    before = call.gather(x.prod(at, keepdim=True, dtype=dtype), 0, at)[: call.index(0, at)].prod(0)
-    return x.cumprod(at, dtype=dtype) * before
+    mine = x.cumprod(at, dtype=dtype)
+    before = call.gather(x.prod(at, keepdim=True, dtype=mine.dtype), 0, at)[: call.index(0, at)]
+    return mine * before.prod(0, dtype=mine.dtype)
+
+
+def logcumsumexp(call: LocalCall, x: Tensor, dim: int) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    before = call.gather(x.logsumexp(at, True), 0, at)[: call.index(0, at)].logsumexp(0)
+    return torch.logaddexp(x.logcumsumexp(at), before)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _forms_reduce as forms
 from ._rule import Entry, Form, Rule
-from ._rules_dims import dims_at, names_of, written
+from ._rules_dims import dims_at, names_of, sized, written
 from ._rules_pointwise import keeps_sums
 
 
@@ -69,10 +69,10 @@ def looks_along(linear: bool, form: Form | None = None, results: int = 1) -> Ent
 def layer_norm_rule(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Any = None, *rest: Any, **kw: Any
 ) -> Rule:
-    """Weight and bias lie as the last dims do; `rms_norm` has eps in the place of the bias and takes no bias."""
+    """Weight and bias lie as the last dims do."""
     names = names_of(x)
     last = names[x.dim() - len(normalized_shape) :]
-    form = forms.layer_norm if "cudnn_enable" in kw else forms.layer_norm
+    form = forms.layer_norm
     return Rule(
         f"{written(names)}, {written(last)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, form)
     )
@@ -84,17 +84,100 @@ def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | N
     return Rule(f"{written(names)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, forms.rms_norm))
 
 
+def spread(over: str | None, form: Form, results: int = 1) -> Entry:
+    """`var` and its family: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` or `(x, dim, correction=, keepdim=)`."""
+
+    def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
+        dims = dims_at(None if isinstance(dim, bool) else dim, x.dim())
+        return reduced(x, dims, keepdim, False, over, form, results)
+
+    return entry
+
+
+def vector_norm_rule(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    over = "sum" if ord == 0 else None
+    return reduced(x, dims_at(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
+
+
+def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    return vector_norm_rule(x, 2 if p is None else p, dim, keepdim)
+
+
+def selection(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
+    """Values and where they stand, along a whole dim; without a dim one value of all."""
+    return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None, 1 if dim is None else 2)
+
+
+def kthvalue_rule(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
+    return selection(x, dim, keepdim)
+
+
+def stable_sort_rule(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Rule | str | None:
+    names = names_of(x)
+    return f"{written(names, dims_at(dim, x.dim()))}, -> {written(names)} ; {written(names)}"
+
+
+def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
+    names, dims = names_of(x), dims_at(dim, x.dim())
+    kept = " ".join("new" if d in dims else n for d, n in enumerate(names))
+    return f"{written(names, dims)}, -> {kept} ; {kept}"
+
+
+def renorm_rule(x: Tensor, p: float, dim: int, maxnorm: float) -> str:
+    """Every slice along `dim` is scaled by its own norm."""
+    names, kept = names_of(x), dims_at(dim, x.dim())
+    return f"{written(names, [d for d in range(x.dim()) if d not in kept])}, -> {written(names)}"
+
+
+def diff_rule(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> str | None:
+    names, dims = names_of(x), dims_at(dim, x.dim())
+    if prepend is not None or append is not None:
+        return None
+    return f"{written(names, dims)} -> {' '.join('new' if d in dims else m for d, m in enumerate(names))}"
+
+
+def glu_rule(x: Tensor, dim: int = -1) -> str:
+    """The dim is two halves, which stay together: a cut of what lies inside a half is kept."""
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    half = sized("h", x.shape[at] // 2)
+    before = [f"(two_2! {half})" if d == at else n for d, n in enumerate(names)]
+    return f"{' '.join(before)}, -> {' '.join(half if d == at else n for d, n in enumerate(names))}"
+
+
 REDUCE: dict[str, Entry] = {
     "aten.sum": reduction(True, "sum"),
     "aten.nansum": reduction(False, "sum"),
     "aten.count_nonzero": reduction(False, "sum"),
     "aten.mean": reduction(True, form=forms.mean),
+    "aten.prod": reduction(False, form=forms.product),
+    "aten.logsumexp": reduction(False, form=forms.logsumexp),
+    "aten.special_logsumexp": reduction(False, form=forms.logsumexp),
+    "aten.linalg_vector_norm": vector_norm_rule,
+    "aten.norm": norm_rule,
+    "aten.frobenius_norm.dim": reduction(False, form=forms.frobenius_norm),
+    "aten.var": spread("sum", forms.var),
+    "aten.std": spread(None, forms.std),
+    "aten.var_mean": spread("sum", forms.var_mean, 2),
+    "aten.std_mean": spread(None, forms.std_mean, 2),
     "aten.amax": reduction(False, form=forms.amax),
     "aten.amin": reduction(False, form=forms.amin),
     "aten.any": reduction(False, "any"),
     "aten.all": reduction(False, "all"),
-    "aten.argmax": arg_reduction(None),
-    "aten.argmin": arg_reduction(None),
+    "aten.max": max_entry(forms.amax, forms.max_along),
+    "aten.min": max_entry(forms.amin, forms.min_along),
+    "aten.argmax": arg_reduction(forms.argmax),
+    "aten.argmin": arg_reduction(forms.argmin),
+    **dict.fromkeys(("aten.median", "aten.nanmedian", "aten.mode", "aten.aminmax"), selection),
+    **dict.fromkeys(("aten.kthvalue",), kthvalue_rule),
+    **dict.fromkeys(("aten.sort.default", "aten.cummax", "aten.cummin"), looks_along(False, results=2)),
+    "aten.sort.stable": stable_sort_rule,
+    "aten.argsort.default": looks_along(False),
+    "aten.topk": topk_rule,
+    "aten.logcumsumexp": looks_along(False, forms.logcumsumexp),
+    "aten.renorm": renorm_rule,
+    "aten.trace": "m! n! ->",
+    "aten.diff": diff_rule,
+    "aten.glu": glu_rule,
     **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.special_softmax"), looks_along(False, forms.softmax)),
     **dict.fromkeys(("aten.log_softmax", "aten._log_softmax"), looks_along(False, forms.log_softmax)),
     "aten.special_log_softmax": looks_along(False, forms.log_softmax),

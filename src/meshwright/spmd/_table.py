@@ -7,7 +7,9 @@ from typing import Any
 
 from ._rule import Entry, Rule
 from ._rules_fresh import FRESH
+from ._rules_index import INDEX
 from ._rules_layer import LAYERS
+from ._rules_linalg import LINALG
 from ._rules_loss import LOSSES
 from ._rules_pointwise import POINTWISE
 from ._rules_product import PRODUCT
@@ -15,7 +17,7 @@ from ._rules_reduce import REDUCE
 from ._rules_shape import SHAPE
 from .torch_hooks import Operator, overload_of, schema_of
 
-RULES: dict[str, Entry] = {**POINTWISE, **PRODUCT, **SHAPE, **REDUCE, **LAYERS, **LOSSES, **FRESH}
+RULES: dict[str, Entry] = {**POINTWISE, **PRODUCT, **SHAPE, **REDUCE, **LAYERS, **LOSSES, **FRESH, **INDEX, **LINALG}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
 
 

@@ -7,6 +7,7 @@ any number of derivatives is right by construction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,52 +15,100 @@ from torch import Tensor
 
 from meshwright.comm import current
 from meshwright.layout import Layout, Spec
-from meshwright.reshard import execute, plan
+from meshwright.reshard import Plan, Relabel, execute, plan, transposed
 
 from .torch_hooks import no_interception
 
 
+class Move:
+    """A conversion with everything about it known beforehand: the steps, whether they do anything, the transpose."""
+
+    def __init__(self, src: Spec, dst: Spec) -> None:
+        self.src, self.dst = src, dst
+        self.graded = src.dtype.is_floating_point or src.dtype.is_complex
+        self.special = any(op != "sum" for s in (src, dst) for _, op in s.layout.partial)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan(self.src, self.dst)
+
+    @cached_property
+    def is_relabel(self) -> bool:
+        """True when no element moves: only what the gradient will be differs."""
+        return all(isinstance(s, Relabel) for s in self.plan.steps)
+
+    @cached_property
+    def transpose(self) -> Move:
+        return move(*transposed(self.src, self.dst))
+
+    def of_dtype(self, dtype: torch.dtype) -> Move:
+        """The same conversion of a tensor of another dtype."""
+        return self if dtype is self.src.dtype else move(self.src.with_dtype(dtype), self.dst.with_dtype(dtype))
+
+    def now(self, x: Tensor) -> Tensor:
+        """The conversion without a gradient; `x` itself when nothing has to be done."""
+        return x if self.is_relabel else execute(self.plan, x, current())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's part after the conversion, from its part `x`; call it with interception off."""
+        if x.dtype is not self.src.dtype:
+            return self.of_dtype(x.dtype)(x)
+        if self.special:
+            return _special(x, self)
+        if self.graded and x.requires_grad and torch.is_grad_enabled():
+            return _Convert.apply(x, self)  # pyright: ignore[reportReturnType]
+        if self.is_relabel:
+            return x
+        with torch.no_grad():
+            return execute(self.plan, x, current())
+
+
+@lru_cache(maxsize=65536)
+def move(src: Spec, dst: Spec) -> Move:
+    """The conversion from `src` to `dst`."""
+    return Move(src, dst)
+
+
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: Spec, dst: Spec) -> Tensor:
-        ctx.src, ctx.dst = src, dst
-        out = execute(plan(src, dst), x, current())
+    def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
+        ctx.how = how
+        out = how.now(x)
         return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        dst, src = ctx.dst.dual(), ctx.src.dual()
-        return convert_local(grad, dst.with_dtype(grad.dtype), src.with_dtype(grad.dtype)), None, None
+        return ctx.how.transpose(grads[0]), None
 
 
 def convert_local(x: Tensor, src: Spec, dst: Spec) -> Tensor:
-    """This rank's part under `dst`, from its part `x` under `src`; plain tensors, differentiable.
-
-    Averaged terms become summed ones by a local division first, so that every term's gradient is its own.
-    """
+    """This rank's part under `dst`, from its part `x` under `src`; differentiable."""
     if src is dst:
         return x
     with no_interception():
-        x, src = _average_as_sum(x, src)
-        after = _sum_for_average(dst)
-        graded = x.requires_grad and torch.is_grad_enabled()
+        return move(src, dst)(x)
+
+
+def _special(x: Tensor, how: Move) -> Tensor:
+    """Averages as sums, by a local division, so that every term's gradient is its own; extrema by gathering.
+
+    Terms of max, min and prod whose gradient is wanted are gathered along a new dim and joined there, where torch
+    knows the gradient.
+    """
+    src, dst = how.src, how.dst
+    x, src = (x / _ranks(src), _sum_for_average(src)) if _ranks(src) > 1 else (x, _sum_for_average(src))
+    after = _sum_for_average(dst)
+    graded = how.graded and x.requires_grad and torch.is_grad_enabled()
+    if graded:
+        x, src = _joined_by_gathering(x, src)
+    if src is not after:
+        step = move(src, after)
         if graded:
-            x, src = _joined_by_gathering(x, src)
-        if graded and src is not after:
-            out: Tensor = _Convert.apply(x, src, after)  # pyright: ignore[reportAssignmentType]
-        elif src is after:
-            out = x
+            x = _Convert.apply(x, step)  # pyright: ignore[reportAssignmentType]
         else:
             with torch.no_grad():
-                out = execute(plan(src, after), x, current())
-        return out if after is dst else out * _ranks(dst)
-
-
-def _average_as_sum(x: Tensor, src: Spec) -> tuple[Tensor, Spec]:
-    if not any(op == "avg" for _, op in src.layout.partial):
-        return x, src
-    return x / _ranks(src), _sum_for_average(src)
+                x = step.now(x)
+    return x if after is dst else x * _ranks(dst)
 
 
 def _sum_for_average(spec: Spec) -> Spec:
@@ -70,7 +119,6 @@ def _sum_for_average(spec: Spec) -> Spec:
 
 
 def _joined_by_gathering(x: Tensor, src: Spec) -> tuple[Tensor, Spec]:
-    """Terms of max, min and prod gathered along a new dim and joined there, where torch knows the gradient."""
     for axis, op in src.layout.partial:
         if op not in _JOINED:
             continue

@@ -120,15 +120,15 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     _tell(func, captured, found, tuple(specs.values()))
-    return _closed(func, captured, found)
+    return _closed(func, args, captured, found)
 
 
-def _closed(func: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
     if found is None:
         run = run_twin(captured.nodes[0], captured)
         return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
     if isinstance(found, Step):
-        return run_step(found), not found.direct
+        return run_step(found, func, args), not found.direct
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if not captured.nodes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.layout import Spec
 
+from ._convert import Move
 from ._dist_tensor import PLANS
 
 
@@ -18,7 +19,7 @@ class Decided:
 
     name: str
     ins: tuple[Spec, ...]
-    moves: tuple[tuple[int, Spec, Spec], ...]
+    moves: tuple[tuple[int, Move], ...]
     outs: tuple[Spec, ...]
     how: str
 

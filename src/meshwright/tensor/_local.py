@@ -9,28 +9,28 @@ from torch import Tensor
 
 from meshwright.layout import Spec, replicated
 
-from ._convert import convert_local
+from ._convert import Move, convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._pending import defer_reduction
 from .torch_hooks import no_interception
 
 
-def shared_convert(x: Tensor, have: Spec, need: Spec) -> Tensor:
-    """`x` under `need`; converted once and shared by all that use it so, as long as it is not written to."""
-    if not isinstance(x, DistTensor):
-        return convert_local(x, have, need)
+def shared_move(x: Tensor, how: Move) -> Tensor:
+    """`x` after `how`; done once and shared by all that use it so, as long as it is not written to.
+
+    Call it with interception off. A leaf that wants a gradient is not shared: what waits for reduction is added up.
+    """
+    if type(x) is Tensor:
+        return how(x)
     graded = torch.is_grad_enabled()
-    with no_interception():
-        version, leaf = x._version, x.is_leaf and x.requires_grad
-    if leaf:
-        deferred = defer_reduction(x, have, need) if graded else None
-        return convert_local(x, have, need) if deferred is None else deferred
-    shared: dict[Any, tuple[int, Tensor]] = x.__dict__.setdefault("_shared", {})
-    found = shared.get((need, graded))
-    if found is not None and found[0] == version:
-        return found[1]
-    out = convert_local(x, have, need)
-    shared[(need, graded)] = (version, out)
+    if graded and x.requires_grad and x.is_leaf:
+        return defer_reduction(x, how) if how.is_relabel else how(x)
+    held: dict[str, Any] = x.__dict__
+    key = (how, graded, x._version)
+    if held.get("_shared_key") == key:
+        return held["_shared"]
+    out = how(x)
+    held["_shared_key"], held["_shared"] = key, out
     return out
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 
-from ._convert import convert_local
+from ._convert import Move, convert_local
 from .torch_hooks import no_interception
 
 BUCKET_BYTES = 25 * 2**20
@@ -48,27 +48,22 @@ class _Deferred(torch.autograd.Function):
     """Repeated → varying for a leaf: the identity, whose gradient waits to be reduced."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: Any, have: Spec, need: Spec) -> Tensor:
-        ctx.leaf, ctx.have, ctx.need = leaf, have, need
+    def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
+        ctx.leaf, ctx.how = x, how
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        terms = ctx.need.dual().with_dtype(grad.dtype)
+        back = ctx.how.transpose.of_dtype(grads[0].dtype)
         if not _state.deferring or torch.is_grad_enabled() or _is_watched(ctx.leaf):
-            return convert_local(grad, terms, ctx.have.dual().with_dtype(grad.dtype)), None, None, None
-        _keep(ctx.leaf, terms, grad)
-        return None, None, None, None
+            return back(grads[0]), None
+        _keep(ctx.leaf, back.src, grads[0])
+        return None, None
 
 
-def defer_reduction(x: Any, have: Spec, need: Spec) -> Tensor | None:
-    """`x`, a leaf, used in a varying way with its gradient's reduction put off; None where `need` asks for more."""
-    if need.layout.dims != have.layout.dims or need.layout.partial or have.layout.partial:
-        return None
-    with no_interception():
-        out: Any = _Deferred.apply(x, x, have, need)
-    return out
+def defer_reduction(x: Any, how: Move) -> Tensor:
+    """`x`, a leaf, after `how`, which only lets it be used in a varying way; the gradient's reduction is put off."""
+    return _Deferred.apply(x, how)  # pyright: ignore[reportReturnType]
 
 
 def _is_watched(leaf: Any) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, replicated
-from meshwright.reshard import plan as reshard_plan
 from meshwright.spmd import Call, describe
 
 from ._capture import Captured, Node
+from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import Operator, seeded_tag, shares_storage
+from .torch_hooks import Operator, shares_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Ref:
 class Step:
     """One operator on local tensors: what its operands become first, and what its results are.
 
-    `moves[k]` is (tensor argument, spec it has, spec it must have). `direct` tells that the caller's own function may
+    `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own function may
     be called on the (converted) arguments, since nothing but operands changes.
     """
 
     node: Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    moves: tuple[tuple[int, Spec, Spec], ...]
+    moves: tuple[tuple[int, Move], ...]
     outs: tuple[Spec, ...]
     direct: bool
     sizes: tuple[int | str, ...]
@@ -83,8 +83,6 @@ def plan_node(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: 
 
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
     """
-    if seeded_tag in node.op.tags:
-        return None
     call = describe(node.op, node.args, node.kwargs)
     if call is None or _writes_elsewhere(node, call):
         return None
@@ -129,7 +127,7 @@ def _step(
 ) -> Step:
     at = {id(t): i for i, t in enumerate(inputs)}
     moves = tuple(
-        (at[id(x)], have, need)
+        (at[id(x)], move(have, need))
         for x, have, need in zip(operands, ins, decision.ins, strict=True)
         if x is not None and have is not None and need is not None and have is not need
     )
@@ -160,7 +158,7 @@ def _breaks_view(
     moved = [
         x
         for x, have, need in zip(operands, ins, decision.ins, strict=True)
-        if x is not None and have is not None and need is not None and reshard_plan(have, need).steps
+        if x is not None and have is not None and need is not None and not move(have, need).is_relabel
     ]
     return any(shares_storage(x, r) for x in moved for r in tensors_in(node.out))
 

@@ -13,7 +13,7 @@ from meshwright.layout import Spec
 from ._alias import break_view
 from ._capture import Captured, Node
 from ._dist_tensor import DistTensor, Run, local_rank, stamp
-from ._local import shared_convert, write_into
+from ._local import shared_move, write_into
 from ._plan import Inline, Step
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import call_plain, no_interception
@@ -59,32 +59,75 @@ def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
     return map_tensors(one, out)
 
 
-def run_step(step: Step) -> Run:
+def run_step(step: Step, func: Any, args: Any) -> Run:
     """One operator: its operands converted, then the caller's function, the operator, or its second form."""
-    if not step.direct:
-        return _run_local(step)
-    return _run_moved(step) if step.moves else run_direct(step.outs, step.node.out)
+    if step.direct and not step.moves:
+        return run_direct(step.outs, step.node.out)
+    if step.direct:
+        return _run_flat(step) if _is_flat(step, args) else _run_moved(step)
+    sized = step.form is None and not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
+    return _run_sized(step) if sized else _run_local(step)
+
+
+def _is_flat(step: Step, args: Any) -> bool:
+    """True when every tensor that moves is a distributed one, and an argument of its own after nothing but such."""
+    first = args[: 1 + max(at for at, _ in step.moves)]
+    return all(type(a) is DistTensor for a in first)
 
 
 def _moved(step: Step, args: Any, kwargs: Any) -> list[Tensor]:
     """The call's tensor arguments, each as the operator needs it."""
     tensors = list(tensors_in((args, kwargs)))
-    for at, have, need in step.moves:
-        tensors[at] = shared_convert(tensors[at], have, need)
+    for at, how in step.moves:
+        tensors[at] = shared_move(tensors[at], how)
     return tensors
 
 
 def _run_moved(step: Step) -> Run:
+    finish = _finisher(step)
+
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _moved(step, args, kwargs)
-        left = iter(tensors)
-        local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
         with no_interception():
-            out = _own(call_plain(func, types, local_args, local_kwargs), tensors)
-        out = _stamp_all(out, step.outs)
-        return break_view(out, func, args, kwargs) if step.broken else out
+            tensors = _moved(step, args, kwargs)
+            left = iter(tensors)
+            local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
+            out = _own(func(*local_args, **local_kwargs), tensors)
+        return finish(out, func, args, kwargs)
 
     return run
+
+
+def _run_flat(step: Step) -> Run:
+    finish, moves = _finisher(step), step.moves
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        local = list(args)
+        with no_interception():
+            for at, how in moves:
+                local[at] = shared_move(local[at], how)
+            out = func(*local, **kwargs) if kwargs else func(*local)
+        return finish(out, func, args, kwargs)
+
+    return run
+
+
+def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
+    """What makes local results distributed ones."""
+    specs = step.outs
+    spec = specs[0] if isinstance(step.node.out, Tensor) else None
+
+    def one(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if type(out) is not Tensor or out.dtype is not spec.dtype:  # pyright: ignore[reportOptionalMemberAccess]
+            return _stamp_all(out, specs)
+        out.__class__ = DistTensor
+        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+        return out
+
+    def many(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        out = _stamp_all(out, specs)
+        return break_view(out, func, args, kwargs) if step.broken else out
+
+    return many if spec is None or step.broken else one
 
 
 def _own(out: Any, inputs: Sequence[Tensor]) -> Any:
@@ -94,18 +137,32 @@ def _own(out: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _run_local(step: Step) -> Run:
+    finish = _finisher(step)
+
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rank = local_rank()
-        tensors = _moved(step, args, kwargs)
-        local_args, local_kwargs = step.local_arguments(tensors, rank)
         with no_interception():
+            tensors = _moved(step, args, kwargs)
+            local_args, local_kwargs = step.local_arguments(tensors, rank)
             if step.form is not None:
                 out = step.form(step.call(rank), *local_args, **local_kwargs)
             else:
                 out = step.node.op(*local_args, **local_kwargs)
             out = _own(out, tensors)
-        out = _stamp_all(out, step.outs)
-        return break_view(out, func, args, kwargs) if step.broken else out
+        return finish(out, func, args, kwargs)
+
+    return run
+
+
+_SIZED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand}
+"""Functions that are `f(tensor, sizes)`, whatever else they also are."""
+
+
+def _run_sized(step: Step) -> Run:
+    finish, spec = _finisher(step), step.outs[0]
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return finish(call_plain(func, types, (args[0], spec.local_shape(local_rank())), _NOTHING), func, args, kwargs)
 
     return run
 

@@ -1,0 +1,87 @@
+"""Second forms of lookups along a cut dim: each rank answers for the indices that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._forms import LocalCall
+from ._rules_dims import dims_at
+
+
+def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices counted from this rank's first, 0 for those of other ranks, and which are this rank's."""
+    index = torch.where(index < 0, index + call.total(0, at), index)
+    local = index - call.start(0, at)
+    mine = (local >= 0) & (local < x.shape[at])
+    return torch.where(mine, local, 0), mine
+
+
+def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """The rows that this rank holds, zero for the others: a term of the result."""
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index.reshape(-1))
+    shape = [-1 if d == at else 1 for d in range(x.dim())]
+    return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), 0)
+
+
+def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index)
+    return torch.where(mine, _padded(x, at).gather(at, local), 0)
+
+
+def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, indices)
+    return torch.where(mine, _padded(x, at).take_along_dim(local, at), 0)
+
+
+def _padded(x: Tensor, at: int) -> Tensor:
+    """`x`, or one row of zeros where this rank holds none, so that there is something to look up."""
+    if x.shape[at]:
+        return x
+    row = x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])
+    return row + x.sum(at, keepdim=True, dtype=x.dtype)
+
+
+def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
+    """`x[indices]` where the one indexed dim is cut."""
+    at = next(d for d, i in enumerate(indices) if i is not None)
+    local, mine = _mine(call, x, at, indices[at])
+    rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
+    return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, 0)
+
+
+def index_copy(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Rows of other ranks are written behind the last row, and dropped."""
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_copy(at, local, source))
+
+
+def index_add(
+    call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_add(at, local, source, alpha=alpha))
+
+
+def index_fill(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_fill(at, local, value))
+
+
+def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.scatter(at, local, value))
+
+
+def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.scatter_add(at, local, src))
+
+
+
+def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index)
+    size = x.shape[at]
+    spare = x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])
+    return write(torch.cat([x, spare], at), at, torch.where(mine, local, size)).narrow(at, 0, size)

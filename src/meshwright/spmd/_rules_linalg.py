@@ -1,0 +1,109 @@
+"""Matrices as wholes: decompositions, solvers, transforms. Batch dims are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ._rule import Entry
+from ._rules_dims import dims_at, names_of, sized, written
+from ._rules_shape import moved
+
+MATRIX = {
+    "m n": "linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power",
+    "n m": "linalg_pinv pinverse",
+    "": "linalg_det det logdet linalg_matrix_rank",
+    "; ...": "linalg_slogdet slogdet",
+    "m new ; ... new n": "linalg_qr",
+    "m new ; ... new ; ... new n": "linalg_svd _linalg_svd",
+    "new": "linalg_svdvals",
+    "m ; ... m n": "linalg_eigh linalg_eig",
+    "m": "linalg_eigvalsh linalg_eigvals",
+    "m n ; ... new": "linalg_lu_factor",
+    "new m ; ... m n ; ... n new": "linalg_lu",
+    "m n ; ...": "linalg_cholesky_ex linalg_inv_ex",
+}
+"""What `"... m! n!, -> ..."` goes on with → operators of one matrix."""
+
+FOURIER = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
+FOURIER_MANY = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+FOURIER_TWO = "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
+
+
+def matrix_entries() -> dict[str, Entry]:
+    return {f"aten.{name}": f"... m! n!, -> ... {after}" for after, names in MATRIX.items() for name in names.split()}
+
+
+def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
+    """Linear in the right-hand side, whose columns are free."""
+    if not left:
+        return None
+    is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
+    return "... m! n! ? ... n -> ... m" if is_vector else "... m! n! ? ... n k -> ... m k"
+
+
+def cdist_rule(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> str:
+    return "... p d!, ... r d! -> ... p r"
+
+
+def kron_rule(x: Tensor, y: Tensor) -> str | None:
+    """Every dim of the result is the product of the two operands' dims."""
+    if not x.dim() or x.dim() != y.dim() or 0 in (prod(x.shape), prod(y.shape)):
+        return None
+    left = [sized(n, s) for n, s in zip(names_of(x, "a"), x.shape, strict=True)]
+    right = [sized(n, s) for n, s in zip(names_of(y, "b"), y.shape, strict=True)]
+    return f"{written(left)} * {written(right)} -> {' '.join(f'({a} {b})' for a, b in zip(left, right, strict=True))}"
+
+
+def chain_rule(matrices: Sequence[Tensor]) -> str | None:
+    """A chain of matrices; a vector may stand at either end."""
+    sides = [f"c{i} c{i + 1}" for i in range(len(matrices))]
+    if matrices[0].dim() == 1:
+        sides[0] = "c1"
+    if matrices[-1].dim() == 1:
+        sides[-1] = f"c{len(matrices) - 1}"
+    first = "" if matrices[0].dim() == 1 else "c0"
+    last = "" if matrices[-1].dim() == 1 else f"c{len(matrices)}"
+    return f"{' * '.join(sides)} -> {first} {last}"
+
+
+def fourier_rule(x: Tensor, n: Any = None, dim: Any = None, norm: str | None = None) -> str:
+    """A linear map along whole dims."""
+    if dim is None and isinstance(n, (list, tuple)):
+        dim = range(x.dim() - len(n), x.dim())
+    return _mapped(x, dims_at(None if dim is None else dim, x.dim()))
+
+
+def fourier_last_rule(x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> str:
+    return _mapped(x, dims_at(dim, x.dim()))
+
+
+def fourier_two_rule(x: Tensor, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> str:
+    return _mapped(x, dims_at(dim, x.dim()))
+
+
+def _mapped(x: Tensor, dims: Sequence[int]) -> str:
+    names = names_of(x)
+    return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
+
+
+def shift_rule(x: Tensor, dim: Any = None) -> str:
+    return moved(x, dims_at(dim, x.dim()))
+
+
+LINALG: dict[str, Entry] = {
+    **matrix_entries(),
+    **dict.fromkeys((f"aten.{n}" for n in FOURIER.split()), fourier_last_rule),
+    **dict.fromkeys((f"aten.{n}" for n in FOURIER_MANY.split()), fourier_rule),
+    **dict.fromkeys((f"aten.{n}" for n in FOURIER_TWO.split()), fourier_two_rule),
+    **dict.fromkeys(("aten.fft_fftshift", "aten.fft_ifftshift"), shift_rule),
+    "aten.linalg_solve": solve_rule,
+    "aten.linalg_solve_triangular": solve_rule,
+    "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
+    "aten.cdist": cdist_rule,
+    "aten.kron": kron_rule,
+    **dict.fromkeys(("aten.linalg_multi_dot", "aten.chain_matmul"), chain_rule),
+}

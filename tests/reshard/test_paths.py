@@ -1,0 +1,170 @@
+"""Paths read well, cost what they must, and no more than DTensor's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from benchmarks import reshard as figure
+from meshwright.comm import current, simulate
+from meshwright.layout import ProcessMesh, parse_spec
+from meshwright.reshard import AllGather, Exchange, Plan, execute, lower_bound, plan
+
+from .oracle import conversions
+
+LINE = ProcessMesh([0, 1, 2, 3], ["x"])
+SQUARE = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
+CUBE = ProcessMesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["x", "y", "z"])
+
+GOLDEN = """
+    8@x, 4              -> 8, 4                   AllGather(x, dim 0)
+    8, 4                -> 8@x, 4                 Slice(x, dim 0)
+    8@x, 4              -> 8, 4@x                 AllToAll([:, @x])
+    8@x@y, 4            -> 8, 4                   AllGather(x y, dim 0)
+    8@x, 4@y            -> 8, 4                   AllGather(x, dim 0; y, dim 1)
+    8@x, 4@y            -> 8@y, 4@x               AllToAll([@y, @x])
+    8@x@y, 4            -> 8@y@x, 4               AllToAll([@y@x, :])
+    8@x, 4              -> 8, 4@y                 Slice(y, dim 1) · AllGather(x, dim 0)
+    8, 4 +x +y          -> 8, 4                   AllReduce(x y)
+    8, 4 +x +y          -> 8@y@x, 4               ReduceScatter(y x, dim 0)
+    8, 4 +x             -> 8@x@y, 4               ReduceScatter(x y, dim 0 over x)
+    8, 4 +x             -> 8@y, 4                 Slice(y, dim 0) · AllReduce(x)
+    8, 4 +x +y          -> 8@x, 4                 ReduceScatter(x, dim 0) · AllReduce(y)
+    8@x, 4 +y           -> 8, 4                   AllReduce(y) · AllGather(x, dim 0)
+    8@x, 4 +y           -> 8, 4@x                 ReduceScatter(y, dim 0) · AllToAll([:, @x])
+    8, 4                -> 8, 4 +x                Fill(x)
+    8@x, 4              -> 8, 4 +x                Pad(x, dim 0)
+    8, 4 +x             -> 8, 4 +y                Slice(y, dim 0) · AllReduce(x) · Pad(y, dim 0)
+    8, 4 +x:avg         -> 8, 4 +x                Scale(x to sum)
+    8, 4 +x:max         -> 8@x, 4                 ReduceScatter(x, dim 0 max)
+    8, 4 ~x             -> 8, 4                   Relabel([:, :])
+    2 * 4@x, 4          -> 8, 4                   View(f32[2, 4@x, 4]) · AllGather(x, dim 1) · View(f32[8, 4])
+    2@x * 4, 4          -> 8@x, 4                 Relabel([@x, :])
+    2@x * 4, 4          -> 8@x@y, 4               Slice(y, dim 0)
+"""
+"""Conversions on a 2 × 2 mesh, and the paths they take."""
+
+
+@pytest.mark.parametrize("line", GOLDEN.strip().splitlines(), ids=lambda line: " ".join(line.split()))
+def test_golden_paths(line):
+    src, rest = line.split("->")
+    dst, path = rest.strip().split("   ", 1)
+    assert repr(plan(*(parse_spec(_spec(side), SQUARE) for side in (src, dst)))) == path.strip()
+
+
+def _spec(side: str) -> str:
+    dims, sign, marks = side.strip().partition(" +") if "+" in side else side.strip().partition(" ~")
+    return f"f32[{dims}]{sign}{marks}"
+
+
+def test_the_figure_is_kept():
+    found = figure.run(quick=True)
+    assert found["ok"], found["details"]
+    assert found["details"]["transitions"] >= 40
+
+
+@settings(max_examples=80)
+@given(conversions())
+def test_movement_without_terms_meets_the_bound_in_one_round(pair):
+    src, dst = (x.with_layout(type(x.layout)(x.layout.dims)) for x in pair)
+    made = plan(src, dst)
+    if not any("View" in repr(step) for step in made.steps):
+        assert made.rounds <= 1
+        assert [made.received(r) for r in made.ranks] == [lower_bound(src, dst, r) for r in made.ranks]
+
+
+@settings(max_examples=80)
+@given(conversions())
+def test_steps_lead_from_the_source_to_the_target(pair):
+    made = plan(*pair)
+    assert made.specs[0] is made.src
+    assert made.specs[-1] is made.dst
+    assert plan(*pair) is made
+    assert hash(made.steps) == hash(tuple(made.steps))
+
+
+def test_a_price_decides():
+    src, dst = parse_spec("f32[8@x@y@z]", CUBE), parse_spec("f32[8]", CUBE)
+
+    def dear_together(step, x):
+        return len(step.group(x, 0)) ** 2
+
+    assert repr(plan(src, dst)) == "AllGather(x y z, dim 0)"
+    assert repr(plan(src, dst, dear_together)) == "AllGather(z, dim 0) · AllGather(y, dim 0) · AllGather(x, dim 0)"
+
+
+def test_a_reversed_cut_still_gathers_at_once():
+    made = plan(parse_spec("f32[8@z@x, 3]", CUBE), parse_spec("f32[8, 3]", CUBE))
+    assert made.steps == (AllGather((("z", 0), ("x", 0))),)
+    assert made.steps[0].group(made.src, 0) == (0, 4, 1, 5)
+
+
+def sent(made: Plan) -> tuple[Counter[int], int]:
+    """Elements that each rank sends in exchanges, and bytes that cross."""
+
+    class Spy:
+        def __init__(self, carrier):
+            self.carrier, self.rank = carrier, carrier.rank
+            self.elements = 0
+
+        def exchange(self, sends, receives, group):
+            self.elements += sum(x.numel() for _, x in sends)
+            return self.carrier.exchange(sends, receives, group)
+
+        def __getattr__(self, name):
+            return getattr(self.carrier, name)
+
+    def program():
+        spy = Spy(current())
+        execute(made, torch.zeros(made.src.local_shape(spy.rank)), spy)
+        return spy.elements
+
+    found = simulate(program, max(made.ranks) + 1)
+    crossing = sum(
+        step.received(x, rank) for step, x in made.walk() if isinstance(step, Exchange) for rank in made.ranks
+    )
+    return Counter({rank: n for rank, n in enumerate(found) if n}), crossing
+
+
+RIGHT = ProcessMesh([[4, 5], [6, 7]], ["a", "b"])
+ACROSS = [
+    ("8@x, 6", SQUARE, "8@a, 6", RIGHT),
+    ("8@x, 6@y", SQUARE, "8, 6", RIGHT),
+    ("8, 6", SQUARE, "8, 6", RIGHT),
+    ("8, 6 +x", SQUARE, "8, 6@b", RIGHT),
+    ("8@x@y, 6", SQUARE, "8@a, 6 +b", RIGHT),
+    ("8@x, 6", LINE, "8@a, 6", ProcessMesh([4, 5, 6], ["a"])),
+    ("7, 5@x", ProcessMesh([0, 1, 2], ["x"]), "7@a, 5", RIGHT),
+]
+
+
+@pytest.mark.parametrize(("src", "here", "dst", "there"), ACROSS, ids=lambda v: str(v))
+def test_every_element_crosses_once(src, here, dst, there):
+    made = plan(parse_spec(_spec(src), here), parse_spec(_spec(dst), there))
+    elements, crossing = sent(made)
+    assert sum(elements.values()) == made.src.shape.numel()
+    assert crossing == made.src.nbytes
+
+
+def test_holders_share_the_sending():
+    made = plan(parse_spec("f32[8, 6]", SQUARE), parse_spec("f32[8@a@b, 6]", RIGHT))
+    assert sent(made)[0] == {0: 12, 1: 12, 2: 12, 3: 12}
+
+
+def test_what_a_rank_has_is_not_sent():
+    wide, narrow = ProcessMesh([0, 1, 2, 3], ["x"]), ProcessMesh([[0, 1], [2, 3]], ["a", "b"])
+    made = plan(parse_spec("f32[8@x]", wide), parse_spec("f32[8@a@b]", narrow))
+    assert made.rounds == 0
+    assert sent(made)[1] == 0
+    back = plan(parse_spec("f32[8]", ProcessMesh([0, 1], ["x"])), parse_spec("f32[8]", ProcessMesh([1, 2], ["x"])))
+    assert {rank: back.received(rank) for rank in back.ranks} == {0: 0, 1: 0, 2: 32}
+
+
+def test_large_meshes_are_planned_in_no_time():
+    mesh = ProcessMesh(torch.arange(16384).reshape(64, 16, 16).numpy(), ["x", "y", "z"])
+    made = plan(parse_spec("f32[4096@x, 4096@y] +z", mesh), parse_spec("f32[4096@z, 4096@x]", mesh))
+    assert made.rounds == 2
+    assert made.received(5) > 0
