@@ -411,7 +411,7 @@ def _cut(t: torch.Tensor, dim: int) -> str:
 
 
 def _partial(t: torch.Tensor) -> str:
-    return "R" if t.dtype is torch.bool else "P"
+    return "R" if t.dtype is torch.bool or "float8" in str(t.dtype) else "P"
 
 
 def _uneven(t: torch.Tensor) -> str:

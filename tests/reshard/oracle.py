@@ -85,9 +85,9 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
     for at, part in held.items():
         rank = int(spec.mesh.mesh[tuple(i for _, i in at)])
         box = tuple(slice(i, i + n) for i, n in spec.local_ranges(rank))
-        part = part.reshape(tuple(n for _, n in spec.local_ranges(rank)))
-        torch.testing.assert_close(torch.where(seen[box], out[box], part), part)
-        out[box], seen[box] = part, True
+        piece = part.reshape(out[box].shape)
+        torch.testing.assert_close(torch.where(seen[box], out[box], piece), piece)
+        out[box], seen[box] = piece, True
     assert seen.all(), "an element that no rank holds"
     return out.reshape(spec.shape)
 

@@ -43,7 +43,7 @@ GOLDEN = """
     8, 4 ~x             -> 8, 4                   Relabel([:, :])
     2 * 4@x, 4          -> 8, 4                   View(f32[2, 4@x, 4]) · AllGather(x, dim 1) · View(f32[8, 4])
     2@x * 4, 4          -> 8@x, 4                 Relabel([@x, :])
-    2@x * 4, 4          -> 8@x@y, 4               Slice(y, dim 0)
+    2@x * 4, 4          -> 8@x@y, 4               View(f32[2@x, 4, 4]) · Slice(y, dim 1) · View(f32[8@x@y, 4])
 """
 """Conversions on a 2 × 2 mesh, and the paths they take."""
 
@@ -141,7 +141,7 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize(("src", "here", "dst", "there"), ACROSS, ids=lambda v: str(v))
+@pytest.mark.parametrize(("src", "here", "dst", "there"), ACROSS, ids=str)
 def test_every_element_crosses_once(src, here, dst, there):
     made = plan(parse_spec(_spec(src), here), parse_spec(_spec(dst), there))
     elements, crossing = sent(made)

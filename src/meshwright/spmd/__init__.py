@@ -1,7 +1,7 @@
 """Rules: what an operator means, said so that every way to cut it can be derived."""
 
 from ._call import Call, Place, describe
-from ._derive import ELSEWHERE, REPEATED, Bound, Choice, Held, bind, choices, cut_choices, dim_of, factor_axes
+from ._derive import ELSEWHERE, REPEATED, Bound, Choice, Held, bind, choices, cut_choices, dim_of, factor_axes, refined
 from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
@@ -28,5 +28,6 @@ __all__ = [
     "factor_axes",
     "find_rule",
     "parse_rule",
+    "refined",
     "register_rule",
 ]

@@ -6,7 +6,7 @@ All of it is said for one mesh axis at a time: an operand is cut along a factor,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product as cartesian
 from math import prod
 
@@ -200,6 +200,40 @@ def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
         if len(term.names) > 1 and name not in names:
             names[name] = len(sizes)
             sizes.append(_literal(name) or 1)
+
+
+def refine(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
+    """The same call with `factor` written as a product of factors of these sizes, outermost first.
+
+    Which index of a factor that may be cut a rank holds does not matter to an operator, so any such factor may be
+    split: a dim that was flattened keeps its cut through everything that goes over it.
+    """
+    new = tuple(range(len(bound.sizes), len(bound.sizes) + len(sizes)))
+
+    def split(operands: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(
+            tuple(tuple(g for f in dim for g in (new if f == factor else (f,))) for dim in operand)
+            for operand in operands
+        )
+
+    names = tuple(f"{bound.names[factor]}.{i}" for i in range(len(sizes)))
+    kept = tuple(1 if f == factor else n for f, n in enumerate(bound.sizes))
+    return replace(
+        bound, names=bound.names + names, sizes=kept + sizes, ins=split(bound.ins), outs=split(bound.outs)
+    )
+
+
+def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
+    """`bound` with every factor split that an operand holds as a product of factors, where it may be cut."""
+    for at, layout in enumerate(layouts):
+        for d, dim in enumerate(layout.dims if layout is not None else ()):
+            factors = bound.ins[at][d]
+            if not isinstance(dim, Product) or len(factors) != 1:
+                continue
+            sizes = tuple(n for n, _ in dim.factors if n != 1)
+            if factors[0] not in bound.whole and bound.names[factors[0]] not in bound.rule.forms and len(sizes) > 1:
+                bound = refine(bound, factors[0], sizes)
+    return bound
 
 
 def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, replicated
-from meshwright.spmd import Call, describe
+from meshwright.spmd import Call, describe, refined
 
 from ._capture import Captured, Node
 from ._convert import Move, move
@@ -90,6 +90,7 @@ def plan_node(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: 
     ins = [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
     if all(s is None for s in ins):
         return None
+    call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
     decision = decide(call, ins)
     if decision is None:
         return None
