@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +33,7 @@ NUDGE = 1e-7
 
 @dataclass(frozen=True)
 class Chain:
-    """A program: `leaf` lines first, one value per line; `twice` asks for second derivatives."""
+    """A program: one value per line, `pass` where one was dropped; `twice` asks for second derivatives."""
 
     seed: int
     mesh: tuple[int, ...]
@@ -44,7 +43,7 @@ class Chain:
     def __str__(self) -> str:
         head = f"# chain {self.seed} on a mesh of {' x '.join(map(str, self.mesh))}"
         tail = ["# gradients of the gradients' squares"] if self.twice else []
-        return "\n".join([head, *self.lines, *tail])
+        return "\n".join([head, *(line for line in self.lines if line != "pass"), *tail])
 
 
 @dataclass
@@ -99,13 +98,11 @@ class Outcome:
 def perform(chain: Chain, machine: Machine) -> Outcome:
     """The program's values and gradients on a machine."""
     names = machine.names()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for line in chain.lines:
-            exec(line, names)
-        values = {name: names[name] for name in results(chain)}
-        loss = _loss(chain, values)
-        return Outcome(values, _gradients(chain, loss, machine.leaves))
+    for line in chain.lines:
+        exec(line, names)
+    values = {name: names[name] for name in results(chain)}
+    loss = _loss(chain, values)
+    return Outcome(values, _gradients(chain, loss, machine.leaves))
 
 
 def results(chain: Chain) -> list[str]:
@@ -359,9 +356,8 @@ LOSSES = (
     )
 )
 
-NORMS = (
-    ops(
-        """
+NORMS = ops(
+    """
     F.softmax({x}, {d})
     F.log_softmax({x}, {d})
     {x}.softmax(-1) @ {x} if {x}.ndim == 2 and {x}.shape[0] == {x}.shape[1] else {x}.softmax(0)
@@ -370,31 +366,35 @@ NORMS = (
     F.rms_norm({x}, ({x}.shape[-1],), {row}, 1e-3)
     F.normalize({x}, dim={d})
     """,
-        nd(1),
-    )
-    + ops(
-        """
+    nd(1),
+) + ops(
+    """
     F.layer_norm({x}, tuple({x}.shape[-2:]))
     F.group_norm({x}, {groups})
     F.group_norm({x}, {groups}, {channel}, {channel})
     F.batch_norm({x}, None, None, {channel}, {channel}, training=True)
     F.batch_norm({x}, plain({seed}, {x}.shape[1]), plain(5, {x}.shape[1]).abs())
     """,
-        nd(2),
-    )
+    nd(2),
 )
 
-SCANS = ops("""
+SCANS = ops(
+    """
     {x}.cumsum({d})
     {x}.cumsum({d}).flip({d})
     {x}.cumprod({d})
     {x}.logcumsumexp({d})
     torch.diff({x}, dim={d})
     {x}.flip({d}).cumsum({d})
-    """, nd(1)) + ops("""
+    """,
+    nd(1),
+) + ops(
+    """
     {x}.cummax({d}).values
     {x}.cummin({d})[0]
-    """, distinct)
+    """,
+    distinct,
+)
 
 SHAPES = (
     ops(
@@ -570,7 +570,8 @@ WRITES = (
     )
 )
 
-PIECES = ops("""
+PIECES = ops(
+    """
     {x}.unbind({d})[0]
     {x}.unbind({d})[-1]
     {x}.split(2, {d})[-1]
@@ -580,7 +581,9 @@ PIECES = ops("""
     torch.tensor_split({x}, 3, {d})[0]
     torch.cat({x}.chunk(2, {d})[::-1], {d})
     sum(part.sum() for part in {x}.split(2, {d}))
-    """, nd(1))
+    """,
+    nd(1),
+)
 
 SORTS = ops(
     """
@@ -630,8 +633,8 @@ LAYERS = (
     )
     + ops(
         """
-    torch.manual_seed({seed}) ~ {v} = F.dropout({x}, 0.4)
-    torch.manual_seed({seed}) ~ {v} = {x} + torch.randn_like({x})
+    torch.manual_seed({seed}) ~ {v} = F.dropout({x}.contiguous(), 0.4)
+    torch.manual_seed({seed}) ~ {v} = {x} + torch.randn_like({x}.contiguous())
     torch.manual_seed({seed}) ~ {v} = {x} * torch.rand({x}.shape, dtype=torch.float64)
     """
     )
@@ -647,11 +650,14 @@ CONTROL = ops("""
     with torch.no_grad(): {v} = {x} * 3
     checkpoint(lambda t: F.gelu(t * 2).square(), {x}, use_reentrant=False)
     checkpoint(lambda t: t.sin().cumsum(-1) * t, {x}, use_reentrant=False) if {x}.ndim else {x}
-    """) + ops("""
-    checkpoint(lambda t: F.linear(t, {weight}).tanh(), {x}, use_reentrant=False)
+    """) + ops(
+    """
+    w = {weight} ~ {v} = checkpoint(lambda t: F.linear(t, w).tanh(), {x}, use_reentrant=False)
     {x} * len({x})
     sum(row.sum() * k for k, row in enumerate({x}))
-    """, nd(1))
+    """,
+    nd(1),
+)
 
 MOVES = ops("reshard({x}, {layout})", weight=8)
 
@@ -883,10 +889,8 @@ def _extend(s: Draft, line: str) -> None:
     names = Machine().names()
     name = f"v{len(s.lines)}"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for one in [*s.lines, line]:
-                exec(one, names)
+        for one in [*s.lines, line]:
+            exec(one, names)
     except Exception:
         return
     if not _tame(names[name]):

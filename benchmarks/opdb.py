@@ -39,8 +39,10 @@ from benchmarks import _samples
 from benchmarks._samples import RANKS, Case, Entry, Variant
 
 CACHE = Path(__file__).parent / "rivals" / "dtensor_opdb.json"
-ENTRY_SECONDS = 60.0
+ENTRY_SECONDS = 120.0
 LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # rows as they come, on standard error
+FINE = "ended with code 0"
+STUCK = "the ranks wait for each other"
 STATUSES = ("right", "wrong", "raised", "left_out")
 
 
@@ -238,6 +240,10 @@ def _worst(found: Sequence[Failure | None]) -> Failure | None:
     return min(failures, key=lambda f: (f.status != "wrong", "SystemExit" in f.message), default=None)
 
 
+class Stuck(BaseException):
+    """Ranks wait for each other and cannot be woken: the process is lost."""
+
+
 class _ThreadedRanks:
     """Threads that stay, one per rank, each with torch's threaded process group."""
 
@@ -285,6 +291,12 @@ class _ThreadedRanks:
                 with condition:
                     condition.notify_all()
 
+    def _woken(self) -> tuple[int, Failure]:
+        self._wake()
+        with contextlib.suppress(queue.Empty):
+            return self.answers.get(timeout=self.patience)[0], Failure("raised", STUCK)
+        raise Stuck
+
     def __call__(self, job: Callable[[], Any]) -> list[Any]:
         for waiting in self.jobs:
             waiting.put(job)
@@ -293,9 +305,7 @@ class _ThreadedRanks:
             try:
                 rank, answer = self.answers.get(timeout=self.patience)
             except queue.Empty:
-                self._wake()
-                rank, answer = self.answers.get(timeout=self.patience)
-                answer = Failure("raised", "the ranks wait for each other")
+                rank, answer = self._woken()
             answers[rank] = answer
         self.group.reset()
         return [answers[rank] for rank in range(self.size)]
@@ -313,8 +323,9 @@ def attempt(library: Library, case: Case, variant: Variant) -> Failure | None:
             for i, v in enumerate(case.flat)
         ]
         raw, results = _samples.evaluate(case, values)
-    message = _samples.differ(tree_map(library.whole, raw), case.outs)
-    if message:
+    found = tree_map(library.whole, raw)
+    message = _samples.differ(found, case.outs)
+    if message and not (case.exact and _samples.as_exact_as(found, case.outs, case.exact[0])):
         return Failure("wrong", message)
     if not case.grads:
         return None
@@ -329,18 +340,27 @@ def _compare_grads(library: Library, case: Case, values: Sequence[Any]) -> Failu
     for i, wanted in enumerate(case.grads):
         if wanted is None:
             continue
-        found = values[i].grad
-        message = "missing" if found is None else _samples.differ(library.whole(found), wanted)
-        if message:
+        if values[i].grad is None:
+            return Failure("wrong", f"gradient of argument {i}: missing")
+        found = library.whole(values[i].grad)
+        message = _samples.differ(found, wanted)
+        if message and not (case.exact and _samples.as_exact_as(found, wanted, case.exact[1][i])):
             return Failure("wrong", f"gradient of argument {i}: {message}")
     return None
 
 
 def try_entry(library: Library, entry: Entry, cap: int, verbose: bool = False) -> Row:
     """The entry's row. Stops at the first wrong case; goes on after one that raised."""
-    start = time.perf_counter()
     if reason := _left_out(entry):
         return Row(entry.name, "left_out", message=reason)
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row = _tried(library, entry, cap, verbose)
+    return Row(**{**asdict(row), "seconds": round(time.perf_counter() - start, 3)})
+
+
+def _tried(library: Library, entry: Entry, cap: int, verbose: bool) -> Row:
     cases = _samples.draw(entry, cap)
     random = any(case.is_random for case in cases)
     if not cases:
@@ -355,7 +375,7 @@ def try_entry(library: Library, entry: Entry, cap: int, verbose: bool = False) -
             row = _fold(row, case, variant, failure)
         if row.status == "wrong" and not verbose:
             break
-    return _timed(row, time.perf_counter() - start)
+    return row
 
 
 def _left_out(entry: Entry) -> str | None:
@@ -374,17 +394,12 @@ def _fold(row: Row, case: Case, variant: Variant, failure: Failure | None) -> Ro
     return Row(row.name, failure.status, where, case.describe(), failure.message, row.cases, row.random)
 
 
-def _timed(row: Row, seconds: float) -> Row:
-    return Row(**{**asdict(row), "seconds": round(seconds, 3)})
-
-
 # --- the sweep ---------------------------------------------------------------------------------------------------
 
 
 def work(library_name: str, names: Sequence[str] | None, first: int, cap: int, kinds: Sequence[str]) -> None:
     """The child's part: one JSON line per entry on its standard output."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     library = LIBRARIES[library_name]()
     chosen = _chosen(names, kinds)
     for entry in chosen[first:]:
@@ -392,8 +407,15 @@ def work(library_name: str, names: Sequence[str] | None, first: int, cap: int, k
             row = try_entry(library, entry, cap)
         except Exception as error:
             row = Row(entry.name, "raised", message=f"the sweep: {_raised(error).message}")
-        print("row " + json.dumps(asdict(row)), flush=True)
+        except Stuck:
+            _say(Row(entry.name, "raised", message=STUCK))
+            break
+        _say(row)
     os._exit(0)
+
+
+def _say(row: Row) -> None:
+    print("row " + json.dumps(asdict(row)), flush=True)
 
 
 def _chosen(names: Sequence[str] | None, kinds: Sequence[str]) -> list[Entry]:
@@ -409,10 +431,8 @@ def sweep(
     while len(rows) < len(chosen):
         before = len(rows)
         why = _run_child(library, cap, kinds, names, rows)
-        if len(rows) < len(chosen):
+        if len(rows) < len(chosen) and (why != FINE or len(rows) == before):
             rows.append(Row(chosen[len(rows)], "raised", message=f"the process {why}"))
-        if len(rows) == before:
-            break
     return rows
 
 
@@ -431,7 +451,8 @@ def _run_child(library: str, cap: int, kinds: Sequence[str], names: Sequence[str
                 rows.append(Row(**json.loads(line[4:])))
                 if LOG:
                     print(line.rstrip()[:300], file=sys.stderr, flush=True)
-    except queue.Empty:
+        child.wait(ENTRY_SECONDS)
+    except (queue.Empty, subprocess.TimeoutExpired):
         return f"gave no answer within {ENTRY_SECONDS:g} s"
     finally:
         child.kill()

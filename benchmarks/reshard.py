@@ -242,9 +242,14 @@ def run(quick: bool = False) -> dict[str, Any]:
             "more steps than DTensor": [asdict(r) for r in more_steps],
             "fewer bytes than DTensor": sum(r.ours < (r.dtensor or 0) for r in both),
             "fewer steps than DTensor": sum(r.steps < (r.dtensor_steps or 0) for r in both),
+            "rows with the widest gap": [asdict(r) for r in sorted(both, key=_gap, reverse=True)[:10]],
             "below the bound": [asdict(r) for r in rows if r.ours < r.bound],
         },
     }
+
+
+def _gap(row: Row) -> float:
+    return (row.dtensor or 0) / max(row.ours, 1) if row.ours else 0.0
 
 
 if __name__ == "__main__":

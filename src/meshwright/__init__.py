@@ -12,22 +12,64 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
     from meshwright.comm import simulate as simulate
+    from meshwright.engine import LocalLayer as LocalLayer
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
+    from meshwright.engine import explain as explain
+    from meshwright.engine import from_torch_dtensor as from_torch_dtensor
     from meshwright.engine import get_mesh as get_mesh
+    from meshwright.engine import get_rank as get_rank
+    from meshwright.engine import local_map as local_map
     from meshwright.engine import reshard as reshard
     from meshwright.engine import set_mesh as set_mesh
+    from meshwright.engine import shard_dataloader as shard_dataloader
+    from meshwright.engine import shard_layer as shard_layer
+    from meshwright.engine import shard_optimizer as shard_optimizer
     from meshwright.engine import shard_tensor as shard_tensor
+    from meshwright.engine import to_torch_dtensor as to_torch_dtensor
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
+    from meshwright.layout import Placement as Placement
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.spmd import register_rule as register_rule
     from meshwright.tensor import DistTensor as DistTensor
     from meshwright.tensor import random_source as random_source
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DistTensor",
+    "LocalLayer",
+    "MeshwrightError",
+    "Partial",
+    "Placement",
+    "ProcessMesh",
+    "Replicate",
+    "Shard",
+    "__version__",
+    "dtensor_from_fn",
+    "dtensor_from_local",
+    "explain",
+    "from_torch_dtensor",
+    "get_mesh",
+    "get_rank",
+    "init_process",
+    "local_map",
+    "random_source",
+    "register_rule",
+    "reshard",
+    "set_mesh",
+    "shard_dataloader",
+    "shard_layer",
+    "shard_optimizer",
+    "shard_tensor",
+    "simulate",
+    "to_torch_dtensor",
+    "unshard_dtensor",
+]
 
 _ROOMS = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
@@ -41,8 +83,6 @@ _ROOMS = {
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-
-__all__ = sorted([*_ROOM_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

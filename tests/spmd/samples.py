@@ -28,7 +28,8 @@ DOMAIN |= dict.fromkeys(["real", "imag", "view_as_real"], "c(4, 5)")
 INTEGERS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm __and__ __or__ __xor__"
 INTEGERS += " __lshift__ __rshift__ __iand__ __ior__ __ixor__"
 CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma igammac special_gammainc special_gammaincc
-    special_zeta""".split()
+    special_zeta linalg_eig _safe_softmax
+    _weight_int8pack_mm _weight_int4pack_mm_for_cpu""".split()
 """Operators that torch has no derivative of."""
 FIXED = {
     "cross_entropy_loss": (2,),
@@ -37,6 +38,7 @@ FIXED = {
     "nll_loss2d": (2,),
     "soft_margin_loss": (1,),
 }
+FIXED |= {"batch_norm": (3, 4)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
 """Operands that torch has no derivative for."""
 POLYNOMIALS = ("special_chebyshev", "special_hermite", "special_laguerre", "special_legendre", "special_shifted")
@@ -75,6 +77,7 @@ to.dtype: x(4, 5), torch.int32
 to.dtype: i(4, 5), torch.float64
 to.dtype: b(4, 5), torch.float64
 to.device: x(4, 5), torch.device("cpu"), torch.float32
+type_as: x(4, 5), x(2).float()
 _to_copy: x(4, 5), dtype=torch.complex128
 where.self: b(4, 5), x(5), x(4, 1)
 where.ScalarOther: b(4, 5), x(5), 2.0
@@ -414,6 +417,137 @@ fft_irfftn: c(4, 5), None, [0]
 fft_fft2: x(4, 5, 3)
 linalg_matrix_power: spd(4, 3), 2
 matrix_power: spd(4, 3), 2
+conv1d: x(2, 4, 5), x(6, 4, 3), x(6), [1], [1]
+conv1d: x(2, 4, 8), x(6, 4, 3), None, [2]
+conv1d: x(4, 5), x(6, 4, 3), x(6), [1], [1]
+conv1d.padding: x(2, 4, 5), x(6, 4, 3), x(6), [1], "same"
+conv2d: x(2, 4, 5, 6), x(4, 4, 3, 3), x(4), [1, 1], [1, 1]
+conv2d: x(2, 4, 6, 6), x(4, 4, 5, 3), x(4), [1, 1], [4, 0], [2, 1]
+conv2d: x(2, 6, 5, 5), x(8, 3, 3, 3), x(8), [1, 1], [1, 1], [1, 1], 2
+conv2d: x(2, 4, 5, 5), x(4, 1, 3, 3), x(4), [1, 1], [1, 1], [1, 1], 4
+conv3d: x(2, 2, 4, 4, 4), x(3, 2, 3, 3, 3), None, [1, 1, 1], [1, 1, 1]
+conv_transpose1d: x(2, 4, 5), x(4, 6, 3), x(6), [2], [1], [1]
+conv_transpose2d.input: x(2, 4, 5, 5), x(4, 3, 3, 3), x(6), [1, 1], [0, 0], [0, 0], 2
+conv_transpose3d.input: x(2, 2, 3, 3, 3), x(2, 3, 2, 2, 2)
+max_pool1d: x(4, 5, 6), [2]
+max_pool2d: x(2, 4, 6, 6), [2, 2]
+max_pool3d: x(1, 4, 4, 4, 4), [2, 2, 2]
+max_pool1d_with_indices: x(4, 5, 6), [2]
+max_pool2d_with_indices: x(4, 5, 6, 6), [2, 2], [1, 1]
+max_pool3d_with_indices: x(4, 4, 4, 4), [2, 2, 2]
+avg_pool1d: x(4, 5, 6), [2]
+avg_pool2d: x(4, 5, 6, 6), [3, 3], [1, 1], [1, 1]
+avg_pool3d: x(4, 4, 4, 4), [2, 2, 2]
+adaptive_avg_pool1d: x(4, 5, 6), [3]
+adaptive_avg_pool2d: x(4, 5, 6, 6), [1, 1]
+adaptive_avg_pool3d: x(4, 4, 4, 4), [2, 2, 2]
+adaptive_max_pool1d: x(4, 5, 6), [3]
+adaptive_max_pool2d: x(4, 5, 6, 6), [2, 2]
+adaptive_max_pool3d: x(4, 4, 4, 4), [2, 2, 2]
+upsample_nearest1d: x(4, 5, 6), [9]
+upsample_nearest2d.vec: x(4, 5, 3, 3), None, [2.0, 2.0]
+upsample_nearest2d: x(4, 5, 3, 3), [6, 7]
+upsample_nearest3d: x(1, 4, 2, 2, 2), [4, 4, 4]
+_upsample_nearest_exact2d: x(4, 5, 3, 3), [6, 7]
+upsample_linear1d: x(4, 5, 6), [9], True
+upsample_bilinear2d.vec: x(4, 5, 3, 3), [6, 6], False, None
+upsample_bicubic2d: x(4, 5, 3, 3), [6, 6], False
+upsample_trilinear3d: x(1, 4, 2, 2, 2), [4, 4, 4], False
+reflection_pad1d: x(4, 5, 6), [1, 2]
+reflection_pad2d: x(4, 5, 6, 6), [1, 2, 1, 0]
+reflection_pad3d: x(1, 4, 3, 3, 3), [1, 1, 1, 1, 1, 1]
+replication_pad1d: x(4, 5, 6), [1, 2]
+replication_pad2d: x(4, 5, 6, 6), [1, 2, 1, 0]
+replication_pad3d: x(1, 4, 3, 3, 3), [1, 1, 1, 1, 1, 1]
+constant_pad_nd: x(4, 5), [1, 0]
+constant_pad_nd: x(4, 5), [0, 0, 1, 2], 3.0
+pad: x(4, 5), [0, 1]
+pad: x(4, 5), [1, 1], "reflect"
+pad: x(4, 5), [1, 1], "constant", 2.0
+batch_norm: x(4, 5), p(5), x(5), None, None, True, 0.1, 1e-5, False
+batch_norm: x(4, 5, 3), None, None, x(5), p(5), True, 0.1, 1e-5, False
+batch_norm: x(4, 5, 3, 2), p(5), x(5), x(5), p(5), False, 0.1, 1e-5, False
+group_norm: x(4, 10, 3), 5, x(10), x(10)
+group_norm: x(4, 6), 2
+group_norm: x(4, 6, 4, 2), 3, x(6)
+instance_norm: x(4, 5, 6), x(5), x(5), None, None, True, 0.1, 1e-5, False
+pixel_shuffle: x(2, 16, 3, 5), 2
+pixel_unshuffle: x(2, 4, 6, 4), 2
+channel_shuffle: x(2, 8, 3), 2
+im2col: x(2, 4, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]
+col2im: x(2, 16, 16), [5, 5], [2, 2], [1, 1], [0, 0], [1, 1]
+grid_sampler: x(2, 4, 5, 5), x(2, 4, 5, 2), 0, 0, False
+bilinear: x(4, 5), x(4, 3), x(6, 5, 3), x(6)
+_weight_int8pack_mm: (i(3, 4, 64) - 1).bfloat16(), i8(8, 64).clamp(-1, 1), torch.ones(8).bfloat16()
+_weight_int4pack_mm_for_cpu: (i(3, 4, 64) - 1).bfloat16(), pack4(128, 64), 32, torch.ones(2, 128, 2).bfloat16()
+_weight_int4pack_mm_for_cpu: (i(3, 4, 64) - 1).bfloat16(), pack4(96, 64), 32, torch.ones(2, 96, 2).bfloat16()
+unsqueeze_copy: x(4, 5), 1
+squeeze_copy: x(4, 1, 5)
+diagonal_copy: x(3, 4, 5)
+unfold_copy: x(4, 5), 1, 2, 1
+t_copy: x(4, 5)
+transpose_copy.int: x(3, 4, 5), 0, -1
+expand_copy: x(1, 5), [4, 5]
+broadcast_to: x(1, 5), [4, 5]
+narrow_copy: x(4, 5), 1, 1, 3
+select_copy.int: x(4, 5), -1, 2
+slice_copy.Tensor: x(4, 5), 1, 1, 3
+unbind_copy.int: x(3, 4), 0
+split_with_sizes_copy: x(4, 6), [3, 3], -1
+split_copy.Tensor: x(4, 6), 3, 1
+fliplr: x(4, 5)
+flipud: x(4, 5)
+rot90: x(4, 5, 3), 1, [0, 2]
+view_as: x(4, 6), x(2, 12)
+reshape_as: x(4, 6), x(6, 4)
+hstack: [x(4, 5), x(4, 2)]
+hstack: [x(4), x(2)]
+vstack: [x(4, 5), x(2, 5)]
+vstack: [x(5), x(5)]
+dstack: [x(4, 5, 2), x(4, 5, 1)]
+column_stack: [x(4), x(4)]
+expand_as: x(1, 5), x(4, 5)
+atleast_1d: x()
+atleast_2d: x(5)
+atleast_3d: x(5)
+atleast_3d: x(4, 5)
+argsort.stable: x(4, 5), stable=True
+msort: x(4, 5)
+nanmean: x(4, 5), [1]
+dist: x(4, 5), x(4, 5)
+dist: x(4, 5), x(5), 1
+quantile.scalar: x(4, 5), 0.3, 1, True
+nanquantile.scalar: x(4, 5), 0.3
+cosine_similarity: x(4, 5, 3), x(4, 1, 3), 2
+pairwise_distance: x(4, 5), x(4, 5)
+_safe_softmax: x(4, 5), 1
+linalg_diagonal: x(4, 5, 3)
+linalg_vecdot: x(4, 5), x(5)
+cross: x(4, 3), x(4, 3), 1
+grid_sampler_2d: x(2, 4, 5, 5), x(2, 4, 5, 2), 0, 0, False
+grid_sampler_3d: x(1, 4, 3, 3, 3), x(1, 4, 5, 2, 3), 0, 0, False
+_upsample_nearest_exact1d: x(4, 5, 6), [9]
+_upsample_nearest_exact3d: x(1, 4, 2, 2, 2), [4, 4, 4]
+mse_loss: x(), x()
+huber_loss: x(), x(), 0
+dist: x(), x()
+stack: [x(), x()]
+select_scatter: x(5), x(), 0, 2
+sum: x()
+prod: x()
+amax: x()
+var: x(), False
+softmax.int: x(), 0
+cumsum: x(), 0
+einsum: "i,->i", [x(5), x()]
+tensordot: x(), x(), [], []
+where.self: b(), x(), x()
+to.dtype: x(), torch.float32
+prelu: x(), x(1)
+squeeze: x()
+unsqueeze: x(), 0
+permute: x(), []
+cross_entropy_loss: x(5), i(5), p(5)
 new_zeros: x(4, 5), [3]
 new_ones: x(4, 5), [3, 2]
 new_full: x(4, 5), [3], 2.0
@@ -440,6 +574,7 @@ NAMES: dict[str, Any] = {
     "same": lambda *s: torch.randint(0, 2, s).double(),
     "tri": lambda *s: torch.ones(s, dtype=torch.bool).tril(),
     "spd": lambda b, n: _positive(torch.randn(b, n, n, dtype=torch.float64)),
+    "pack4": lambda n, k: torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(7, 10, (n, k)).int(), 1),
     "call": lambda *args, **kwargs: (args, kwargs),
 }
 
@@ -461,7 +596,7 @@ def lines() -> Iterator[tuple[str, str]]:
     for names in linalg.MATRIX.values():
         yield from ((name, "spd(4, 3)") for name in names.split() if "power" not in name)
     for name in f"{linalg.FOURIER} {linalg.FOURIER_MANY} {linalg.FOURIER_TWO} fft_fftshift fft_ifftshift".split():
-        yield name, "c(4, 5)" if "_i" in name or "hfft" in name else "x(4, 5)"
+        yield name, "x(4, 5)" if name in ("fft_rfft", "fft_rfftn", "fft_rfft2", "fft_ihfft") else "c(4, 5)"
     for name in pointwise.BINARY.split():
         if name.startswith(POLYNOMIALS):
             yield name, "p(4, 5), i(4, 5)"
@@ -485,5 +620,5 @@ def build(name: str, arguments: str) -> Sample:
     torch.manual_seed(sum(map(ord, name + arguments)))
     args, kwargs = eval(f"call({arguments})", dict(NAMES))
     packet = name.partition(".")[0]
-    constant = packet in CONSTANT or "int64" in arguments
+    constant = packet in CONSTANT or "int64" in arguments or "reduce=" in arguments
     return Sample(overload(name), args, kwargs, None if constant else FIXED.get(packet, ()))

@@ -217,7 +217,7 @@ class Sample:
 
     def arguments(self, call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with the operands replaced."""
-        args, kwargs = self.mapped(lambda v: v)
+        args, kwargs = self.mapped(lambda v: v.clone() if isinstance(v, Tensor) else v)
         args = list(args)
         for at, value in zip(call.places, tensors, strict=True):
             if at is None:
@@ -240,7 +240,7 @@ def results_of(value: Any) -> list[Tensor]:
 
 def terms(x: Tensor, ranks: int) -> list[Tensor]:
     """Random terms of `x`."""
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.dtype.itemsize < 4:
         rest = [torch.randint(0, 3, x.shape).to(x.dtype) for _ in range(ranks - 1)]
     else:
         rest = [torch.randn_like(x) for _ in range(ranks - 1)]

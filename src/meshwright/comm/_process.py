@@ -168,8 +168,11 @@ class ProcessCarrier(Carrier):
             else:
                 arriving.append((peer, tensor))
         awaited = _tagged(arriving, group)
-        if leaving or awaited:
-            self._open_for((leaving + awaited)[0][2], group).messages(leaving, awaited)
+        if len(group) > 1:
+            # a member without messages opens the backend too: the others wait for it
+            like = next((x for *_, x in leaving + awaited), None)
+            backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
+            backend.messages(leaving, awaited)
         return out
 
     def _open_for(self, x: Tensor, group: Group) -> Backend:

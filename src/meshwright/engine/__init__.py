@@ -1,19 +1,35 @@
 """The door: what users call."""
 
-from ._layers import LocalLayer, get_rank, local_map, shard_layer
+from ._data import ShardDataLoader, shard_dataloader
+from ._errors import BatchError, LocalMapError, TorchDTensorError
+from ._explain import Explanation, explain
+from ._layers import get_rank, shard_layer
+from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
+from ._optimizer import shard_optimizer
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
+from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 
 __all__ = [
+    "BatchError",
+    "Explanation",
     "LocalLayer",
+    "LocalMapError",
+    "ShardDataLoader",
+    "TorchDTensorError",
     "dtensor_from_fn",
     "dtensor_from_local",
+    "explain",
+    "from_torch_dtensor",
     "get_mesh",
     "get_rank",
     "local_map",
     "reshard",
     "set_mesh",
+    "shard_dataloader",
     "shard_layer",
+    "shard_optimizer",
     "shard_tensor",
+    "to_torch_dtensor",
     "unshard_dtensor",
 ]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.layout import Placement, PlacementError, ProcessMesh, layout_of
+from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.tensor import DistTensor, distribute, from_local, redistribute, whole
 
 from ._mesh import resolve_mesh
+from ._record import note_reshard
 
 
 def shard_tensor(
@@ -25,8 +26,9 @@ def shard_tensor(
 ) -> DistTensor:
     """A tensor that every rank has whole, laid over `mesh`: one placement per mesh axis, padded with `Replicate()`.
 
-    `data` may be anything `torch.as_tensor` takes. A leaf stays a leaf and an `nn.Parameter` a parameter. Raises
-    PlacementError for a placement that the tensor or the mesh cannot have.
+    `data` may be anything `torch.as_tensor` takes. A leaf stays a leaf and an `nn.Parameter` a parameter; use
+    `reshard` to move a tensor within a computation. Raises PlacementError for a placement that the tensor or the
+    mesh cannot have.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -37,8 +39,21 @@ def shard_tensor(
     x = data if isinstance(data, Tensor) else torch.as_tensor(data)
     if (dtype is not None and dtype != x.dtype) or device is not None:
         x = x.to(device=device, dtype=dtype)
-    out = distribute(x, mesh, placements)
+    out = _laid_again(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
     return out if requires_grad is None else out.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+
+
+def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+    """`x`, which is distributed already, under other placements; a leaf stays one."""
+    if not x.is_leaf:
+        return reshard(x, mesh, placements)
+    with torch.no_grad():
+        out = reshard(x.detach(), mesh, placements)
+    if out.spec is x.spec:
+        return x
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(out, x.requires_grad)  # pyright: ignore[reportReturnType]
+    return out.requires_grad_(x.requires_grad)  # pyright: ignore[reportReturnType]
 
 
 def dtensor_from_local(
@@ -47,15 +62,20 @@ def dtensor_from_local(
     """The tensor of which `local` is this rank's part; no copy, no communication, differentiable.
 
     Give `shape`, the global shape, when parts are uneven. Raises LocalShapeError for a part that does not fit.
+
+    >>> import meshwright as mw
+    >>> mesh = mw.ProcessMesh([0, 1], ["dp"])
+    >>> mw.simulate(lambda: mw.dtensor_from_local(torch.ones(3), mesh, [mw.Partial()]).sum().item(), 2)
+    [6.0, 6.0]
     """
-    return from_local(local, resolve_mesh(mesh), placements, shape)
+    return from_local(local, resolve_mesh(mesh), check(placements), shape)
 
 
 def dtensor_from_fn(
     fn: Callable[..., Tensor], mesh: ProcessMesh | None, placements: Sequence[Placement], *args: Any, **kwargs: Any
 ) -> DistTensor:
-    """`fn(*args, **kwargs)`, a factory such as `torch.ones`, laid over `mesh`."""
-    return distribute(fn(*args, **kwargs), resolve_mesh(mesh), placements)
+    """`fn(*args, **kwargs)`, a factory such as `torch.ones`, laid over `mesh`: the numbers of one device."""
+    return distribute(fn(*args, **kwargs), resolve_mesh(mesh), check(placements))
 
 
 def reshard(x: Tensor, mesh: ProcessMesh | None = None, placements: Sequence[Placement] = ()) -> DistTensor:
@@ -64,9 +84,11 @@ def reshard(x: Tensor, mesh: ProcessMesh | None = None, placements: Sequence[Pla
     Without `mesh` it stays on its own. Every rank of both meshes has to make the call.
     """
     if not isinstance(x, DistTensor):
-        return distribute(x, resolve_mesh(mesh), placements)
-    target = mesh if mesh is not None else x.mesh
-    return redistribute(x, target, layout_of(placements, x.ndim, target))
+        return distribute(x, resolve_mesh(mesh), check(placements))
+    target = resolve_mesh(mesh if mesh is not None else x.mesh)
+    layout = layout_of(check(placements), x.ndim, target)
+    note_reshard(x.spec, Spec(target, layout, x.spec.shape, x.spec.dtype))
+    return redistribute(x, target, layout)
 
 
 def unshard_dtensor(x: Tensor) -> Tensor:
@@ -74,9 +96,11 @@ def unshard_dtensor(x: Tensor) -> Tensor:
     return whole(x)
 
 
-def check_placements(placements: Any) -> None:
-    """Raises PlacementError when `placements` is not a list of placements."""
-    if isinstance(placements, Placement):
-        raise PlacementError(
-            f"placements {placements!r}", "one placement", "there is a list, with one placement per mesh axis", f"[{placements!r}]"
-        )
+def check(placements: Sequence[Placement]) -> Sequence[Placement]:
+    """`placements`, if it is a list; raises PlacementError for a single placement or anything else."""
+    if isinstance(placements, (list, tuple)):
+        return placements
+    raise PlacementError(
+        f"placements {placements!r}", f"a {type(placements).__name__}", "there is a list, with one placement per axis",
+        f"[{placements!r}]" if isinstance(placements, Placement) else "[mw.Shard(0), mw.Replicate()]",
+    )  # fmt: skip

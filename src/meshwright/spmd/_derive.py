@@ -218,9 +218,7 @@ def refine(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
 
     names = tuple(f"{bound.names[factor]}.{i}" for i in range(len(sizes)))
     kept = tuple(1 if f == factor else n for f, n in enumerate(bound.sizes))
-    return replace(
-        bound, names=bound.names + names, sizes=kept + sizes, ins=split(bound.ins), outs=split(bound.outs)
-    )
+    return replace(bound, names=bound.names + names, sizes=kept + sizes, ins=split(bound.ins), outs=split(bound.outs))
 
 
 def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
@@ -255,12 +253,14 @@ def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
         return
     has = [any(factor in dim for dim in operand) for operand in bound.ins]
     outs = [any(factor in dim for dim in out) for out in bound.outs]
+    if not any(has):
+        return
     joins = bound.rule.joins()
     if not all(outs) and not form and (joins is None or (bound.rule.over is None and not bound.products)):
         return
     out = tuple(factor if o else (joins or REPEATED) for o in outs)
     base: list[Held] = [factor if h else REPEATED for h in has]
-    if all(outs) or form or not bound.products:
+    if all(outs) or not bound.products:
         yield Choice(tuple(base), out, factor)
         return
     lacking = [p for p in bound.products if not any(has[i] for i in p)]

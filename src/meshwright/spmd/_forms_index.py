@@ -60,9 +60,7 @@ def index_copy(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tens
     return _written(call, x, dim, index, lambda wide, at, local: wide.index_copy(at, local, source))
 
 
-def index_add(
-    call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
-) -> Tensor:
+def index_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     return _written(call, x, dim, index, lambda wide, at, local: wide.index_add(at, local, source, alpha=alpha))
 
 
@@ -76,7 +74,6 @@ def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> 
 
 def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return _written(call, x, dim, index, lambda wide, at, local: wide.scatter_add(at, local, src))
-
 
 
 def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) -> Tensor:

@@ -9,16 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._forms import LocalCall
+from ._forms_empty import nothing
 from ._forms_reduce import max_over, peak, sum_over
 
 SUM = 2
-
-
-def nothing(call: LocalCall, *used: Tensor | None) -> Tensor:
-    """The empty result of a rank that holds no part of it, still connected to what it comes from."""
-    tensors = [t for t in used if t is not None]
-    blank = tensors[0].new_zeros(call.out_shape(0))
-    return blank + sum(t.sum() for t in tensors) * 0
 
 
 def embedding(

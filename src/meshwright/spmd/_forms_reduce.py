@@ -122,6 +122,17 @@ def vector_norm(
     return squeezed(gathered(call, local, dims, lambda t: torch.linalg.vector_norm(t, p, 0)), dims, keepdim)
 
 
+def dist(call: LocalCall, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return vector_norm(call, x - y, p)
+
+
+def nanmean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """This rank's term: its own sum over the number of all ranks' numbers."""
+    dims = dims_at(dim, x.dim())
+    count = sum_over(call, (~x.isnan()).sum(dims, keepdim=True).to(dtype or x.dtype), 0, dims)
+    return squeezed(x.nansum(dims, keepdim=True, dtype=dtype) / count, dims, keepdim)
+
+
 def frobenius_norm(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return vector_norm(call, x, 2, dim, keepdim)
 

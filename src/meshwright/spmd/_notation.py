@@ -68,6 +68,8 @@ def parse_rule(text: str) -> Equation:
     if text.count("->") != 1:
         raise RuleError(f"rule {text!r}", "no single '->'", "a rule has operands and results", '"m k * k n -> m n"')
     left, right = text.split("->")
+    if left.rstrip().endswith("+"):
+        raise RuleError(f"rule {text!r}", "nothing behind the last '+'", "a term is missing", "'...' for a scalar")
     whole: set[str] = set()
     linear, given, order = _split_given(left)
     operands: list[Operand] = []

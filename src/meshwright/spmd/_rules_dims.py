@@ -22,8 +22,8 @@ def dims_at(dim: Any, ndim: int) -> tuple[int, ...]:
 
 
 def written(names: Sequence[str], whole: Collection[int] = ()) -> str:
-    """The dims in text, those of `whole` marked so."""
-    return " ".join(f"{n}!" if d in whole else n for d, n in enumerate(names))
+    """The dims in text, those of `whole` marked so; no dims are `...`, since a last operand has to be seen."""
+    return "..." if not names else " ".join(f"{n}!" if d in whole else n for d, n in enumerate(names))
 
 
 def sized(name: str, size: int) -> str:

@@ -52,6 +52,8 @@ def index_rule(x: Tensor, indices: Indices) -> Rule | None:
 
 def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> str | None:
     names = names_of(x)
+    if not names:
+        return None
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and values.numel() == 1:
         return f"{written(names)}, {written(names[: indices[0].dim()])}, ... -> {written(names)}"
     if _by_mask(indices) or all(i is None for i in indices):

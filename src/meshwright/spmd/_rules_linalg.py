@@ -6,24 +6,28 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ._forms_empty import guarded, unless_empty
 from ._rule import Entry
 from ._rules_dims import dims_at, names_of, sized, written
-from ._rules_shape import moved
+from ._rules_product import cross_rule
+from ._rules_shape import diagonal_rule, moved
 
 MATRIX = {
     "m n": "linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power",
-    "n m": "linalg_pinv pinverse",
-    "": "linalg_det det logdet linalg_matrix_rank",
+    "n m": "linalg_pinv.atol_rtol_float pinverse",
+    "": "linalg_det det logdet linalg_matrix_rank.atol_rtol_float",
     "; ...": "linalg_slogdet slogdet",
-    "m new ; ... new n": "linalg_qr",
+    "m new ; ... new n": "linalg_qr qr",
     "m new ; ... new ; ... new n": "linalg_svd _linalg_svd",
     "new": "linalg_svdvals",
     "m ; ... m n": "linalg_eigh linalg_eig",
     "m": "linalg_eigvalsh linalg_eigvals",
     "m n ; ... new": "linalg_lu_factor",
     "new m ; ... m n ; ... n new": "linalg_lu",
+    "m n ; ... new ; ...": "linalg_lu_factor_ex",
     "m n ; ...": "linalg_cholesky_ex linalg_inv_ex",
 }
 """What `"... m! n!, -> ..."` goes on with → operators of one matrix."""
@@ -47,6 +51,14 @@ def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str
 
 def cdist_rule(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> str:
     return "... p d!, ... r d! -> ... p r"
+
+
+def linalg_diagonal_rule(x: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
+    return diagonal_rule(x, offset, dim1, dim2)
+
+
+def vecdot_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
+    return "... k * ... k -> ..." if dim == -1 else None
 
 
 def kron_rule(x: Tensor, y: Tensor) -> str | None:
@@ -90,19 +102,28 @@ def _mapped(x: Tensor, dims: Sequence[int]) -> str:
     return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
 
 
+def transform(name: str, entry: Any) -> Entry:
+    """The library of Fourier transforms refuses empty batches."""
+    op = getattr(torch.ops.aten, name)
+    return guarded(op, entry, unless_empty(op))
+
+
 def shift_rule(x: Tensor, dim: Any = None) -> str:
     return moved(x, dims_at(dim, x.dim()))
 
 
 LINALG: dict[str, Entry] = {
     **matrix_entries(),
-    **dict.fromkeys((f"aten.{n}" for n in FOURIER.split()), fourier_last_rule),
-    **dict.fromkeys((f"aten.{n}" for n in FOURIER_MANY.split()), fourier_rule),
-    **dict.fromkeys((f"aten.{n}" for n in FOURIER_TWO.split()), fourier_two_rule),
+    **{f"aten.{n}": transform(n, fourier_last_rule) for n in FOURIER.split()},
+    **{f"aten.{n}": transform(n, fourier_rule) for n in FOURIER_MANY.split()},
+    **{f"aten.{n}": transform(n, fourier_two_rule) for n in FOURIER_TWO.split()},
     **dict.fromkeys(("aten.fft_fftshift", "aten.fft_ifftshift"), shift_rule),
     "aten.linalg_solve": solve_rule,
     "aten.linalg_solve_triangular": solve_rule,
     "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
+    "aten.linalg_diagonal": linalg_diagonal_rule,
+    "aten.linalg_vecdot": vecdot_rule,
+    "aten.cross": cross_rule,
     "aten.cdist": cdist_rule,
     "aten.kron": kron_rule,
     **dict.fromkeys(("aten.linalg_multi_dot", "aten.chain_matmul"), chain_rule),

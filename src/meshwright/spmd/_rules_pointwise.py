@@ -25,8 +25,8 @@ CURVED = """
     special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e special_i1
     special_i1e special_log1p special_log_ndtr special_logit special_modified_bessel_i0 special_modified_bessel_i1
     special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri
-    special_polygamma special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
-    special_spherical_bessel_j0 sqrt square tan tanh threshold trunc empty_like full_like
+    special_polygamma special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_sinc special_spherical_bessel_j0 sqrt square tan tanh threshold trunc empty_like full_like
 """
 """`..., -> ...`: nothing known about linearity."""
 

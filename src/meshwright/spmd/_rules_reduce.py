@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import _forms_reduce as forms
+from ._forms_empty import guarded
 from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, names_of, sized, written
 from ._rules_pointwise import keeps_sums
@@ -26,7 +28,7 @@ def reduced(
     x: Tensor, dims: Sequence[int], keepdim: bool, linear: bool, over: str | None, form: Form | None, results: int = 1
 ) -> Rule:
     names = names_of(x)
-    kept = " ".join(("1" if keepdim else "") if d in dims else n for d, n in enumerate(names))
+    kept = " ".join("1" if d in dims else n for d, n in enumerate(names) if keepdim or d not in dims)
     free = linear or over or form
     left = written(names, () if free else dims) + ("" if linear else ",")
     text = f"{left} -> {' ; '.join([kept] * results)}"
@@ -117,6 +119,38 @@ def stable_sort_rule(x: Tensor, *, stable: bool | None, dim: int = -1, descendin
     return f"{written(names, dims_at(dim, x.dim()))}, -> {written(names)} ; {written(names)}"
 
 
+def stable_argsort_rule(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> str:
+    return f"{written(names_of(x), dims_at(dim, x.dim()))}, -> {written(names_of(x))}"
+
+
+def msort_rule(x: Tensor) -> str:
+    return stable_argsort_rule(x, stable=True, dim=0)
+
+
+def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
+    """The norm of the difference."""
+    if x.shape != y.shape or p == 0:
+        return f"{written(names_of(x, 'a'), range(x.dim()))}, {written(names_of(y, 'b'), range(y.dim()))} ->"
+    names = names_of(x)
+    return Rule(f"{written(names)}, {written(names)} ->", forms=dict.fromkeys(names, forms.dist))
+
+
+def quantile_text(x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> str:
+    return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None).text
+
+
+def similarity_rule(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> str | None:
+    if x.dim() != y.dim() or not x.dim():
+        return None
+    names, dims = names_of(x), dims_at(dim, x.dim())
+    side = written(names, dims)
+    return f"{side}, {side} -> {' '.join(n for d, n in enumerate(names) if d not in dims)}"
+
+
+def pairwise_rule(x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> str:
+    return f"... d!, ... d! -> ... {'1' if keepdim else ''}"
+
+
 def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
     names, dims = names_of(x), dims_at(dim, x.dim())
     kept = " ".join("new" if d in dims else n for d, n in enumerate(names))
@@ -172,6 +206,15 @@ REDUCE: dict[str, Entry] = {
     **dict.fromkeys(("aten.sort.default", "aten.cummax", "aten.cummin"), looks_along(False, results=2)),
     "aten.sort.stable": stable_sort_rule,
     "aten.argsort.default": looks_along(False),
+    "aten.argsort.stable": stable_argsort_rule,
+    "aten.msort": msort_rule,
+    "aten.nanmean": reduction(False, "sum", forms.nanmean),
+    "aten.dist": dist_rule,
+    "aten.quantile.scalar": guarded(torch.ops.aten.quantile, quantile_text),
+    "aten.nanquantile.scalar": guarded(torch.ops.aten.nanquantile, quantile_text),
+    "aten.cosine_similarity": similarity_rule,
+    "aten.pairwise_distance": pairwise_rule,
+    "aten._safe_softmax": looks_along(False),
     "aten.topk": topk_rule,
     "aten.logcumsumexp": looks_along(False, forms.logcumsumexp),
     "aten.renorm": renorm_rule,

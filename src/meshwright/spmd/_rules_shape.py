@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any
@@ -79,6 +80,13 @@ def view_rule(x: Tensor, size: Any, *rest: Any, **kwargs: Any) -> Rule | None:
     if not isinstance(size, (list, tuple)):
         return Rule("..., -> ...") if getattr(size, "itemsize", 0) == x.dtype.itemsize else None
     return Rule(reshape_text(x.shape, resolved(size, x.numel())), sizes=(1,))
+
+
+def view_as_rule(x: Tensor, other: Tensor) -> str:
+    """The other tensor lies as the result does."""
+    left, _, right = reshape_text(x.shape, other.shape).partition(" -> ")
+    lies = re.sub(r"new(\w+)", r"o\1!", right)
+    return f"{left} | {lies} -> {right}"
 
 
 def flatten_rule(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> str:
@@ -159,10 +167,6 @@ def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Ru
     names, extra = names_of(x), len(size) - x.dim()
     kept = [n if s in (-1, m) else f"new{n}" for n, m, s in zip(names, x.shape, size[extra:], strict=True)]
     return Rule(f"{written(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
-
-
-def expand_as_rule(x: Tensor, other: Tensor) -> str:
-    return "... + ... -> ..."
 
 
 def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
@@ -273,24 +277,6 @@ def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
     return None
 
 
-def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
-    """The joined dim is whole; the old empty `tensor([])` may stand beside anything."""
-    full = next((t for t in tensors if t.dim() > 1 or t.numel()), tensors[0])
-    at = dim % full.dim()
-    names = names_of(full)
-    operands = [
-        "e!" if t.dim() != full.dim() else " ".join(f"j{i}!" if d == at else n for d, n in enumerate(names))
-        for i, t in enumerate(tensors)
-    ]
-    return f"{' + '.join(operands)} -> {' '.join('new' if d == at else n for d, n in enumerate(names))}"
-
-
-def stack_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
-    names = names_of(tensors[0])
-    at = dim % (len(names) + 1)
-    return f"{' + '.join([written(names)] * len(tensors))} -> {' '.join([*names[:at], 'new', *names[at:]])}"
-
-
 def moved(x: Tensor, dims: Any) -> str:
     """Elements change places along the dims, which are whole."""
     names = names_of(x)
@@ -300,6 +286,20 @@ def moved(x: Tensor, dims: Any) -> str:
 
 def roll_rule(x: Tensor, shifts: Any, dims: Any = ()) -> str:
     return moved(x, dims if dims or dims == 0 else range(x.dim()))
+
+
+def fliplr_rule(x: Tensor) -> str:
+    return moved(x, 1)
+
+
+def flipud_rule(x: Tensor) -> str:
+    return moved(x, 0)
+
+
+def rot90_rule(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
+    """Both dims are whole; after an odd number of turns they have changed places."""
+    names, turned = names_of(x), dims_at(tuple(dims), x.dim())
+    return f"{written(names, turned)} -> {' '.join(f'new{d}' if d in turned else n for d, n in enumerate(names))}"
 
 
 def matrix_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -327,33 +327,36 @@ SHAPE: dict[str, Entry] = {
     "aten.flatten": flatten_rule,
     "aten.ravel": flatten_rule,
     "aten.unflatten": unflatten_rule,
-    "aten.permute": permute_rule,
-    "aten.permute_copy": permute_rule,
+    **dict.fromkeys(("aten.permute", "aten.permute_copy"), permute_rule),
     **dict.fromkeys(("aten.transpose", "aten.swapaxes", "aten.swapdims", "aten.mT", "aten.mH"), swap_rule),
     "aten.adjoint": swap_rule,
-    "aten.t": t_rule,
+    **dict.fromkeys(("aten.t", "aten.t_copy"), t_rule),
+    "aten.transpose_copy": swap_rule,
     **dict.fromkeys(("aten.numpy_T", "aten.matrix_H"), reverse_rule),
     **dict.fromkeys(("aten.movedim", "aten.moveaxis"), movedim_rule),
-    "aten.unsqueeze": unsqueeze_rule,
-    "aten.squeeze": squeeze_rule,
-    "aten.expand": expand_rule,
+    **dict.fromkeys(("aten.unsqueeze", "aten.unsqueeze_copy"), unsqueeze_rule),
+    **dict.fromkeys(("aten.squeeze", "aten.squeeze_copy"), squeeze_rule),
+    **dict.fromkeys(("aten.expand", "aten.expand_copy", "aten.broadcast_to"), expand_rule),
     "aten.repeat": repeat_rule,
     "aten.tile": repeat_rule,
     "aten.repeat_interleave.self_int": repeat_interleave_rule,
     "aten.slice.Tensor": slice_rule,
-    "aten.narrow": narrow_rule,
-    "aten.select.int": select_rule,
-    "aten.unbind": unbind_rule,
+    **dict.fromkeys(("aten.narrow", "aten.narrow_copy"), narrow_rule),
+    **dict.fromkeys(("aten.select.int", "aten.select_copy.int"), select_rule),
+    "aten.slice_copy.Tensor": slice_rule,
+    **dict.fromkeys(("aten.unbind", "aten.unbind_copy"), unbind_rule),
     **dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.unsafe_split"), split_rule),
-    "aten.unsafe_split_with_sizes": split_rule,
+    **dict.fromkeys(("aten.unsafe_split_with_sizes", "aten.split_with_sizes_copy", "aten.split_copy"), split_rule),
     **dict.fromkeys(("aten.chunk", "aten.unsafe_chunk"), chunk_rule),
     "aten.tensor_split": tensor_split_rule,
-    **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat_rule),
-    "aten.stack": stack_rule,
     "aten.flip": moved,
+    "aten.fliplr": fliplr_rule,
+    "aten.flipud": flipud_rule,
+    "aten.rot90": rot90_rule,
+    **dict.fromkeys(("aten.view_as", "aten.reshape_as"), view_as_rule),
     "aten.roll": roll_rule,
     **dict.fromkeys(("aten.tril", "aten.triu"), matrix_rule),
-    "aten.diagonal": diagonal_rule,
+    **dict.fromkeys(("aten.diagonal", "aten.diagonal_copy"), diagonal_rule),
     "aten.diag_embed": diag_embed_rule,
-    "aten.unfold": unfold_rule,
+    **dict.fromkeys(("aten.unfold", "aten.unfold_copy"), unfold_rule),
 }

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._rule import Entry, Rule
+from ._rules_conv import CONV
 from ._rules_fresh import FRESH
 from ._rules_index import INDEX
+from ._rules_join import JOIN
 from ._rules_layer import LAYERS
 from ._rules_linalg import LINALG
 from ._rules_loss import LOSSES
@@ -17,8 +19,13 @@ from ._rules_reduce import REDUCE
 from ._rules_shape import SHAPE
 from .torch_hooks import Operator, overload_of, schema_of
 
-RULES: dict[str, Entry] = {**POINTWISE, **PRODUCT, **SHAPE, **REDUCE, **LAYERS, **LOSSES, **FRESH, **INDEX, **LINALG}
+_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, LOSSES, FRESH, INDEX, LINALG, CONV)
+
+RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in table.items()}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
+
+RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims")}
+"""Operators that give their operand another shape: a rule speaks of the shape before, which is gone."""
 
 
 def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -30,6 +37,8 @@ def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
 
 
 def _entry(op: Operator) -> Entry | None:
+    if schema_of(op).name in RESHAPED_IN_PLACE:
+        return None
     name, overload = schema_of(op).name.replace("::", "."), overload_of(op)
     for candidate in (name, name.removesuffix("_") if not name.endswith("__") else name):
         found = RULES.get(f"{candidate}.{overload}") or RULES.get(candidate)

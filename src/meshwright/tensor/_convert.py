@@ -74,11 +74,19 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
         out = how.now(x)
-        return x.view_as(x) if out is x else out
+        return x.view_as(x) if out is x else _owned(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.how.transpose(grads[0]), None
+        with no_interception():
+            return ctx.how.transpose(grads[0]), None
+
+
+def _owned(x: Tensor) -> Tensor:
+    """`x` as no view of anything, so that it may be written to; it keeps its memory."""
+    if not x._is_view():
+        return x
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def convert_local(x: Tensor, src: Spec, dst: Spec) -> Tensor:

@@ -19,7 +19,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._local import spec_of, whole_local, write_into
 from ._pending import deferring, flush, forget
 from ._tree import map_tensors
-from .torch_hooks import call_plain, no_interception
+from .torch_hooks import call_plain, no_interception, run_backward
 
 Handler = Callable[[Any, Any, Any, Any], Any]
 """`handler(func, types, args, kwargs)`; gives NotImplemented to leave the call to the planner."""
@@ -82,7 +82,9 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
     have = spec_of(grad, spec)
-    return convert_local(grad, have, spec.dual().with_dtype(have.dtype))
+    local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
+    with no_interception():
+        return plain_view(local)
 
 
 def _summed(output: Tensor) -> Tensor:
@@ -97,16 +99,27 @@ def _summed(output: Tensor) -> Tensor:
 def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
-    output = _summed(given["self"])
-    seed = _seed(output, given.get("gradient"))
-    inputs = given.get("inputs")
-    keep, create = given.get("retain_graph"), bool(given.get("create_graph") or False)
-    with no_interception():
-        if inputs is None and not create:
-            with deferring():
-                torch.autograd.backward([output], [seed], keep, create)
-        else:
-            torch.autograd.backward([output], [seed], keep, create, inputs=inputs)
+    gradient = given.get("gradient")
+    _run_backward([given["self"]], [gradient], given)
+
+
+@handles(torch.autograd.backward)
+def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _as_list(given["tensors"])
+    _run_backward(outputs, _as_seeds(given.get("grad_tensors"), outputs), given)
+
+
+def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    outputs = [_summed(o) for o in outputs]
+    seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
+    create = bool(given.get("create_graph") or False)
+    keep, inputs = given.get("retain_graph"), tuple(_as_list(given.get("inputs") or ()))
+    with deferring(not inputs and not create):
+        run_backward(
+            outputs, seeds, create if keep is None else keep, create, inputs, allow_unreachable=True, accumulate_grad=True
+        )
 
 
 @handles(torch.autograd.grad)
@@ -114,17 +127,26 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
              "is_grads_batched", "materialize_grads")  # fmt: skip
     given = dict(zip(names, args, strict=False)) | kwargs
-    outputs = [_summed(o) for o in _as_list(given.pop("outputs"))]
-    inputs = _as_list(given.pop("inputs"))
-    wanted = given.pop("grad_outputs", None)
-    seeds = [_seed(o, g) for o, g in zip(outputs, _as_list(wanted) if wanted is not None else [None] * len(outputs), strict=True)]
-    given.pop("only_inputs", None)
-    with no_interception():
-        grads = torch.autograd.grad(outputs, inputs, seeds, **given)
-    return tuple(
-        dual_stamp(g, x._spec) if g is not None and isinstance(x, DistTensor) else g
-        for g, x in zip(grads, inputs, strict=True)
-    )
+    outputs = [_summed(o) for o in _as_list(given["outputs"])]
+    inputs = _as_list(given["inputs"])
+    seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
+    create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
+    zeros = bool(given.get("materialize_grads", False))
+    grads = run_backward(
+        outputs, seeds, create if keep is None else keep, create, tuple(inputs),
+        allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
+    )  # fmt: skip
+    return tuple(_returned(g, x, zeros) for g, x in zip(grads, inputs, strict=True))
+
+
+def _returned(grad: Tensor | None, x: Tensor, zeros: bool) -> Tensor | None:
+    if grad is None:
+        return torch.zeros_like(x) if zeros else None
+    return dual_stamp(grad, x._spec) if isinstance(x, DistTensor) else grad
+
+
+def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
+    return [None] * len(outputs) if gradients is None else _as_list(gradients)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -265,6 +287,23 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if type(x) is not DistTensor or not isinstance(new, Tensor) or type(new) not in (DistTensor, Tensor):
         return NotImplemented
     return write_into(x, new)
+
+
+_RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"]
+
+
+@handles(*[getattr(Tensor, n) for n in _RESHAPED])
+def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The same tensor under another shape: the local memory is looked at as the view out of place would."""
+    x = args[0]
+    new = getattr(Tensor, func.__name__[:-1])(*args, **kwargs)
+    if type(x) is DistTensor and type(new) is DistTensor:
+        with no_interception():
+            x.as_strided_(new.size(), new.stride(), new.storage_offset())
+    elif type(x) is not Absent:
+        return NotImplemented
+    x._spec = new._spec
+    return x
 
 
 # --- values ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,16 @@ def whole_local(x: Tensor) -> Tensor:
 def spec_of(x: Tensor, like: Spec) -> Spec:
     """The spec of `x`; a plain tensor is replicated over the mesh of `like`."""
     return x._spec if isinstance(x, DistTensor) else Spec(like.mesh, replicated(x.dim()), x.shape, x.dtype)
+
+
+def dense_strides(x: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a new whole tensor in the memory order of the part `x`; None for the usual order.
+
+    Call it with interception off.
+    """
+    if x.layout is not torch.strided or x.dim() < 2 or x.is_contiguous():
+        return None
+    return torch.empty_like(torch.empty_strided(tuple(shape), x.stride(), device="meta")).stride()
 
 
 def write_into(target: DistTensor, new: Tensor) -> DistTensor:

@@ -55,9 +55,14 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back = ctx.how.transpose.of_dtype(grads[0].dtype)
+        with no_interception():
+            return _Deferred._back(ctx, back, grads[0])
+
+    @staticmethod
+    def _back(ctx: Any, back: Move, grad: Tensor) -> Any:
         if not _state.deferring or torch.is_grad_enabled() or _is_watched(ctx.leaf):
-            return back(grads[0]), None
-        _keep(ctx.leaf, back.src, grads[0])
+            return back(grad), None
+        _keep(ctx.leaf, back.src, grad)
         return None, None
 
 
@@ -81,9 +86,9 @@ def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
 
 
 @contextmanager
-def deferring() -> Iterator[None]:
-    """Inside, backward passes keep the terms of parameters' gradients until `flush`."""
-    before, _state.deferring = _state.deferring, True
+def deferring(wanted: bool) -> Iterator[None]:
+    """Inside, backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
+    before, _state.deferring = _state.deferring, wanted
     try:
         yield
     finally:

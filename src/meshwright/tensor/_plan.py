@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, replicated
-from meshwright.spmd import Call, describe, refined
+from meshwright.spmd import Call, RuleError, describe, refined
 
 from ._capture import Captured, Node
 from ._convert import Move, move
@@ -83,7 +83,10 @@ def plan_node(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: 
 
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
     """
-    call = describe(node.op, node.args, node.kwargs)
+    try:
+        call = describe(node.op, node.args, node.kwargs)
+    except RuleError:
+        return None
     if call is None or _writes_elsewhere(node, call):
         return None
     operands = [_operand(node, place) for place in call.places]
@@ -125,7 +128,7 @@ def _step(
     ins: Sequence[Spec | None],
     decision: Decision,
     inputs: Sequence[Tensor],
-) -> Step:
+) -> Step | None:
     at = {id(t): i for i, t in enumerate(inputs)}
     moves = tuple(
         (at[id(x)], move(have, need))
@@ -134,6 +137,8 @@ def _step(
     )
     results = list(tensors_in(node.out))
     layouts = decision.outs if len(decision.outs) == len(results) else decision.outs * len(results)
+    if [lay.ndim for lay in layouts] != [r.dim() for r in results]:
+        return None
     mesh = next(s.mesh for s in ins if s is not None)
     outs = tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(layouts, results, strict=True))
     form = call.rule.forms[decision.form] if decision.form else None

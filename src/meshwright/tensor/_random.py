@@ -20,7 +20,7 @@ from meshwright.layout import Spec
 from ._absent import Absent, make_absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, local_rank, stamp
-from ._local import whole_spec
+from ._local import dense_strides, whole_spec
 from .torch_hooks import no_interception
 
 Source = Literal["torch", "rank"]
@@ -47,7 +47,11 @@ def _drawn(x: DistTensor, spec: Spec, draw: Callable[[Tensor], Tensor]) -> Tenso
     """This rank's part, under `spec`, of what `draw` makes of an empty whole tensor like `x`."""
     if _state.source == "rank":
         return draw(torch.empty(spec.local_shape(local_rank()), dtype=spec.dtype, device=x.device))
-    whole = draw(torch.empty(spec.shape, dtype=spec.dtype, device=x.device))
+    whole = torch.empty(spec.shape, dtype=spec.dtype, device=x.device)
+    strides = dense_strides(x, spec.shape)
+    if strides is not None:
+        whole = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=x.device)
+    whole = draw(whole)
     if type(x) is Absent:
         return whole
     return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
-from ._local import whole_spec
+from ._local import dense_strides, whole_spec
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception
 
@@ -53,9 +53,9 @@ def _whole(t: Tensor) -> Tensor:
     with no_interception():
         if t._spec.layout.is_replicated:
             return plain_view(out)
-        if t.layout is torch.strided and t.dim() > 1 and not t.is_contiguous():
-            order = sorted(range(t.dim()), key=lambda d: -t.stride(d))
-            out = out.permute(order).contiguous().permute([order.index(d) for d in range(t.dim())])
+        strides = dense_strides(t, out.shape)
+        if strides is not None:
+            out = torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
         return out
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
@@ -26,6 +27,13 @@ backward_running: Callable[[], int] = torch._C._current_graph_task_id
 
 seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
+
+
+def run_backward(
+    outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
+) -> tuple[Any, ...]:
+    """The autograd engine itself: the public doors would ask the distributed tensors among `inputs` first."""
+    return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
 
 
 class _Recorder(SchemaCheckMode):

@@ -1,0 +1,23 @@
+"""What can be wrong at the door.
+
+MeshwrightError
+├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
+├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
+└── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
+"""
+
+from __future__ import annotations
+
+from meshwright.layout import MeshwrightError
+
+
+class LocalMapError(MeshwrightError, ValueError):
+    """A function of local parts, and what it was said to take or give, do not fit."""
+
+
+class BatchError(MeshwrightError, ValueError):
+    """A batch of data, and the meshes that it is to be laid over, do not fit."""
+
+
+class TorchDTensorError(MeshwrightError, ValueError):
+    """A layout that torch's DTensor cannot say, or no torch.distributed to say it to."""

@@ -1,0 +1,56 @@
+"""Optimizers over distributed parameters: any `torch.optim` one, with a say in where its states live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.layout import Placement
+from meshwright.tensor import DistTensor
+
+from ._tensors import shard_tensor
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
+"""`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
+
+
+def shard_optimizer(optimizer: O, shard_fn: StateFn | None = None) -> O:
+    """`optimizer` whose accumulators lie as `shard_fn` says; returns the same optimizer.
+
+    Without `shard_fn` accumulators lie as their parameters do, as torch makes them. States that are loaded as whole
+    plain tensors are laid over the mesh like that, too. `shard_fn(key, parameter, accumulator)` is asked once for
+    each accumulator that has its parameter's shape, after the step that makes it or when it is loaded.
+    """
+    asked: set[tuple[int, str]] = set()
+
+    def lay(*_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, DistTensor):
+                _lay_state(parameter, state, shard_fn, asked)
+
+    def lay_again(*_: Any) -> None:
+        asked.clear()
+        lay()
+
+    optimizer.register_step_post_hook(lay)
+    optimizer.register_load_state_dict_post_hook(lay_again)
+    lay()
+    return optimizer
+
+
+def _lay_state(
+    parameter: DistTensor, state: dict[str, Any], shard_fn: StateFn | None, asked: set[tuple[int, str]]
+) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or (id(parameter), key) in asked:
+            continue
+        if value.dim() == 0 and not isinstance(value, DistTensor):  # a step counter beside a scalar parameter
+            continue
+        asked.add((id(parameter), key))
+        laid = value if isinstance(value, DistTensor) else shard_tensor(value, parameter.mesh, parameter.placements)
+        wish = shard_fn(key, parameter, laid) if shard_fn is not None else None
+        state[key] = wish if isinstance(wish, Tensor) else laid if wish is None else shard_tensor(laid, laid.mesh, wish)

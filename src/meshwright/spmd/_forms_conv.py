@@ -1,0 +1,98 @@
+"""Second forms of convolutions and normalisations: groups, neighbours' rows, sums over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ._forms import LocalCall
+from ._forms_empty import filled, nothing
+from ._forms_reduce import scaled, sum_over, wide
+from ._rule import Form
+
+
+def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per_group: int) -> Form:
+    """`run(x, weight, bias, padding, groups)` on a piece, with `pads` rows of neighbours where rows are cut.
+
+    `batch` is the number of batch dims, `per_group` the number of input channels of a group (0: one group).
+    """
+
+    def form(call: LocalCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
+        left = list(pads)
+        for s, pad in enumerate(pads):
+            at = batch + 1 + s
+            if call.ranks(0, at) > 1:
+                start, size = call.start(0, at), x.shape[at]
+                x = _with_rows(call.halo(x, 0, at, pad, pad), at, x.dim(), _missing(call, at, start, size, pad))
+                left[s] = 0
+        if 0 in call.out_shape(0):
+            return nothing(call, x, weight, bias)
+        groups = x.shape[batch] // per_group if per_group else 1
+        return run(filled(x), filled(weight), bias, left, groups)
+
+    return form
+
+
+def _missing(call: LocalCall, at: int, start: int, size: int, pad: int) -> tuple[int, int]:
+    """How many rows of the padding lie before and behind the whole, where no neighbour has them."""
+    return max(pad - start, 0), max(start + size + pad - call.total(0, at), 0)
+
+
+def _with_rows(x: Tensor, at: int, ndim: int, rows: tuple[int, int]) -> Tensor:
+    return F.pad(x, [0, 0] * (ndim - 1 - at) + list(rows)) if any(rows) else x
+
+
+def group_norm(channels: int) -> Form:
+    """Groups of `channels` channels; the rest of a group may be cut along any dim behind the channels."""
+
+    def form(
+        call: LocalCall, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+        eps: float = 1e-5, cudnn_enabled: bool = True,
+    ) -> Tensor:  # fmt: skip
+        y = wide(x).unflatten(1, (x.shape[1] // channels, channels))
+        own, behind = tuple(range(2, y.dim())), tuple(range(2, x.dim()))
+        count = channels * prod(call.total(0, d) for d in behind)
+        y = y - sum_over(call, y.sum(own, keepdim=True), 0, behind) / count
+        variance = sum_over(call, y.square().sum(own, keepdim=True), 0, behind) / count
+        y = (y * (variance + eps).rsqrt()).flatten(1, 2)
+        return scaled(y, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+
+    return form
+
+
+def _per_channel(v: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if v is None else v.reshape([-1 if d == 1 else 1 for d in range(x.dim())])
+
+
+def batch_norm(
+    call: LocalCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    """Mean and variance over all ranks' samples; the running ones are updated alike on every rank."""
+    dims = tuple(d for d in range(x.dim()) if d != 1)
+    count = prod(call.total(0, d) for d in dims)
+    y = wide(x)
+    mean = sum_over(call, y.sum(dims, keepdim=True), 0, dims) / count
+    y = y - mean
+    variance = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / count
+    with torch.no_grad():
+        _track(call, running_mean, mean.detach(), momentum)
+        _track(call, running_var, variance.detach() * (count / max(count - 1, 1)), momentum)
+    return scaled(y * (variance + eps).rsqrt(), _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+
+
+def _track(call: LocalCall, running: Tensor | None, value: Tensor, momentum: float) -> None:
+    """Move a running statistic, which every rank holds whole also where the channels are cut."""
+    if running is None:
+        return
+    new = value.reshape(-1).to(running.dtype)
+    if running.shape != new.shape:
+        whole = torch.zeros_like(running)
+        whole[call.start(0, 1) : call.start(0, 1) + new.shape[0]] = new
+        new = call.sum(whole, 0, 1)
+    running.mul_(1 - momentum).add_(new * momentum)

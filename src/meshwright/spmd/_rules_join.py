@@ -1,0 +1,79 @@
+"""Several tensors become one, or are brought to one shape: cat, stack and their kin.
+
+`broadcast_tensors` and `meshgrid` have no rule: each of their results is a view of another operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._rule import Entry
+from ._rules_dims import names_of, written
+
+
+def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
+    """The joined dim is whole; the old empty `tensor([])` may stand beside anything."""
+    full = next((t for t in tensors if t.dim() > 1 or t.numel()), tensors[0])
+    at = dim % full.dim()
+    names = names_of(full)
+    operands = [
+        "e!" if t.dim() != full.dim() else " ".join(f"j{i}!" if d == at else n for d, n in enumerate(names))
+        for i, t in enumerate(tensors)
+    ]
+    return f"{' + '.join(operands)} -> {' '.join('new' if d == at else n for d, n in enumerate(names))}"
+
+
+def stack_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
+    names = names_of(tensors[0])
+    at = dim % (len(names) + 1)
+    return f"{' + '.join([written(names)] * len(tensors))} -> {' '.join([*names[:at], 'new', *names[at:]])}"
+
+
+def hstack_rule(tensors: Sequence[Tensor]) -> str | None:
+    return cat_rule(tensors, min(1, tensors[0].dim() - 1)) if tensors[0].dim() else None
+
+
+def vstack_rule(tensors: Sequence[Tensor]) -> str | None:
+    if tensors[0].dim() == 1:
+        return stack_rule(tensors, 0)
+    return cat_rule(tensors, 0) if tensors[0].dim() else None
+
+
+def column_stack_rule(tensors: Sequence[Tensor]) -> str | None:
+    if any(t.dim() != tensors[0].dim() for t in tensors):
+        return None
+    return stack_rule(tensors, 1) if tensors[0].dim() == 1 else hstack_rule(tensors)
+
+
+def dstack_rule(tensors: Sequence[Tensor]) -> str | None:
+    return cat_rule(tensors, 2) if tensors[0].dim() > 2 else None
+
+
+def at_least(ndim: int) -> Entry:
+    def entry(x: Any) -> str | None:
+        if not isinstance(x, Tensor):
+            return None
+        names = written(names_of(x))
+        if x.dim() >= ndim:
+            return f"{names} -> {names}"
+        front, behind = {(1, 2): ("1", ""), (1, 3): ("1", "1"), (2, 3): ("", "1")}.get((x.dim(), ndim), ("", ""))
+        return f"{names} -> {front} {names} {behind}" if x.dim() else f"-> {' '.join(['1'] * ndim)}"
+
+    return entry
+
+
+JOIN: dict[str, Entry] = {
+    **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat_rule),
+    "aten.stack": stack_rule,
+    "aten.hstack": hstack_rule,
+    "aten.vstack": vstack_rule,
+    "aten.dstack": dstack_rule,
+    "aten.column_stack": column_stack_rule,
+    "aten.expand_as": "... | ... -> ...",
+    "aten.atleast_1d": at_least(1),
+    "aten.atleast_2d": at_least(2),
+    "aten.atleast_3d": at_least(3),
+}

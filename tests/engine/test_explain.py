@@ -1,0 +1,98 @@
+"""What `explain` prints, as golden texts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import meshwright as mw
+
+MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+
+BLOCK = """\
+call     operand             becomes         by             bytes  result
+linear   f32[4@dp, 8]        f32[4@dp, 8] ~tp                   0  f32[4@dp, 16@tp]
+         f32[16@tp, 8]       f32[16@tp, 8] ~dp                  0
+gelu     f32[4@dp, 16@tp]                                          f32[4@dp, 16@tp]
+linear   f32[4@dp, 16@tp]                                          f32[4@dp, 8] +tp
+         f32[8, 16@tp]       f32[8, 16@tp] ~dp                  0"""
+
+
+def block() -> torch.Tensor:
+    x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0)])
+    up = mw.shard_tensor(torch.ones(16, 8), MESH, [mw.Replicate(), mw.Shard(0)])
+    down = mw.shard_tensor(torch.ones(8, 16), MESH, [mw.Replicate(), mw.Shard(1)])
+    return F.linear(F.gelu(F.linear(x, up)), down)
+
+
+def test_a_tensor_parallel_block_waits_with_its_sum() -> None:
+    found = mw.explain(block)
+    assert [call.name for call in found.calls] == ["linear", "gelu", "linear"]
+    assert str(found.result.spec) == "f32[4@dp, 8] +tp"
+    assert str(found).splitlines()[-1] == "rank 0: no communication, 0 bytes received"
+
+
+def test_a_reshard_that_was_asked_for_stands_in_the_table() -> None:
+    there = mw.ProcessMesh([4, 5], ["x"])
+
+    def program() -> None:
+        x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0), mw.Shard(1)])
+        mw.reshard(x, placements=[mw.Shard(0)])
+        mw.reshard(x, there, [mw.Shard(0)])
+
+    assert str(mw.explain(program)) == (
+        "call     operand          becomes                                          by"
+        "                                                          bytes  result\n"
+        "reshard  f32[4@dp, 8@tp]  f32[4@dp, 8]                                     AllGather(tp, dim 1)"
+        "                                           32  f32[4@dp, 8]\n"
+        "reshard  f32[4@dp, 8@tp]  f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5])  "
+        "Exchange(f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5]))      0  f32[4@x, 8]\n"
+        "rank 0: 1 all_gather, 1 exchange, 32 bytes received"
+    )
+
+
+def test_backward_passes_and_values_are_counted() -> None:
+    def program() -> float:
+        x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0)])
+        w = mw.shard_tensor(torch.ones(8, 8), MESH, [], requires_grad=True)
+        loss = (x @ w).sum()
+        loss.backward()
+        assert w.grad is not None
+        return loss.item()
+
+    for found in mw.simulate(lambda: mw.explain(program), 4):
+        assert found.result == 256.0
+        assert found.collectives == {"all_reduce": 2}  # the gradient of w, the value of the loss
+        assert found.received == 8 * 8 * 4 + 4
+
+
+def test_a_plain_operand_and_one_without_a_rule_are_named() -> None:
+    def program() -> None:
+        x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0)])
+        torch.matmul(torch.ones(4, 4), x)
+
+    text = str(mw.explain(program))
+    assert "f32[4, 4] (plain)" in text
+    assert "Slice(dp, dim 1)" in text
+
+
+def test_each_rank_explains_for_itself_and_nothing_is_missed() -> None:
+    """A rank that is done must not teach the others plans before they have explained theirs."""
+
+    def go() -> list[str]:
+        x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0), mw.Partial()])
+        found = mw.explain(lambda: torch.relu(x).exp().sum())
+        torch.relu(x).exp().sum()
+        return [call.name for call in found.calls]
+
+    assert mw.simulate(go, 4) == [["relu", "exp", "sum"]] * 4
+
+
+def test_sixteen_thousand_ranks_on_a_laptop() -> None:
+    def program() -> torch.Tensor:
+        mesh = mw.ProcessMesh(torch.arange(16384).reshape(2048, 8).numpy(), ["dp", "tp"])
+        x = mw.shard_tensor(torch.empty(2048, 8, device="meta"), mesh, [mw.Shard(0), mw.Shard(1)])
+        w = mw.shard_tensor(torch.empty(8, 4, device="meta"), mesh, [mw.Replicate(), mw.Shard(0)])
+        return torch.relu(x @ w)
+
+    assert str(mw.explain(program).calls[1].moves[0][1].plan) == "AllReduce(tp)"

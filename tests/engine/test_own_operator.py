@@ -1,0 +1,86 @@
+"""An operator of the user's own gets a rule in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.tensor import RAN_WHOLE
+
+from .oracle import STYLES, Lay, check
+
+
+@torch.library.custom_op("meshwright_test::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+def _saved(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    s = gate.sigmoid()
+    return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
+
+
+swiglu.register_autograd(_gradient, setup_context=_saved)
+
+
+@torch.library.custom_op("meshwright_test::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture
+def ruled() -> Iterator[None]:
+    from meshwright.spmd._table import RULES
+
+    mw.register_rule("meshwright_test.swiglu", "..., ... -> ...")
+    yield
+    del RULES["meshwright_test.swiglu"]
+
+
+def with_gradients(lay: Lay) -> Any:
+    gate, up = lay(torch.randn(5, 6), grad=True), lay(torch.randn(5, 6), grad=True)
+    out = swiglu(gate, up)
+    out.square().mean().backward()
+    return out, gate.grad, up.grad
+
+
+@pytest.mark.usefixtures("ruled")
+@pytest.mark.parametrize("style", STYLES)
+def test_a_sharded_run_equals_one_device(style: str) -> None:
+    check(with_gradients, STYLES[style])
+
+
+@pytest.mark.usefixtures("ruled")
+def test_the_rule_keeps_cuts_without_communication() -> None:
+    def go() -> Any:
+        lay = mw.shard_tensor(torch.ones(4, 6), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
+        return mw.explain(lambda: swiglu(lay, lay))
+
+    assert [(str(e.result.spec), e.received) for e in mw.simulate(go, 2)] == [("f32[4@x, 6]", 0)] * 2
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_without_a_rule_it_runs_whole_and_is_told_by_name(style: str) -> None:
+    RAN_WHOLE.pop("twice", None)
+    check(lambda lay: twice(lay(torch.randn(5, 6))), STYLES[style])
+    assert [name for name in RAN_WHOLE if "twice" in name]
