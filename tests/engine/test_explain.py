@@ -10,12 +10,20 @@ import meshwright as mw
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 
 BLOCK = """\
-call     operand             becomes         by             bytes  result
-linear   f32[4@dp, 8]        f32[4@dp, 8] ~tp                   0  f32[4@dp, 16@tp]
-         f32[16@tp, 8]       f32[16@tp, 8] ~dp                  0
-gelu     f32[4@dp, 16@tp]                                          f32[4@dp, 16@tp]
-linear   f32[4@dp, 16@tp]                                          f32[4@dp, 8] +tp
-         f32[8, 16@tp]       f32[8, 16@tp] ~dp                  0"""
+call    operand           becomes            by                       bytes  result
+linear  f32[4@dp, 8]      f32[4@dp, 8] ~tp   gradient: AllReduce(tp)      0  f32[4@dp, 16@tp]
+        f32[16@tp, 8]     f32[16@tp, 8] ~dp  gradient: AllReduce(dp)      0
+gelu    f32[4@dp, 16@tp]                                                     f32[4@dp, 16@tp]
+linear  f32[4@dp, 16@tp]                                                     f32[4@dp, 8] +tp
+        f32[8, 16@tp]     f32[8, 16@tp] ~dp  gradient: AllReduce(dp)      0
+rank 0: no communication, 0 bytes received"""
+
+RESHARDS = """\
+call operand becomes by bytes result
+reshard f32[4@dp, 8@tp] f32[4@dp, 8] AllGather(tp, dim 1) 32 f32[4@dp, 8]
+reshard f32[4@dp, 8@tp] f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5]) \
+Exchange(f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5])) 0 f32[4@x, 8]
+rank 0: 1 all_gather, 1 exchange, 32 bytes received"""
 
 
 def block() -> torch.Tensor:
@@ -26,10 +34,7 @@ def block() -> torch.Tensor:
 
 
 def test_a_tensor_parallel_block_waits_with_its_sum() -> None:
-    found = mw.explain(block)
-    assert [call.name for call in found.calls] == ["linear", "gelu", "linear"]
-    assert str(found.result.spec) == "f32[4@dp, 8] +tp"
-    assert str(found).splitlines()[-1] == "rank 0: no communication, 0 bytes received"
+    assert str(mw.explain(block)) == BLOCK
 
 
 def test_a_reshard_that_was_asked_for_stands_in_the_table() -> None:
@@ -40,15 +45,8 @@ def test_a_reshard_that_was_asked_for_stands_in_the_table() -> None:
         mw.reshard(x, placements=[mw.Shard(0)])
         mw.reshard(x, there, [mw.Shard(0)])
 
-    assert str(mw.explain(program)) == (
-        "call     operand          becomes                                          by"
-        "                                                          bytes  result\n"
-        "reshard  f32[4@dp, 8@tp]  f32[4@dp, 8]                                     AllGather(tp, dim 1)"
-        "                                           32  f32[4@dp, 8]\n"
-        "reshard  f32[4@dp, 8@tp]  f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5])  "
-        "Exchange(f32[4@x, 8] on ProcessMesh([x=2], ranks=[4, 5]))      0  f32[4@x, 8]\n"
-        "rank 0: 1 all_gather, 1 exchange, 32 bytes received"
-    )
+    lines = str(mw.explain(program)).splitlines()
+    assert [" ".join(line.split()) for line in lines] == RESHARDS.splitlines()
 
 
 def test_backward_passes_and_values_are_counted() -> None:

@@ -35,6 +35,22 @@ def test_a_rule_means_what_it_says(packet: str) -> None:
                     check(sample, ranks)
 
 
+UNSEEN = ("type_as", "batch_norm")
+"""Operators with an operand that the rule leaves out: one lends its dtype, one has statistics that the form keeps."""
+
+
+def test_every_operand_is_seen_by_its_rule() -> None:
+    """An operand without a slot would go into the operator as it lies."""
+    for name, arguments in SAMPLES:
+        sample = build(name, arguments)
+        call = sample.described()
+        assert call is not None
+        given = [t for a in (*sample.args, *sample.kwargs.values()) for t in (a if isinstance(a, list) else [a])]
+        tensors = sum(isinstance(t, torch.Tensor) for t in given)
+        seen = sum(p is not None for p in call.places)
+        assert seen == tensors or name.partition(".")[0] in UNSEEN, f"{name}: {arguments} by {call.rule.text!r}"
+
+
 def test_every_rule_has_a_sample() -> None:
     used = {f"aten.{name.partition('.')[0]}" for name, _ in SAMPLES} | {str(overload(name)) for name, _ in SAMPLES}
     assert sorted(n for n in RULES if n.startswith("aten.") and n not in used) == []

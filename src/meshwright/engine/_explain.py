@@ -10,7 +10,8 @@ from typing import Any
 
 from meshwright.comm import Carrier, NoCarrierError, Recorded, current, use
 from meshwright.layout import Spec
-from meshwright.reshard import Plan
+from meshwright.reshard import Plan, Relabel, transposed
+from meshwright.reshard import plan as reshard_plan
 from meshwright.tensor import Decided
 
 from ._record import record
@@ -119,10 +120,12 @@ def _operands(call: Decided) -> Iterator[tuple[str, Plan | None]]:
 
 
 def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
+    """What the operand becomes, by which steps, and the bytes; where nothing is done, what its gradient will need."""
     if plan is None:
         return "", "", ""
-    steps = " · ".join(repr(step) for step in plan.steps if type(step).__name__ != "Relabel")
-    return _target(plan.src, plan.dst), steps, str(plan.received(rank))
+    steps = " · ".join(repr(step) for step in plan.steps if not isinstance(step, Relabel))
+    back = transposed(plan.src, plan.dst)
+    return _target(plan.src, plan.dst), steps or f"gradient: {reshard_plan(*back)!r}", str(plan.received(rank))
 
 
 def _target(src: Spec, dst: Spec) -> str:

@@ -127,7 +127,7 @@ def _name(token: str, whole: set[str], rule: str) -> str:
 
 
 def _check_names(operands: list[Operand], results: tuple[Operand, ...], text: str) -> None:
-    known = {n for o in operands for d in o for n in d.names}
+    known = {ELLIPSIS} | {n for o in operands for d in o for n in d.names}
     for result in results:
         new = [n for d in result for n in d.names if n not in known and not n.startswith(NEW)]
         if new:

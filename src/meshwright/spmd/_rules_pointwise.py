@@ -50,12 +50,13 @@ def named(words: str, entry: Entry) -> dict[str, Entry]:
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """True when the cast of a sum is the sum of the casts."""
-    if source == torch.bool or target == torch.bool:
-        return source == target
-    if not (source.is_floating_point or source.is_complex):
+    """True when the cast of a sum is the sum of the casts, without more rounding."""
+    if source == target:
         return True
-    return target.is_floating_point or target.is_complex
+    if torch.bool in (source, target) or target.itemsize < source.itemsize:
+        return False
+    number = source.is_floating_point or source.is_complex
+    return target.is_floating_point or target.is_complex or not number
 
 
 def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:

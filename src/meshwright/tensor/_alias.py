@@ -35,15 +35,20 @@ class Source:
 
 
 class DistView(DistTensor):
-    """A distributed tensor that has memory of its own and yet is a view of another one."""
+    """A distributed tensor that has memory of its own and yet is a view of another one.
+
+    A local view of it (a slice along a dim that is not cut, say) is one too, with the same `_outer`.
+    """
 
     _source: Source
+    _outer: DistView
 
 
 def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int) -> DistView:
     """`x`, the result number `at` of a call that takes a view of `base`, made a view of it."""
     x.__class__ = DistView
     x._source = Source(base, func, args, kwargs, at, version_of(base))  # pyright: ignore[reportAttributeAccessIssue]
+    x._outer = x  # pyright: ignore[reportAttributeAccessIssue]
     return x  # pyright: ignore[reportReturnType]
 
 
@@ -83,21 +88,32 @@ def break_view(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def before_call(views: Sequence[DistView]) -> list[int]:
     """Reads again every view whose base was written to; their versions."""
     for view in views:
-        _refresh(view)
+        _refresh(view._outer)
     return [version_of(v) for v in views]
 
 
-def after_call(views: Sequence[DistView], before: Sequence[int]) -> None:
-    """Writes every view back that was written to since `before`."""
+def after_call(views: Sequence[DistView], before: Sequence[int], out: Any) -> None:
+    """Writes every view back that was written to since `before`, and makes local views of views known as such."""
     for view, version in zip(views, before, strict=True):
         if version_of(view) != version:
-            _write_back(view)
+            _write_back(view._outer)
+    for r in tensors_in(out):
+        if type(r) is DistTensor:
+            _know_inner(r, views)
+
+
+def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
+    with no_interception():
+        outer = next((v._outer for v in views if shares_storage(v, x)), None)
+    if outer is not None:
+        x.__class__ = DistView
+        x._outer = outer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refresh(view: DistView) -> None:
     source = view._source
     if isinstance(source.base, DistView):
-        _refresh(source.base)
+        _refresh(source.base._outer)
     now = version_of(source.base)
     if now == source.version:
         return
@@ -116,7 +132,7 @@ def _write_back(view: DistView) -> None:
         list(tensors_in(done.out))[source.at].copy_(value)
     put_back(source.base, whole)
     if isinstance(source.base, DistView):
-        _write_back(source.base)
+        _write_back(source.base._outer)
     source.version = version_of(source.base)
 
 

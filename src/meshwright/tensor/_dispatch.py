@@ -40,7 +40,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
     if out is NotImplemented:
         out = _carry_out(func, types, args, kwargs, tensors, key)
-    after_call(views, before)
+    if views:
+        after_call(views, before, out)
     return out
 
 

@@ -128,7 +128,8 @@ class DistTensor(Tensor):
 
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
     """`local` itself, turned into the distributed tensor of which it is this rank's part."""
-    local.__class__ = DistTensor
+    if not isinstance(local, DistTensor):
+        local.__class__ = DistTensor
     local._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
     return local  # pyright: ignore[reportReturnType]
 

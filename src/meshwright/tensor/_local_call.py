@@ -53,9 +53,8 @@ class OnRank:
         spec = self._spec(operand)
         start, size = spec.offset(self.rank, dim), x.shape[dim]
         dims = tuple(() if d == dim else axes_of(c) for d, c in enumerate(spec.layout.dims))
-        kept = Layout(dims)
-        varying = tuple(a for a in spec.mesh.dim_names if a not in kept.axes)
-        whole = convert_local(x, spec, spec.with_layout(Layout(dims, varying=varying)))
+        varying = (*spec.layout.varying, *self._axes(operand, dim))
+        whole = convert_local(x, spec, spec.with_layout(Layout(dims, spec.layout.partial, varying)))
         first, last = max(0, start - before), min(spec.shape[dim], start + size + after)
         return whole.narrow(dim, first, max(0, last - first))
 

@@ -178,7 +178,7 @@ def plan_call(
     function does right on the local tensors, else the operators, to be carried out one by one. None: run it whole.
     """
     if len(captured.nodes) == 1 and _is_whole_call(captured):
-        return plan_node(captured.nodes[0], specs, mesh, captured.inputs)
+        return plan_node(replace(captured.nodes[0], out=captured.out), specs, mesh, captured.inputs)
     found = _unchanged(captured, specs, mesh)
     return found if found is not None else captured.nodes
 

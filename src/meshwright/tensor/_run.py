@@ -71,8 +71,8 @@ def run_step(step: Step, func: Any, args: Any) -> Run:
 
 def _is_flat(step: Step, args: Any) -> bool:
     """True when every tensor that moves is a distributed one, and an argument of its own after nothing but such."""
-    first = args[: 1 + max(at for at, _ in step.moves)]
-    return all(type(a) is DistTensor for a in first)
+    count = 1 + max(at for at, _ in step.moves)
+    return len(args) >= count and all(type(a) is DistTensor for a in args[:count])
 
 
 def _moved(step: Step, args: Any, kwargs: Any) -> list[Tensor]:
@@ -145,9 +145,9 @@ def _run_local(step: Step) -> Run:
             tensors = _moved(step, args, kwargs)
             local_args, local_kwargs = step.local_arguments(tensors, rank)
             if step.form is not None:
-                out = step.form(step.call(rank), *local_args, **local_kwargs)
+                out = _like(step.node.out, step.form(step.call(rank), *local_args, **local_kwargs))
             else:
-                out = step.node.op(*local_args, **local_kwargs)
+                out = _like(step.node.out, step.node.op(*local_args, **local_kwargs))
             out = _own(out, tensors)
         return finish(out, func, args, kwargs)
 
@@ -172,9 +172,14 @@ def run_inline(found: Inline, captured: Captured) -> Run:
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         real = _real(captured, args, kwargs)
-        return found.parts(*real(found.node.args), **real(found.node.kwargs))
+        return _like(found.node.out, found.parts(*real(found.node.args), **real(found.node.kwargs)))
 
     return run
+
+
+def _like(meta: Any, out: Any) -> Any:
+    """Results in the kind of tuple that the operator returns."""
+    return out if isinstance(out, Tensor) or not hasattr(type(meta), "n_fields") else type(meta)(tuple(out))
 
 
 def _real(captured: Captured, args: Any, kwargs: Any) -> Callable[[Any], Any]:

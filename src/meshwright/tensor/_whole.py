@@ -23,8 +23,8 @@ class WholeCall:
     pairs: tuple[tuple[Tensor, Tensor], ...]
 
     def gathered(self) -> tuple[tuple[DistTensor, Tensor], ...]:
-        """The arguments whose whole tensor is a copy of its own."""
-        return tuple((t, w) for t, w in self.pairs if isinstance(t, DistTensor) and not t._spec.layout.is_replicated)
+        """The arguments whose whole tensor has memory of its own."""
+        return tuple((t, w) for t, w in self.pairs if isinstance(t, DistTensor) and whole_spec(t._spec) is not t._spec)
 
 
 def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
@@ -51,8 +51,10 @@ def _whole(t: Tensor) -> Tensor:
         return t
     out = convert_local(t, t._spec, whole_spec(t._spec))
     with no_interception():
-        if t._spec.layout.is_replicated:
+        if whole_spec(t._spec) is t._spec:
             return plain_view(out)
+        if t._spec.layout.is_replicated:
+            return out.clone()
         strides = dense_strides(t, out.shape)
         if strides is not None:
             out = torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)

@@ -1,0 +1,73 @@
+"""Every page says the truth: its code runs, its outputs are those shown, its links and names exist."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+
+from .pages import ROOT, blocks, run
+
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "tour.md", *sorted((DOCS / "concepts").glob("*.md"))]
+# In the README only what is a program of its own: the other block quotes the model file.
+README_PROGRAM = "import torch"
+LONGEST_FROM_SCRATCH = 300
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_shows_is_what_happens(page: Path) -> None:
+    for block, printed, shown in run(page):
+        assert printed == shown, f"{page.name}:{block.line}"
+
+
+def test_the_readme_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = [b for b in blocks(ROOT / "README.md") if b.kind == "python" and b.text.startswith(README_PROGRAM)]
+    assert programs
+    for program in programs:
+        exec(compile(program.text, "README.md", "exec"), {"__name__": "readme"})
+    assert "8.0" in capsys.readouterr().out
+
+
+def test_from_scratch_is_short_and_right() -> None:
+    script = DOCS / "from_scratch.py"
+    assert len(script.read_text().splitlines()) <= LONGEST_FROM_SCRATCH
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+    assert "64 layouts of one MLP" in done.stdout
+    assert "meshwright" not in re.sub(r'"""(?s:.*?)"""|#.*', "", script.read_text())
+
+
+def errors(root: type[Exception] = mw.MeshwrightError) -> Iterator[type[Exception]]:
+    for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for cls in root.__subclasses__():
+        if cls.__module__.startswith("meshwright."):
+            yield cls
+            yield from errors(cls)
+
+
+def test_each_error_has_a_paragraph() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    told = set(re.findall(r"^\*\*(\w+)(?:\.\*\*|\*\*)", text, re.MULTILINE))
+    assert told == {cls.__name__ for cls in errors()}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_pages_use_names_that_exist() -> None:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        used = set(re.findall(r"\bmw\.(\w+)", page.read_text()))
+        assert used <= set(mw.__all__), f"{page.name}: {used - set(mw.__all__)}"

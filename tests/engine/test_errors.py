@@ -1,0 +1,181 @@
+"""Bad input gets an error of four parts: what was asked, what was found, why not, and what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import comm, engine, layout, reshard, spmd, tensor
+from meshwright.layout import Layout, parse_layout, parse_spec
+
+MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+PAIR = mw.ProcessMesh([0, 1], ["x"])
+ROWS = [mw.Shard(0)]
+
+
+def x(*shape: int, at: Any = (), mesh: mw.ProcessMesh = MESH, **kwargs: Any) -> Any:
+    return mw.shard_tensor(torch.ones(shape or (4, 6)), mesh, at, **kwargs)
+
+
+def on_ranks(fn: Callable[[], Any], ranks: int = 4) -> Callable[[], Any]:
+    return lambda: mw.simulate(fn, ranks)
+
+
+def saves_a_distributed_tensor() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            return a * a
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * 2 * ctx.saved_tensors[0]
+
+    Square.apply(x(at=ROWS, requires_grad=True)).sum().backward()
+
+
+def other_calls() -> None:
+    comm.current().all_reduce(torch.ones(2 + mw.get_rank()), "sum", (0, 1))
+
+
+def in_a_ring() -> None:
+    me = mw.get_rank()
+    for group in [(0, 1), (1, 2), (0, 2)] if me != 2 else [(1, 2)]:
+        if me in group:
+            comm.current().barrier(group if me != 0 else (0, 2))
+
+
+def leaves_early() -> None:
+    if mw.get_rank() == 0:
+        comm.current().barrier((0, 1))
+
+
+class TwoResults(mw.LocalLayer):
+    """Says one result and gives two."""
+
+    def __init__(self) -> None:
+        super().__init__([(MESH, ROWS)])
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        return a, a
+
+
+def loader(batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return on_ranks(lambda: list(mw.shard_dataloader([batch], *args, **kwargs)))
+
+
+Case = tuple[str, Callable[[], Any], type[mw.MeshwrightError], str]
+CASES: list[Case] = [
+    # meshes
+    ("a rank twice", lambda: mw.ProcessMesh([0, 1, 1], ["x"]), layout.MeshError, "each rank once"),
+    ("a negative rank", lambda: mw.ProcessMesh([-1, 0], ["x"]), layout.MeshError, "≥ 0"),
+    ("no ranks", lambda: mw.ProcessMesh([], ["x"]), layout.MeshError, r"ProcessMesh\(\[0\]\)"),
+    ("ragged rows", lambda: mw.ProcessMesh([[0, 1], [2]], ["x", "y"]), layout.MeshError, r"\[\[0, 1\], \[2, 3\]\]"),
+    ("too few names", lambda: mw.ProcessMesh([[0, 1]], ["x"]), layout.MeshError, "2 different names"),
+    ("no such axis", lambda: MESH.get_dim_size("pp"), layout.MeshError, "'dp', 'tp'"),
+    ("no such line", lambda: MESH["dp", 7], layout.MeshError, "inside the mesh"),
+    ("which line", lambda: MESH["dp"], layout.MeshError, "get_submesh_with_dim"),
+    ("a rank elsewhere", lambda: PAIR.coordinate(7), layout.MeshError, "rank in mesh"),
+    ("beyond the world", on_ranks(lambda: x(at=ROWS), 2), layout.MeshError, r"ranks=4"),
+    ("no mesh at all", on_ranks(lambda: mw.shard_tensor(torch.ones(2))), layout.MeshError, r"mw\.set_mesh"),
+    ("a list as a mesh", on_ranks(lambda: mw.shard_tensor(torch.ones(2), [0, 1])), layout.MeshError, "dim_names"),
+    ("a list as the default mesh", lambda: mw.set_mesh([0, 1]), layout.MeshError, "dim_names"),
+    # placements and layouts
+    ("no such dim", on_ranks(lambda: x(at=[mw.Shard(2)])), layout.PlacementError, "from -2 to 1"),
+    ("a scalar that is cut", on_ranks(lambda: mw.shard_tensor(1.0, MESH, ROWS)), layout.PlacementError, r"Replicate\(\)"),
+    ("too many placements", on_ranks(lambda: x(at=ROWS * 3)), layout.PlacementError, "at most 2"),
+    ("no placement", on_ranks(lambda: x(at=["rows"])), layout.PlacementError, r"mw\.Shard\(0\)"),
+    ("one placement", on_ranks(lambda: x(at=mw.Shard(0))), layout.PlacementError, r"\[Shard\(0\)\]"),
+    ("one placement to reshard", on_ranks(lambda: mw.reshard(x(), None, mw.Shard(0))), layout.PlacementError, r"\[Shard"),
+    ("an unknown operation", lambda: mw.Partial("median"), layout.PlacementError, "one of sum"),
+    ("an axis twice", lambda: Layout((("dp",), ("dp",))), layout.LayoutError, "each axis once"),
+    ("text that is no layout", lambda: parse_layout("rows"), layout.LayoutError, "f32"),
+    ("a layout of another mesh", lambda: parse_spec("f32[4@pp]", MESH), layout.LayoutError, "one of dp, tp"),
+    ("a dim without a size", lambda: parse_spec("f32[:]", MESH), layout.LayoutError, r"f32\[8@dp, 16\]"),
+    # tensors
+    ("two meshes", on_ranks(lambda: x(at=ROWS) + x(at=ROWS, mesh=PAIR)), tensor.MixedMeshError, r"mw\.reshard"),
+    ("parts that do not fit", on_ranks(lambda: mw.dtensor_from_local(torch.ones(3), MESH, ROWS, shape=(4,))),
+     tensor.LocalShapeError, "shape="),
+    ("plain in backward", on_ranks(saves_a_distributed_tensor), tensor.PlainInBackwardError, "local_map"),
+    ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
+    ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),
+    ("asked outside", on_ranks(lambda: x(at=ROWS, mesh=PAIR)[x(mesh=PAIR) > 0]), tensor.AbsentError, r"mw\.reshard"),
+    ("shapes that do not broadcast", on_ranks(lambda: x(4, 6, at=ROWS) + x(5, 6, at=ROWS)), mw.MeshwrightError, "write"),
+    ("shapes that do not multiply", on_ranks(lambda: x(4, 6, at=ROWS) @ x(5, 6)), mw.MeshwrightError, "write"),
+    ("a reshape to another size", on_ranks(lambda: x(4, 6, at=ROWS).view(5, 5)), mw.MeshwrightError, "write"),
+    # rules and conversions
+    ("a rule without a result", lambda: spmd.parse_rule("a b"), spmd.RuleError, "m k"),
+    ("a rule with a stranger", lambda: spmd.parse_rule("a -> b"), spmd.RuleError, "operand"),
+    ("a rule that is not registered", lambda: mw.register_rule("mine.op", "a ( b -> a"), spmd.RuleError, r"\(a b\)"),
+    ("another shape", lambda: reshard.plan(parse_spec("f32[4]", PAIR), parse_spec("f32[5]", PAIR)),
+     reshard.ReshardError, "reshape"),
+    ("another dtype", lambda: reshard.plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
+     reshard.ReshardError, "cast"),
+    # the door
+    ("inputs that lie otherwise", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS])(x())),
+     engine.LocalMapError, "reshard_inputs=True"),
+    ("placements for other arguments", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS] * 2)(x(at=ROWS))),
+     engine.LocalMapError, "per argument"),
+    ("placements for other results", on_ranks(lambda: mw.local_map(lambda a: (a, a), [ROWS])(x(at=ROWS))),
+     engine.LocalMapError, "per result"),
+    ("shapes for other results", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], out_shapes=[])(x(at=ROWS))),
+     engine.LocalMapError, "one shape per result"),
+    ("a distributed tensor inside", on_ranks(lambda: mw.local_map(lambda a: a + x(2, 6), [ROWS])(x(at=ROWS))),
+     engine.LocalMapError, "as arguments"),
+    ("a layer with other results", on_ranks(lambda: TwoResults()(x(at=ROWS))), engine.LocalMapError, "per result"),
+    ("inputs without a mesh", loader((torch.ones(2),) * 3, [MESH, PAIR]), engine.BatchError, "one per input"),
+    ("keys that are not there", loader({"a": torch.ones(2)}, [MESH, PAIR], input_keys=["b"]), engine.BatchError, r"\['a'\]"),
+    ("axes for other meshes", loader(torch.ones(2), [MESH], ["dp", "tp"]), engine.BatchError, "one per mesh"),
+    ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
+    ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),
+    ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
+    # between ranks
+    ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
+    ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
+    ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
+    ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),
+    ("ranks that disagree", on_ranks(other_calls, 2), comm.DisagreementError, "same call"),
+    ("ranks in a ring", on_ranks(in_a_ring, 3), comm.DeadlockError, "same order"),
+    ("a rank that left", on_ranks(leaves_early, 2), comm.MissingCallError, "same collectives"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "kind", "remedy"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.MeshwrightError], remedy: str) -> None:
+    with pytest.raises(kind) as caught:
+        act()
+    error = caught.value
+    assert isinstance(error, mw.MeshwrightError)
+    assert all((error.asked, error.found, error.why, error.write))
+    with pytest.raises(kind, match=remedy):
+        raise copy.copy(error)
+    lines = str(error).splitlines()
+    assert [line.split(":")[0].strip() for line in lines if line.startswith(("  found", "  why", "  write"))] == [
+        "found", "why", "write",
+    ]  # fmt: skip
+
+
+# Raised where a process or the command line is needed; tests/comm and tests/models have their cases.
+ELSEWHERE = {"CommError", "DeadPeerError", "LaunchError", "ModelError"}
+
+
+def test_every_class_has_a_case() -> None:
+    def below(root: type[Exception]) -> set[str]:
+        own = [c for c in root.__subclasses__() if c.__module__.startswith("meshwright.")]
+        return {c.__name__ for c in own}.union(*(below(c) for c in own))
+
+    assert below(mw.MeshwrightError) - {kind.__name__ for _, _, kind, _ in CASES} <= ELSEWHERE
+
+
+def test_simulated_ranks_are_named_in_a_note() -> None:
+    with pytest.raises(layout.PlacementError) as caught:
+        mw.simulate(lambda: x(at=[mw.Shard(5)]), 4)
+    assert caught.value.__notes__ == ["raised on rank 0 of 4 simulated ranks"]
