@@ -641,7 +641,7 @@ LAYERS = (
 )
 
 CONTROL = ops("""
-    {x} * 2 if {x}.sum().item() > 0 else {x} - 1
+    {x} * 2 if {x}.sum().item() > 1e-9 else {x} - 1
     {x} / (1 + {x}.detach().abs().mean().item())
     {x} * {x}.numel()**-0.5
     {x} + 1 if ({x} > 0).any() else {x} - 1

@@ -249,6 +249,8 @@ def _case(entry: Entry, sample: Any, seed: int) -> Case | None:
     """The case with its truth, or None where a single device has no value."""
     flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
     flat = [fresh(v) for v in flat]
+    if entry.kind == "in place" and sample.broadcasts_input:
+        return None
     finish = sample.output_process_fn_grad if entry.kind == "function" else _identity
     case = Case(entry, flat, spec, finish, seed)
     try:
@@ -310,7 +312,7 @@ def _doubled(value: Any) -> Any:
 
 
 def as_exact_as(found: Any, wanted: Any, exact: Any) -> bool:
-    """Whether `found` is no further from the double-precision value than twice what a single device is."""
+    """Whether `found` is no further from the double-precision value than four times what a single device is."""
     flat = [tree_flatten(t)[0] for t in (found, wanted, exact)]
     if len({len(leaves) for leaves in flat}) > 1:
         return False
@@ -325,7 +327,7 @@ def _as_exact_as(found: Any, wanted: Any, exact: Any) -> bool:
     if found.dtype != wanted.dtype or wanted.dtype not in _WIDER:
         return False
     mine, one_device = (float((t.detach() - exact).abs().max()) for t in (found, wanted))
-    return mine <= 2 * one_device
+    return mine <= 4 * one_device
 
 
 def evaluate(case: Case, values: Sequence[Any]) -> tuple[Any, Any]:

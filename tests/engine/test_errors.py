@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import comm, engine, layout, reshard, spmd, tensor
+from meshwright import comm, engine, layout, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
+from meshwright.reshard import ReshardError, plan
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 PAIR = mw.ProcessMesh([0, 1], ["x"])
@@ -90,11 +91,13 @@ CASES: list[Case] = [
     ("a list as the default mesh", lambda: mw.set_mesh([0, 1]), layout.MeshError, "dim_names"),
     # placements and layouts
     ("no such dim", on_ranks(lambda: x(at=[mw.Shard(2)])), layout.PlacementError, "from -2 to 1"),
-    ("a scalar that is cut", on_ranks(lambda: mw.shard_tensor(1.0, MESH, ROWS)), layout.PlacementError, r"Replicate\(\)"),
+    ("a scalar that is cut", on_ranks(lambda: mw.shard_tensor(1.0, MESH, ROWS)),
+     layout.PlacementError, r"Replicate\(\)"),
     ("too many placements", on_ranks(lambda: x(at=ROWS * 3)), layout.PlacementError, "at most 2"),
     ("no placement", on_ranks(lambda: x(at=["rows"])), layout.PlacementError, r"mw\.Shard\(0\)"),
     ("one placement", on_ranks(lambda: x(at=mw.Shard(0))), layout.PlacementError, r"\[Shard\(0\)\]"),
-    ("one placement to reshard", on_ranks(lambda: mw.reshard(x(), None, mw.Shard(0))), layout.PlacementError, r"\[Shard"),
+    ("one placement to reshard", on_ranks(lambda: mw.reshard(x(), None, mw.Shard(0))),
+     layout.PlacementError, r"\[Shard"),
     ("an unknown operation", lambda: mw.Partial("median"), layout.PlacementError, "one of sum"),
     ("an axis twice", lambda: Layout((("dp",), ("dp",))), layout.LayoutError, "each axis once"),
     ("text that is no layout", lambda: parse_layout("rows"), layout.LayoutError, "f32"),
@@ -108,17 +111,18 @@ CASES: list[Case] = [
     ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("asked outside", on_ranks(lambda: x(at=ROWS, mesh=PAIR)[x(mesh=PAIR) > 0]), tensor.AbsentError, r"mw\.reshard"),
-    ("shapes that do not broadcast", on_ranks(lambda: x(4, 6, at=ROWS) + x(5, 6, at=ROWS)), mw.MeshwrightError, "write"),
+    ("shapes that do not broadcast", on_ranks(lambda: x(4, 6, at=ROWS) + x(5, 6, at=ROWS)),
+     mw.MeshwrightError, "write"),
     ("shapes that do not multiply", on_ranks(lambda: x(4, 6, at=ROWS) @ x(5, 6)), mw.MeshwrightError, "write"),
     ("a reshape to another size", on_ranks(lambda: x(4, 6, at=ROWS).view(5, 5)), mw.MeshwrightError, "write"),
     # rules and conversions
     ("a rule without a result", lambda: spmd.parse_rule("a b"), spmd.RuleError, "m k"),
     ("a rule with a stranger", lambda: spmd.parse_rule("a -> b"), spmd.RuleError, "operand"),
     ("a rule that is not registered", lambda: mw.register_rule("mine.op", "a ( b -> a"), spmd.RuleError, r"\(a b\)"),
-    ("another shape", lambda: reshard.plan(parse_spec("f32[4]", PAIR), parse_spec("f32[5]", PAIR)),
-     reshard.ReshardError, "reshape"),
-    ("another dtype", lambda: reshard.plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
-     reshard.ReshardError, "cast"),
+    ("another shape", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f32[5]", PAIR)),
+     ReshardError, "reshape"),
+    ("another dtype", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
+     ReshardError, "cast"),
     # the door
     ("inputs that lie otherwise", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS])(x())),
      engine.LocalMapError, "reshard_inputs=True"),
@@ -132,7 +136,8 @@ CASES: list[Case] = [
      engine.LocalMapError, "as arguments"),
     ("a layer with other results", on_ranks(lambda: TwoResults()(x(at=ROWS))), engine.LocalMapError, "per result"),
     ("inputs without a mesh", loader((torch.ones(2),) * 3, [MESH, PAIR]), engine.BatchError, "one per input"),
-    ("keys that are not there", loader({"a": torch.ones(2)}, [MESH, PAIR], input_keys=["b"]), engine.BatchError, r"\['a'\]"),
+    ("keys that are not there", loader({"a": torch.ones(2)}, [MESH, PAIR], input_keys=["b"]),
+     engine.BatchError, r"\['a'\]"),
     ("axes for other meshes", loader(torch.ones(2), [MESH], ["dp", "tp"]), engine.BatchError, "one per mesh"),
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
     ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._forms import LocalCall
@@ -204,8 +205,14 @@ def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | Non
     return changed(x, (at,))
 
 
-def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> str | None:
-    return slice_rule(x, dim, start, start + length) if isinstance(start, int) else None
+def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> Rule | None:
+    """As a slice, which does not mind an end beyond the local part."""
+    (at,) = dims_at(dim, x.dim())
+    return Rule(changed(x, (at,)), parts=_as_slice) if isinstance(start, int) else None
+
+
+def _as_slice(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return torch.ops.aten.slice.Tensor(x, dim, start, start + length if start >= 0 or start + length else None)
 
 
 def changed(x: Tensor, dims: Sequence[int]) -> str:

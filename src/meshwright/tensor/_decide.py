@@ -57,8 +57,9 @@ def decide(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
         choice = _pick(call, specs, held, ranks, axis, picked.form)
         if choice is None:
             return None
-        _note(picked, choice, held, axis, specs, bound)
-    return _decision(bound, specs, axes, picked)
+        _note(picked, choice, held, axis, specs, call)
+    decision = _decision(bound, specs, axes, picked)
+    return decision if all(decision.ins[i] is specs[i] for i in call.mutated) else None
 
 
 def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> Held:
@@ -99,7 +100,7 @@ def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:
     if choice.factor is None or form is None:
         return True
     name = bound.names[choice.factor]
-    return name == form or name not in bound.rule.forms
+    return name not in bound.rule.forms or bound.rule.forms[name] is bound.rule.forms[form]
 
 
 def _price(
@@ -147,8 +148,9 @@ def _result_bytes(bound: Bound, specs: Sequence[Spec | None], axis: str) -> floa
 
 
 def _note(
-    picked: _Picked, choice: Choice, held: Sequence[Held], axis: str, specs: Sequence[Spec | None], bound: Bound
+    picked: _Picked, choice: Choice, held: Sequence[Held], axis: str, specs: Sequence[Spec | None], call: Call
 ) -> None:
+    bound = call.bound
     if choice.factor is not None:
         picked.cuts.setdefault(choice.factor, []).append(axis)
         if bound.names[choice.factor] in bound.rule.forms:
@@ -160,7 +162,8 @@ def _note(
     for i, gives in enumerate(choice.outs):
         if isinstance(gives, str):
             picked.outs[i].append((axis, gives))
-    if any(need != REPEATED for need in choice.ins) or _all_vary(axis, specs):
+    deciding = [specs[i] for i in call.mutated] or specs
+    if any(need != REPEATED for need in choice.ins) or _all_vary(axis, deciding):
         picked.varies.append(axis)
 
 

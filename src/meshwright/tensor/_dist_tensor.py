@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Layout, Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
@@ -88,16 +88,18 @@ class DistTensor(Tensor):
             return self.as_subclass(Tensor).view_as(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        rank = current().rank
         with no_interception():
             local = repr(self.detach().as_subclass(Tensor))
-        return f"DistTensor({self._spec!r} on {self._spec.mesh!r}; rank {rank} holds {self._held(rank)}\n  {local})"
+        return f"DistTensor({self._spec!r} on {self._spec.mesh!r}; {self._held()}\n  {local})"
 
-    def _held(self, rank: int) -> str:
+    def _held(self) -> str:
+        rank = rank_or_none()
+        if rank is None:
+            return "a rank holds"
         if rank not in self._spec.mesh:
-            return "nothing"
+            return f"rank {rank} holds nothing"
         ranges = self._spec.local_ranges(rank)
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in ranges) + "]"
+        return f"rank {rank} holds [" + ", ".join(f"{a}:{a + n}" for a, n in ranges) + "]"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PickleError(
@@ -200,6 +202,14 @@ def _floats(tree: Any) -> list[Any]:
     if isinstance(tree, dict):
         return [f for v in tree.values() for f in _floats(v)]
     return []
+
+
+def rank_or_none() -> int | None:
+    """Rank of the caller, None outside of any world."""
+    try:
+        return current().rank
+    except NoCarrierError:
+        return None
 
 
 def local_rank() -> int:

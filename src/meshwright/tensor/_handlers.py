@@ -281,6 +281,16 @@ def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return call_plain(func, types, args, kwargs)
 
 
+@handles(Tensor.contiguous)
+def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Decided by the part's own memory: the planner sees only whole tensors that are contiguous."""
+    x = args[0]
+    if type(x) is Absent:
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec)
+
+
 @handles(Tensor.copy_)
 def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
