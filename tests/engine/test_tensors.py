@@ -362,7 +362,7 @@ class SquareOfParts(torch.autograd.Function):
 def a_function_of_local_parts(lay: Lay) -> Any:
     x = lay(some(5, 6), grad=True)
     if isinstance(x, DistTensor):
-        spread = x if not x.layout.partial else mw.reshard(x)
+        spread = x if not x.spec.layout.partial else mw.reshard(x)
         y = mw.local_map(SquareOfParts.apply, [spread.placements], out_shapes=[spread.shape])(spread)
     else:
         y = SquareOfParts.apply(x)

@@ -71,8 +71,8 @@ def test_what_dtensor_cannot_say(text: str) -> None:
 @pytest.mark.usefixtures("four_ranks")
 def test_varying_repetition_is_repetition() -> None:
     x = mw.shard_tensor(torch.ones(4, 6), MESH, [])
-    x = redistribute(x, MESH, x.layout.with_varying(["dp"]))
-    assert mw.from_torch_dtensor(mw.to_torch_dtensor(x)).layout.varying == ()
+    x = redistribute(x, MESH, x.spec.layout.with_varying(["dp"]))
+    assert mw.from_torch_dtensor(mw.to_torch_dtensor(x)).spec.layout.varying == ()
 
 
 def test_simulated_ranks_have_no_process_groups() -> None:

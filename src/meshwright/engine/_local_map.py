@@ -128,7 +128,7 @@ def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: b
     if wanted is None or not isinstance(x, DistTensor):
         return x
     layout = layout_of(check(wanted), x.ndim, mesh)
-    if x.mesh is mesh and (layout.dims, layout.partial) == (x.layout.dims, x.layout.partial):
+    if x.mesh is mesh and (layout.dims, layout.partial) == (x.spec.layout.dims, x.spec.layout.partial):
         return x
     if may_move:
         return reshard(x, mesh, wanted)
@@ -143,8 +143,8 @@ def _inside(x: Any, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
     """The local part of `x`; along `axes` its repetition is used in a varying way."""
     if not isinstance(x, DistTensor):
         return x
-    varying = {a for m, a in axes if m is x.mesh} - set(x.layout.axes) | set(x.layout.varying)
-    return redistribute(x, x.mesh, x.layout.with_varying(varying)).to_local()
+    varying = {a for m, a in axes if m is x.mesh} - set(x.spec.layout.axes) | set(x.spec.layout.varying)
+    return redistribute(x, x.mesh, x.spec.layout.with_varying(varying)).to_local()
 
 
 def _varying_axes(targets: Sequence[Target]) -> frozenset[tuple[ProcessMesh, str]]:

@@ -43,7 +43,7 @@ def to_torch_dtensor(x: DistTensor, device_mesh: DeviceMesh | None = None) -> DT
         )  # fmt: skip
     placements = [_to_torch(x.spec, p) for p in x.placements]
     _check_order(x.spec)
-    x = redistribute(x, x.mesh, x.layout.with_varying(()))
+    x = redistribute(x, x.mesh, x.spec.layout.with_varying(()))
     on = device_mesh if device_mesh is not None else _device_mesh(x.mesh, x.device.type, dist.group.WORLD)
     return _torch().DTensor.from_local(
         x.to_local(), on, placements, run_check=False, shape=x.shape, stride=tuple(x.stride())

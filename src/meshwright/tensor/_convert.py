@@ -60,7 +60,7 @@ class Move:
         if self.is_relabel:
             return x
         with torch.no_grad():
-            return execute(self.plan, x, current())
+            return _owned(execute(self.plan, x, current()))
 
 
 @lru_cache(maxsize=65536)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import NoCarrierError, current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec
+from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
 from .torch_hooks import interception_on, no_interception
@@ -34,7 +34,7 @@ _LOCAL_SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__
 class DistTensor(Tensor):
     """A tensor whose elements lie on a mesh; behaves as the whole tensor, holds this rank's part.
 
-    `shape`, `dtype` and all operations are those of the whole. `to_local()` is the part, `layout` tells how it lies.
+    `shape`, `dtype` and all operations are those of the whole. `to_local()` is the part, `spec` tells how it lies.
     """
 
     _spec: Spec
@@ -64,10 +64,6 @@ class DistTensor(Tensor):
     def spec(self) -> Spec:
         """Mesh, layout, global shape and dtype."""
         return self._spec
-
-    @property
-    def layout(self) -> Layout:
-        return self._spec.layout
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -226,11 +226,10 @@ def run_twin(node: Node, captured: Captured) -> Run | None:
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         real = _real(captured, args, kwargs)
         target = real(node.args[0])
-        if not isinstance(target, DistTensor):
-            return NotImplemented
-        return write_into(target, twin(*real(node.args), **real(node.kwargs)))
+        before = target.clone() if torch.is_grad_enabled() else target
+        return write_into(target, twin(before, *real(node.args[1:]), **real(node.kwargs)))
 
-    return run
+    return run if isinstance(node.args[0], Tensor) else None
 
 
 def _twin(node: Node) -> Callable[..., Any] | None:
@@ -238,4 +237,6 @@ def _twin(node: Node) -> Callable[..., Any] | None:
     if not name.endswith("_") or name.endswith("__") or node.out is not node.args[0]:
         return None
     packet: Any = getattr(torch.ops.aten, name[:-1], None)
-    return None if packet is None else getattr(packet, node.op._overloadname, None)
+    twin = None if packet is None else getattr(packet, node.op._overloadname, None)
+    same = twin is not None and [a.name for a in twin._schema.arguments] == [a.name for a in node.op._schema.arguments]
+    return twin if same else None
