@@ -529,7 +529,7 @@ WRITES = (
     {v} = {x}.clone() ~ y = {v}[{cut}] ~ {v}.mul_(2) ~ {v} = {v} + y.sum()
     {v} = {x}.clone() ~ y = {v}[0] ~ {v}.add_({same}) ~ {v} = {v} - y
     {v} = {x}.clone() ~ {v}.view(-1)[{flat}] = {c}
-    {v} = {x}.clone() ~ {v}.flatten()[{flat}] = {c}
+    {v} = {x}.clone(memory_format=torch.contiguous_format) ~ {v}.flatten()[{flat}] = {c}
     {v} = {x}.clone() ~ {v}.view(-1)[:2].mul_({c})
     {v} = {x}.detach().clone() ~ {v}.unbind({d})[0].mul_(2)
     {v} = {x}.detach().clone() ~ {v}.split(2, {d})[-1].add_({c})

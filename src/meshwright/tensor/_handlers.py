@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
 
 from meshwright.comm import current
-from meshwright.layout import ProcessMesh, Spec, replicated
+from meshwright.layout import Layout, ProcessMesh, Spec, replicated
 
 from . import _random
 from ._absent import Absent, absent
@@ -36,7 +37,7 @@ def handles(*funcs: Any) -> Callable[[Handler], Handler]:
 
 
 _LOCAL = [
-    "requires_grad", "is_leaf", "grad_fn", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
+    "requires_grad", "is_leaf", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
     "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_version", "_backward_hooks",
     "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
     "dtype", "_base", "volatile", "_cdata", "name", "is_hpu",
@@ -81,10 +82,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
-    have = spec_of(grad, spec)
-    local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
-    with no_interception():
-        return plain_view(local)
+    return _as_dual_local(grad, spec)
 
 
 def _summed(output: Tensor) -> Tensor:
@@ -196,17 +194,69 @@ def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     spec = x._spec
 
     def on_local(grad: Tensor) -> Any:
-        with no_interception():
-            alias = plain_view(grad).view_as(grad)
-        new = hook(dual_stamp(alias, spec))
-        if new is None:
-            return None
-        have = spec_of(new, spec)
-        local = convert_local(new, have, spec.dual().with_dtype(have.dtype))
-        with no_interception():
-            return plain_view(local)
+        new = hook(dual_stamp(_alias_of(grad), spec))
+        return None if new is None else _as_dual_local(new, spec)
 
     return call_plain(func, types, (x, on_local), kwargs)
+
+
+class _HookedNode:
+    """The autograd node that `nn.Module` hooks are put on; they see distributed gradients.
+
+    torch puts hooks of `register_full_backward_hook` on this node itself, which holds local gradients.
+    """
+
+    NAME = "BackwardHookFunctionBackward"
+
+    def __init__(self, node: Any, spec: Spec, at: int) -> None:
+        self.node = node
+        node.metadata.setdefault("meshwright.specs", {})[at] = spec
+
+    def name(self) -> str:
+        return self.NAME
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.node.register_hook(lambda ins, outs: self._local(hook(self._whole(ins), self._whole(outs))))
+
+    def register_prehook(self, hook: Any) -> Any:
+        return self.node.register_prehook(lambda outs: self._local(hook(self._whole(outs))))
+
+    def _whole(self, grads: Any) -> Any:
+        specs = self.node.metadata["meshwright.specs"]
+        return tuple(
+            dual_stamp(_alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
+        )
+
+    def _local(self, grads: Any) -> Any:
+        if grads is None:
+            return None
+        specs = self.node.metadata["meshwright.specs"]
+        return tuple(
+            _as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
+        )
+
+
+def _alias_of(grad: Tensor) -> Tensor:
+    with no_interception():
+        return plain_view(grad).view_as(grad)
+
+
+def _as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
+    """A gradient that a hook gave, as this rank's part of what the tensor's gradient is."""
+    have = spec_of(grad, spec)
+    local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
+    with no_interception():
+        return plain_view(local)
+
+
+@handles(Tensor.grad_fn.__get__)
+def _grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    node = call_plain(func, types, args, kwargs)
+    x = args[0]
+    if node is None or node.name() != _HookedNode.NAME:
+        return node
+    with no_interception():
+        return _HookedNode(node, x._spec, x.output_nr)
 
 
 @handles(Tensor.register_post_accumulate_grad_hook)
@@ -267,7 +317,7 @@ def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     with no_interception():
         local = x.stride()
-    order = sorted(range(len(local)), key=lambda d: local[d])
+    order = sorted(range(len(local)), key=lambda d: (local[d], -d))
     strides, step = [0] * len(local), 1
     for d in order:
         strides[d] = step
@@ -323,6 +373,7 @@ def everywhere(x: Tensor) -> Tensor:
     """The whole value of `x` as a plain tensor on every rank of the world, not only of its mesh."""
     if not isinstance(x, DistTensor):
         return x
+    x._read_again()
     carrier = current()
     if x._spec.mesh.size == carrier.size:
         return whole_local(x)
@@ -346,9 +397,52 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+@handles(torch._amp_foreach_non_finite_check_and_unscale_)
+def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    """Gradient scaling: every rank of the world learns of a gradient that is not finite anywhere."""
+    grads, found, inverse = args
+    for grad in grads:
+        grad.mul_(whole_local(inverse))
+    with no_interception():
+        bad = torch.tensor([float(any(not g.isfinite().all() for g in grads))])
+    world = ProcessMesh(range(current().size), ["world"])
+    spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), bad.dtype)
+    worst = convert_local(bad, spec, spec.with_layout(replicated(1)))
+    with no_interception():
+        found.copy_(torch.maximum(found, worst.reshape(found.shape).to(found.dtype)))
+
+
 # --- randomness ------------------------------------------------------------------------------------------------
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
 handles(*[getattr(Tensor, n) for n in _FILLS if hasattr(Tensor, n)])(_random.fill_random)
+
+
+@handles(init.uniform_, init.normal_, init.constant_)
+def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """`nn.init` asks tensors before it turns gradients off itself."""
+    names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
+    given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
+    x = given.pop("tensor")
+    fill = {"uniform_": x.uniform_, "normal_": x.normal_, "constant_": x.fill_}[func.__name__]
+    defaults = {"a": 0.0, "b": 1.0, "mean": 0.0, "std": 1.0}
+    with torch.no_grad():
+        return fill(*[given.pop(n, defaults.get(n)) for n in names], **given)
+
+
+@handles(init.kaiming_uniform_)
+def _initialise_kaiming(
+    func: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
+    names = ("tensor", "a", "mode", "nonlinearity", "generator")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, mode = given["tensor"], given.get("mode", "fan_in")
+    fans = dict(zip(("fan_in", "fan_out"), init._calculate_fan_in_and_fan_out(x), strict=True))
+    gain = init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
+    bound = 3.0**0.5 * gain / fans[mode] ** 0.5
+    with torch.no_grad():
+        return x.uniform_(-bound, bound, generator=given.get("generator"))
+
+
 handles(torch.rand_like, torch.randn_like, torch.randint_like)(_random.like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(_random.dropout)

@@ -21,7 +21,7 @@ def shared_move(x: Tensor, how: Move) -> Tensor:
 
     Call it with interception off. A leaf that wants a gradient is not shared: what waits for reduction is added up.
     """
-    if type(x) is Tensor:
+    if not isinstance(x, DistTensor) or x.is_inference():
         return how(x)
     graded = torch.is_grad_enabled()
     if graded and x.requires_grad and x.is_leaf:

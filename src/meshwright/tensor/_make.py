@@ -86,6 +86,7 @@ def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor
     dst = Spec(mesh, layout, x._spec.shape, x._spec.dtype)
     if dst is x._spec:
         return x
+    x._read_again()
     rank = current().rank
     if rank not in x._spec.mesh and rank not in mesh:
         return make_absent([dst], [x])[0]  # pyright: ignore[reportReturnType]

@@ -12,7 +12,7 @@ from meshwright.layout import Spec
 
 from ._alias import break_view
 from ._capture import Captured, Node
-from ._dist_tensor import DistTensor, Run, local_rank, stamp
+from ._dist_tensor import DistTensor, Run, local_rank, plain_view, stamp
 from ._local import shared_move, write_into
 from ._plan import Inline, Step
 from ._tree import map_tensors, tensors_in
@@ -61,6 +61,8 @@ def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
 
 def run_step(step: Step, func: Any, args: Any) -> Run:
     """One operator: its operands converted, then the caller's function, the operator, or its second form."""
+    if step.node.op.namespace != "aten":
+        return _run_foreign(step)
     if step.direct and not step.moves:
         return run_direct(step.outs, step.node.out)
     if step.direct:
@@ -92,6 +94,20 @@ def _run_moved(step: Step) -> Run:
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
             out = _own(func(*local_args, **local_kwargs), tensors)
+        return finish(out, func, args, kwargs)
+
+    return run
+
+
+def _run_foreign(step: Step) -> Run:
+    """A user's operator sees plain tensors: what it saves for its backward pass must meet plain gradients there."""
+    finish = _finisher(step)
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with no_interception():
+            tensors = [plain_view(t) for t in _moved(step, args, kwargs)]
+            local_args, local_kwargs = step.local_arguments(tensors, local_rank())
+            out = _own(step.node.op(*local_args, **local_kwargs), tensors)
         return finish(out, func, args, kwargs)
 
     return run
