@@ -38,12 +38,26 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     tensors = list(tensors_in((args, kwargs)))
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
+    if isinstance(kwargs.get("out"), DistTensor):
+        return _into_out(func, args, kwargs)
     out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
     if out is NotImplemented:
         out = _carry_out(func, types, args, kwargs, tensors, key)
     if views:
         after_call(views, before, out)
     return out
+
+
+def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """`out=`: the call without it, written into it."""
+    out = kwargs["out"]
+    new = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    if new.shape != out.shape:
+        raise OperationError(
+            f"{name_of(func)} with out=", f"out is {out._spec!r}, the result has shape {tuple(new.shape)}",
+            "a distributed tensor keeps its shape", "out= of the result's shape, or no out=",
+        )  # fmt: skip
+    return out.copy_(new)
 
 
 def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any) -> Any:

@@ -16,7 +16,7 @@ from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
-from .torch_hooks import interception_on, no_interception
+from .torch_hooks import checkpoint_compares, interception_on, no_interception
 
 Run = Callable[[Any, Any, Any, Any], Any]
 """Carries a call out: `run(func, types, args, kwargs)`."""
@@ -54,7 +54,7 @@ class DistTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._spec.shape if interception_on() else _LOCAL_SHAPE(self)
+        return self._spec.shape if interception_on() and not checkpoint_compares() else _LOCAL_SHAPE(self)
 
     @property
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

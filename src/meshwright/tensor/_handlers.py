@@ -20,7 +20,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._local import spec_of, whole_local, write_into
 from ._pending import deferring, flush, forget
 from ._tree import map_tensors
-from .torch_hooks import call_plain, no_interception, run_backward
+from .torch_hooks import backward_running, call_plain, no_interception, run_backward, same_kind
 
 Handler = Callable[[Any, Any, Any, Any], Any]
 """`handler(func, types, args, kwargs)`; gives NotImplemented to leave the call to the planner."""
@@ -45,7 +45,7 @@ _LOCAL = [
 _LOCAL_CALLS: list[Any] = [
     Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
     Tensor.data_ptr, Tensor._is_view, Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, Tensor.storage_offset,
-    Tensor.untyped_storage,
+    Tensor.untyped_storage, same_kind, Tensor.new_tensor,
 ]  # fmt: skip
 
 
@@ -82,6 +82,8 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
+        if backward_running() != -1 and not isinstance(grad, DistTensor):
+            return grad  # a reentrant checkpoint hands on this rank's part of the gradient
     return _as_dual_local(grad, spec)
 
 
@@ -347,6 +349,31 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if type(x) is not DistTensor or not isinstance(new, Tensor) or type(new) not in (DistTensor, Tensor):
         return NotImplemented
     return write_into(x, new)
+
+
+@handles(torch.broadcast_tensors, torch.ops.aten.broadcast_tensors.default)
+def _broadcast_tensors(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    tensors = args[0] if len(args) == 1 and not isinstance(args[0], Tensor) else args
+    shape = torch.broadcast_shapes(*[t.shape for t in tensors])
+    return tuple(t.expand(shape) for t in tensors)
+
+
+_EACH = {name: getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")}
+
+
+@handles(*_EACH.values())
+def _foreach(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """One call per tensor of the lists."""
+    name = func.__name__.removeprefix("_foreach_")
+    one = getattr(Tensor, name, None) or getattr(torch, name)
+
+    def at(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    if name.startswith(("addcmul", "addcdiv")) and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    out = [one(*[at(a, i) for a in args], **{k: at(v, i) for k, v in kwargs.items()}) for i in range(len(args[0]))]
+    return None if name.endswith("_") else out
 
 
 _RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"]

@@ -209,5 +209,5 @@ def _is_written(op: Operator) -> bool:
 
 
 def is_constant(captured: Captured) -> bool:
-    """True when the call made no operator and no tensor: it only asked for something that shapes and dtypes tell."""
-    return not captured.nodes and not any(True for _ in tensors_in(captured.out))
+    """True when the call gave no tensor and wrote to none: it asked for something that shapes and dtypes tell."""
+    return not any(_is_written(n.op) for n in captured.nodes) and not any(True for _ in tensors_in(captured.out))

@@ -84,9 +84,13 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Dropout by a mask that is drawn whole; terms are joined first, since each element is dropped once."""
     x = args[0] if args else kwargs.get("input")
-    p, train = _dropout_arguments(args[1:], kwargs)
-    if type(x) not in (DistTensor, Absent) or not train or p in (0.0, 1.0) or not isinstance(p, float):
+    p, train, inplace = _dropout_arguments(args[1:], kwargs)
+    if type(x) not in (DistTensor, Absent) or not 0 <= p < 1:
         return NotImplemented
+    if not train or p == 0:
+        return x
+    if inplace:
+        return x.copy_(dropout(func, types, (x, p), {}))
     spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
     with no_interception():
         mask = _drawn(x, spec, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
@@ -97,8 +101,8 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return x * stamp(mask, spec.with_dtype(mask.dtype))
 
 
-def _dropout_arguments(rest: Any, kwargs: Any) -> tuple[Any, bool]:
+def _dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:
     p = rest[0] if rest else kwargs.get("p", 0.5)
     train = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
     inplace = rest[2] if len(rest) > 2 else kwargs.get("inplace", False)
-    return (p, bool(train)) if not inplace else (p, False)
+    return float(p), bool(train), bool(inplace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils.checkpoint import _default_meta_extractor
 
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
@@ -25,8 +27,22 @@ interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 backward_running: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, -1 outside of one."""
 
+same_kind: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+"""What `nn.Module.to` asks before it puts a parameter's new data in the place of the old."""
+
 seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
+
+
+_META_EXTRACTOR = _default_meta_extractor.__code__
+
+
+def checkpoint_compares() -> bool:
+    """True when the caller's caller is the check of `torch.utils.checkpoint` that what it recomputed has the same shape.
+
+    It noted the shapes of local tensors in the forward pass, where interception was off, and asks again here.
+    """
+    return backward_running() != -1 and sys._getframe(2).f_code is _META_EXTRACTOR
 
 
 def run_backward(
