@@ -107,6 +107,7 @@ CASES: list[Case] = [
     ("two meshes", on_ranks(lambda: x(at=ROWS) + x(at=ROWS, mesh=PAIR)), tensor.MixedMeshError, r"mw\.reshard"),
     ("parts that do not fit", on_ranks(lambda: mw.dtensor_from_local(torch.ones(3), MESH, ROWS, shape=(4,))),
      tensor.LocalShapeError, "shape="),
+    ("shapes torch refuses", on_ranks(lambda: x(4, 3) + x(2, 3)), tensor.OperationError, "whole tensors"),
     ("plain in backward", on_ranks(saves_a_distributed_tensor), tensor.PlainInBackwardError, "local_map"),
     ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),

@@ -25,6 +25,7 @@ class Rule:
     `sizes`    positions (or names) of arguments that are sizes of result 0 and become local ones.
     `forms`    factor name → local function to run when that factor is cut, with what joins its terms (or None).
     `parts`    the same computation in smaller torch ops, taken when the equation alone would have to communicate.
+    `guard`    local function to run in the operator's place where some rank is left without a piece.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Rule:
     sizes: tuple[int | str, ...] = ()
     forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
     parts: Callable[..., Any] | None = None
+    guard: Form | None = None
 
     @property
     def equation(self) -> Equation:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _forms_reduce as forms
-from ._forms_empty import guarded
+from ._forms_empty import guarded, unless_empty
 from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, names_of, sized, written
 from ._rules_pointwise import keeps_sums
@@ -91,7 +92,8 @@ def spread(over: str | None, form: Form, results: int = 1) -> Entry:
 
     def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
         dims = dims_at(None if isinstance(dim, bool) else dim, x.dim())
-        return reduced(x, dims, keepdim, False, over, form, results)
+        rule = reduced(x, dims, keepdim, False, over, form, results)
+        return replace(rule, guard=unless_empty(getattr(torch.ops.aten, form.__name__)))
 
     return entry
 

@@ -54,7 +54,10 @@ class DistTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._spec.shape if interception_on() and not checkpoint_compares() else _LOCAL_SHAPE(self)
+        if interception_on() and not checkpoint_compares():
+            return self._spec.shape
+        with no_interception():
+            return _LOCAL_SHAPE(self)
 
     @property
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.layout import ProcessMesh, Spec, replicated
+from meshwright.layout import ProcessMesh, Spec, local_shape, replicated
 from meshwright.spmd import Call, RuleError, describe, refined
 
 from ._capture import Captured, Node
@@ -142,6 +142,8 @@ def _step(
     mesh = next(s.mesh for s in ins if s is not None)
     outs = tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(layouts, results, strict=True))
     form = call.rule.forms[decision.form] if decision.form else None
+    if form is None and call.rule.guard is not None and any(_leaves_nothing(s) for s in (*decision.ins, *outs)):
+        form = call.rule.guard
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(
         node=node,
@@ -155,6 +157,14 @@ def _step(
         ins=decision.ins,
         broken=_breaks_view(node, operands, ins, decision),
     )
+
+
+def _leaves_nothing(spec: Spec | None) -> bool:
+    """True when the last rank along some dim holds no piece of it."""
+    if spec is None or 0 in spec.shape:
+        return False
+    last = {a: n - 1 for a, n in spec.mesh.sizes.items()}
+    return 0 in local_shape(spec.shape, spec.layout, spec.mesh.sizes, last)
 
 
 def _breaks_view(
