@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,7 +26,7 @@ class Spec:
     """
 
     __slots__ = ("__weakref__", "_shapes", "dtype", "layout", "mesh", "shape")
-    _known: WeakValueDictionary[Any, Spec] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[Any, Spec]] = WeakValueDictionary()
 
     mesh: ProcessMesh
     layout: Layout

@@ -21,6 +21,8 @@ from .torch_hooks import no_interception
 class Absent(DistTensor):
     """A distributed tensor on a rank outside its mesh."""
 
+    _away = True
+
 
 def absent(local: Tensor, spec: Spec) -> Absent:
     """`local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""

@@ -11,7 +11,6 @@ from math import prod
 
 from meshwright.layout import Dim, Layout, Spec
 from meshwright.spmd import (
-    ELSEWHERE,
     REPEATED,
     Bound,
     Call,
@@ -216,5 +215,3 @@ def _operand_spec(
 def _layout(dims: tuple[Dim, ...], partial: Sequence[tuple[str, str]], varies: Sequence[str]) -> Layout:
     used = Layout(dims, tuple(partial))
     return Layout(dims, tuple(partial), tuple(a for a in varies if a not in used.axes))
-
-

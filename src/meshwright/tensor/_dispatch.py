@@ -11,18 +11,22 @@ from torch import Tensor
 
 from meshwright.layout import MeshwrightError, ProcessMesh
 
+from . import _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, capture
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
 from ._explain import Decided, note, recording
-from ._handlers import HANDLERS
-from ._outside import run_outside
+from ._outside import plan_outside
 from ._plan import Inline, Step, is_constant, plan_call
+from ._registry import HANDLERS
 from ._run import run_direct, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from .torch_hooks import backward_running
+
+HANDLING = (_handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+"""The files whose import fills HANDLERS."""
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
@@ -64,14 +68,15 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
-    if any(type(t) is Absent for t in tensors):
-        return run_outside(func, types, args, kwargs, tensors)
     if key in _VALUED:
         key = exact_signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
-    run, by_value = make_plan(func, args, kwargs, mesh)
+    if any(type(t) is Absent for t in tensors):
+        run, by_value = plan_outside(func, args, kwargs, tensors)
+    else:
+        run, by_value = make_plan(func, args, kwargs, mesh)
     if key is not None and not recording():
         _remember(func, args, kwargs, key, run, by_value)
     return run(func, types, args, kwargs)
@@ -151,7 +156,8 @@ def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, 
         return run_identity(captured), False
     if found is captured.nodes:
         return run_graph(captured), True
-    return run_direct(found, captured.out), False
+    plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
+    return run_direct(found, captured.out, plain), False
 
 
 def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
@@ -186,7 +192,15 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
         return
     moves = found.moves if isinstance(found, Step) else ()
     outs = found.outs if isinstance(found, Step) else found if found and found is not captured.nodes else ()
-    how = "whole" if found is None else "parts" if isinstance(found, Inline) else "operators" if found is captured.nodes else "local"
+    how = (
+        "whole"
+        if found is None
+        else "parts"
+        if isinstance(found, Inline)
+        else "operators"
+        if found is captured.nodes
+        else "local"
+    )
     note(Decided(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, Inline) else (), how))
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
-from .torch_hooks import checkpoint_compares, interception_on, no_interception
+from .torch_hooks import backward_running, checkpoint_compares, interception_on, no_interception
 
 Run = Callable[[Any, Any, Any, Any], Any]
 """Carries a call out: `run(func, types, args, kwargs)`."""
@@ -28,7 +28,7 @@ PLANS: dict[Any, Run] = {}
 PLAN_LIMIT = 200_000
 
 
-_LOCAL_SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__
+_LOCAL_SHAPE: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
 
 
 class DistTensor(Tensor):
@@ -38,6 +38,10 @@ class DistTensor(Tensor):
     """
 
     _spec: Spec
+    _away = False
+    """True for tensors on a rank outside the mesh."""
+    _is_param: bool
+    """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch
     """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
 
@@ -118,7 +122,8 @@ class DistTensor(Tensor):
                 local = self.detach().clone().requires_grad_(self.requires_grad)
                 grad = None if self.__dict__.get("_is_param") else self.grad
             found = stamp(local, self._spec)
-            found.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_is_param"})
+            if self.__dict__.get("_is_param"):
+                found._is_param = True
             if grad is not None:
                 with no_interception():
                     found.grad = grad.detach().clone()
@@ -186,8 +191,20 @@ def _mark(value: Any) -> Any:
 
 
 def _mark_other(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _mark_tensor(value)
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or value is Ellipsis:
         return value
+    raise _NoSignature
+
+
+def _mark_tensor(value: Any) -> Any:
+    """A plain tensor counts by shape and dtype, but inside a backward pass it has to be looked at each time."""
+    if isinstance(value, DistTensor):
+        if value._away:
+            return ("away", value._spec)
+    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
+        return (Tensor, value.shape, value.dtype)
     raise _NoSignature
 
 

@@ -26,7 +26,7 @@ def shared_move(x: Tensor, how: Move) -> Tensor:
     graded = torch.is_grad_enabled()
     if graded and x.requires_grad and x.is_leaf:
         return defer_reduction(x, how) if how.is_relabel else how(x)
-    held: dict[str, Any] = x.__dict__
+    held: Any = x.__dict__
     key = (how, graded, x._version)
     if held.get("_shared_key") == key:
         return held["_shared"]

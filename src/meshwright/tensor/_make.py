@@ -15,7 +15,7 @@ from ._absent import absent, make_absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError
-from ._handlers import everywhere
+from ._handle_values import everywhere
 from .torch_hooks import no_interception
 
 
@@ -39,7 +39,7 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
     with no_interception():
         out.requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
-        out.__dict__["_is_param"] = True
+        out._is_param = True
     return out
 
 

@@ -12,7 +12,7 @@ from meshwright.layout import Spec, replicated
 
 from ._absent import link, make_absent
 from ._capture import Captured, capture
-from ._dist_tensor import DistTensor
+from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
 from ._plan import Inline, Step, is_constant, plan_call
 from ._run import run_graph, run_inline
@@ -20,33 +20,39 @@ from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception, seeded_tag
 
 
-def run_outside(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `func` gives where no operand has elements: the same specs as on the mesh's ranks, and no elements."""
+def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
+    """How `func` is carried out where no operand has elements, and whether floats count by value.
+
+    Results have the same specs as on the mesh's ranks, and no elements.
+    """
     like = next(t._spec for t in tensors if isinstance(t, DistTensor))
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:
         raise AbsentError(
-            f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}", str(error).split("\n")[0],
+            f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}",
+            str(error).split("\n")[0],
             "the result depends on values that only the mesh's ranks hold",
             "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
-        ) from error  # fmt: skip
+        ) from error
     if is_constant(captured):
-        return captured.out
+        return lambda *_: captured.out, False
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, like.mesh)
     if isinstance(found, Inline):
-        return run_inline(found, captured)(func, types, args, kwargs)
+        return run_inline(found, captured), True
     if found is not None and found is captured.nodes:
-        return run_graph(captured)(func, types, args, kwargs)
-    _draw_along(captured)
-    known = found.outs if isinstance(found, Step) else found
-    return _without_elements(captured, tensors, like, known)  # pyright: ignore[reportArgumentType]
+        return run_graph(captured), True
+    known: Any = found.outs if isinstance(found, Step) else found
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        _draw_along(captured)
+        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known)
+
+    return run, False
 
 
-def _without_elements(
-    captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None
-) -> Any:
+def _without_elements(captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None) -> Any:
     results = list(tensors_in(captured.out))
     specs = list(known or [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in results])
     real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
@@ -70,4 +76,8 @@ def _draw_along(captured: Captured) -> None:
 
 
 def _halves(meta: Tensor) -> Tensor:
-    return torch.full(meta.shape, 0.5, dtype=meta.dtype) if meta.is_floating_point() else torch.ones_like(meta, device="cpu")
+    return (
+        torch.full(meta.shape, 0.5, dtype=meta.dtype)
+        if meta.is_floating_point()
+        else torch.ones_like(meta, device="cpu")
+    )

@@ -9,7 +9,7 @@ accumulation over several passes is then one reduction.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +86,7 @@ def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
 
 
 @contextmanager
-def deferring(wanted: bool) -> Iterator[None]:
+def deferring(wanted: bool) -> Generator[None]:
     """Inside, backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
     before, _state.deferring = _state.deferring, wanted
     try:

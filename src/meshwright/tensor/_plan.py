@@ -30,8 +30,9 @@ class Ref:
 class Step:
     """One operator on local tensors: what its operands become first, and what its results are.
 
-    `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own function may
-    be called on the (converted) arguments, since nothing but operands changes.
+    `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own
+    function may be called on the (converted) arguments, since nothing but operands changes; `broken` that results are
+    views of an operand that had to move.
     """
 
     node: Node
@@ -78,7 +79,9 @@ class Inline:
     node: Node
 
 
-def plan_node(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]) -> Step | Inline | None:
+def plan_node(
+    node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
+) -> Step | Inline | None:
     """How one captured operator is carried out on `mesh`; None when only the whole tensors will do.
 
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
@@ -167,9 +170,7 @@ def _leaves_nothing(spec: Spec | None) -> bool:
     return 0 in local_shape(spec.shape, spec.layout, spec.mesh.sizes, last)
 
 
-def _breaks_view(
-    node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision
-) -> bool:
+def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision) -> bool:
     """True when the results would share memory with an operand on one device, but that operand has to move."""
     moved = [
         x

@@ -1,14 +1,14 @@
 """Random operators: the same global numbers whatever the layout and the mesh.
 
-    "torch"    every rank draws the whole tensor from torch's own generator, which all ranks have in the same state,
-               and keeps its part: the numbers of one device, to the bit; costs the whole drawing on each rank.
-    "rank"     every rank draws only its part: cheapest, other numbers on every mesh.
+"torch"    every rank draws the whole tensor from torch's own generator, which all ranks have in the same state,
+           and keeps its part: the numbers of one device, to the bit; costs the whole drawing on each rank.
+"rank"     every rank draws only its part: cheapest, other numbers on every mesh.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ _state = _State()
 
 
 @contextmanager
-def random_source(source: Source) -> Iterator[None]:
+def random_source(source: Source) -> Generator[None]:
     """Inside, random operators on distributed tensors draw by this source."""
     before, _state.source = _state.source, source
     try:

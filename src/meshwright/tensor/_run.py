@@ -21,13 +21,20 @@ from .torch_hooks import call_plain, no_interception
 _NOTHING: dict[str, Any] = {}
 
 
-def run_direct(outs: Sequence[Spec], out: Any) -> Run:
-    """The caller's own function does right on the local tensors: only stamp what it returns."""
-    if isinstance(out, Tensor):
+def run_direct(outs: Sequence[Spec], out: Any, plain: bool) -> Run:
+    """The caller's own function does right on the local tensors: only stamp what it returns.
+
+    `plain` tells that there are plain tensors among the arguments, which might be returned as they are.
+    """
+    if isinstance(out, Tensor) and not plain:
         return _run_direct_one(outs[0])
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _stamp_all(call_plain(func, types, args, kwargs or _NOTHING), outs)
+        found = call_plain(func, types, args, kwargs or _NOTHING)
+        if plain:
+            with no_interception():
+                found = _own(found, list(tensors_in((args, kwargs))))
+        return _stamp_all(found, outs)
 
     return run
 
@@ -36,12 +43,12 @@ def _run_direct_one(spec: Spec) -> Run:
     dtype = spec.dtype
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = call_plain(func, types, args, kwargs or _NOTHING)
+        out: Any = call_plain(func, types, args, kwargs or _NOTHING)
         if type(out) is Tensor:
             if out.dtype is not dtype:
                 return stamp(out, spec.with_dtype(out.dtype))
             out.__class__ = DistTensor
-        out._spec = spec
+        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
         return out
 
     return run
@@ -64,7 +71,7 @@ def run_step(step: Step, func: Any, args: Any) -> Run:
     if step.node.op.namespace != "aten":
         return _run_foreign(step)
     if step.direct and not step.moves:
-        return run_direct(step.outs, step.node.out)
+        return run_direct(step.outs, step.node.out, any(not isinstance(t, DistTensor) for t in tensors_in(args)))
     if step.direct:
         return _run_flat(step) if _is_flat(step, args) else _run_moved(step)
     sized = step.form is None and not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
@@ -213,9 +220,7 @@ def run_graph(captured: Captured) -> Run:
     """Several operators, carried out one by one on distributed tensors."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        known: dict[int, Tensor] = {
-            id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)
-        }
+        known: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
         for node in captured.nodes:
             _run_node(node, known)
         return map_tensors(lambda t: known[id(t)], captured.out)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import _default_meta_extractor
 
 Operator = OpOverload
@@ -27,8 +27,11 @@ interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 backward_running: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, -1 outside of one."""
 
-same_kind: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+same_kind: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch, "_has_compatible_shallow_copy_type")  # noqa: B009 - not in torch's stubs
 """What `nn.Module.to` asks before it puts a parameter's new data in the place of the old."""
+
+unscale: Callable[..., None] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_")  # noqa: B009 - not in torch's stubs
+"""What a gradient scaler calls on all gradients at once."""
 
 seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
@@ -38,7 +41,7 @@ _META_EXTRACTOR = _default_meta_extractor.__code__
 
 
 def checkpoint_compares() -> bool:
-    """True when the caller's caller is the check of `torch.utils.checkpoint` that what it recomputed has the same shape.
+    """True when the caller's caller is the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
 
     It noted the shapes of local tensors in the forward pass, where interception was off, and asks again here.
     """
@@ -83,4 +86,4 @@ def record_operators(
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True when `a` and `b` look at the same memory."""
-    return torch._C._is_alias_of(a, b)
+    return bool(getattr(torch._C, "_is_alias_of")(a, b))  # noqa: B009 - not in torch's stubs

@@ -1,0 +1,144 @@
+"""What is asked of a tensor itself: its attributes, its memory, its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._absent import Absent, absent
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, plain_view, stamp
+from ._local import spec_of, write_into
+from ._registry import handles
+from .torch_hooks import call_plain, no_interception, same_kind
+
+_T: Any = Tensor
+"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+
+
+_LOCAL = [
+    "requires_grad", "is_leaf", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
+    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
+    "dtype", "_base", "volatile", "_cdata", "name", "is_hpu",
+]  # fmt: skip
+_LOCAL_CALLS: list[Any] = [
+    Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
+    Tensor.data_ptr, Tensor._is_view, Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, Tensor.storage_offset,
+    Tensor.untyped_storage, same_kind, Tensor.new_tensor,
+]  # fmt: skip
+
+
+@handles(
+    *[getattr(Tensor, n).__get__ for n in _LOCAL if hasattr(Tensor, n)],
+    *[
+        getattr(Tensor, n).__set__
+        for n in ("requires_grad", "_backward_hooks")
+        if hasattr(getattr(Tensor, n), "__set__")
+    ],
+    *_LOCAL_CALLS,
+)
+def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Asked of the local tensor."""
+    return call_plain(func, types, args, kwargs)
+
+
+@handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
+def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if type(x) not in (DistTensor, Absent):
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    if out is x:
+        return x
+    return absent(out, x._spec) if type(x) is Absent else stamp(out, x._spec)
+
+
+@handles(_T.data.__set__)
+def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    x, new = args
+    if isinstance(x, DistTensor):
+        new = new if isinstance(new, DistTensor) else stamp(new, spec_of(new, x._spec))
+        local = convert_local(new, new._spec, x._spec.with_dtype(new._spec.dtype)) if new.shape == x.shape else new
+        with no_interception():
+            _T.data.__set__(x, plain_view(local))
+        x._spec = x._spec.with_dtype(new._spec.dtype)
+
+
+@handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
+def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec)
+
+
+@handles(Tensor.to)
+def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    named = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, (str, torch.device))]
+    if type(x) is not DistTensor or not named or x._spec.layout.partial:
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec.with_dtype(plain_dtype(out)))
+
+
+def plain_dtype(x: Tensor) -> torch.dtype:
+    with no_interception():
+        return x.dtype
+
+
+@handles(Tensor.stride)
+def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Strides that the whole tensor would have in the memory order of the parts."""
+    x = args[0]
+    with no_interception():
+        local = x.stride()
+    order = sorted(range(len(local)), key=lambda d: (local[d], -d))
+    strides, step = [0] * len(local), 1
+    for d in order:
+        strides[d] = step
+        step *= max(x.shape[d], 1)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(strides) if dim is None else strides[dim]
+
+
+@handles(Tensor.is_contiguous)
+def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return call_plain(func, types, args, kwargs)
+
+
+@handles(Tensor.contiguous)
+def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Decided by the part's own memory: the planner sees only whole tensors that are contiguous."""
+    x = args[0]
+    if type(x) is Absent:
+        return NotImplemented
+    out = call_plain(func, types, args, kwargs)
+    return x if out is x else stamp(out, x._spec)
+
+
+@handles(Tensor.copy_)
+def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if type(x) is not DistTensor or not isinstance(new, Tensor) or type(new) not in (DistTensor, Tensor):
+        return NotImplemented
+    return write_into(x, new)
+
+
+_RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"]
+
+
+@handles(*[getattr(Tensor, n) for n in _RESHAPED])
+def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The same tensor under another shape: the local memory is looked at as the view out of place would."""
+    x = args[0]
+    new = getattr(Tensor, func.__name__[:-1])(*args, **kwargs)
+    if type(x) is DistTensor and type(new) is DistTensor:
+        with no_interception():
+            x.as_strided_(new.size(), new.stride(), new.storage_offset())
+    elif type(x) is not Absent:
+        return NotImplemented
+    x._spec = new._spec
+    return x

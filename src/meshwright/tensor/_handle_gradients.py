@@ -1,0 +1,233 @@
+"""Backward passes, `.grad` and hooks: users see distributed gradients, the engine local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import Spec, replicated
+
+from ._absent import absent
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, plain_view, stamp
+from ._local import spec_of
+from ._pending import deferring, flush, forget
+from ._registry import handles
+from .torch_hooks import backward_running, call_plain, no_interception, run_backward
+
+_T: Any = Tensor
+"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+
+
+def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
+    """A local gradient of a tensor with `spec`, as the distributed tensor it is."""
+    with no_interception():
+        dual = spec.dual().with_dtype(grad.dtype)
+    out = stamp(grad, dual)
+    return absent(out, dual) if current().rank not in spec.mesh else out
+
+
+def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
+    """The gradient at `output` to start from, as this rank's part of the dual layout."""
+    spec = output._spec if isinstance(output, DistTensor) else None
+    if spec is None:
+        return torch.ones_like(output) if grad is None else grad
+    with no_interception():
+        if current().rank not in spec.mesh:
+            return torch.empty_like(output)
+        if grad is None:
+            if spec.shape.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
+        if backward_running() != -1 and not isinstance(grad, DistTensor):
+            return grad  # a reentrant checkpoint hands on this rank's part of the gradient
+    return _as_dual_local(grad, spec)
+
+
+def _summed(output: Tensor) -> Tensor:
+    """`output` with averaged terms as summed ones, whose local gradients are their own."""
+    if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
+        return output
+    spec = output._spec.with_layout(replicated(output._spec.ndim))
+    return stamp(convert_local(output, output._spec, spec), spec)
+
+
+@handles(Tensor.backward)
+def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    gradient = given.get("gradient")
+    _run_backward([given["self"]], [gradient], given)
+
+
+@handles(torch.autograd.backward)
+def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _as_list(given["tensors"])
+    _run_backward(outputs, _as_seeds(given.get("grad_tensors"), outputs), given)
+
+
+def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    outputs = [_summed(o) for o in outputs]
+    seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
+    create = bool(given.get("create_graph") or False)
+    keep, inputs = given.get("retain_graph"), tuple(_as_list(given.get("inputs") or ()))
+    with deferring(not inputs and not create):
+        run_backward(
+            outputs,
+            seeds,
+            create if keep is None else keep,
+            create,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+@handles(torch.autograd.grad)
+def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
+             "is_grads_batched", "materialize_grads")  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = [_summed(o) for o in _as_list(given["outputs"])]
+    inputs = _as_list(given["inputs"])
+    seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
+    create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
+    zeros = bool(given.get("materialize_grads", False))
+    grads = run_backward(
+        outputs, seeds, create if keep is None else keep, create, tuple(inputs),
+        allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
+    )  # fmt: skip
+    return tuple(_returned(g, x, zeros) for g, x in zip(grads, inputs, strict=True))
+
+
+def _returned(grad: Tensor | None, x: Tensor, zeros: bool) -> Tensor | None:
+    if grad is None:
+        return torch.zeros_like(x) if zeros else None
+    return dual_stamp(grad, x._spec) if isinstance(x, DistTensor) else grad
+
+
+def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
+    return [None] * len(outputs) if gradients is None else _as_list(gradients)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+@handles(_T.grad.__get__)
+def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    flush()
+    (x,) = args[:1]
+    with no_interception():
+        grad = x.grad
+    if grad is None or not isinstance(x, DistTensor):
+        return grad
+    if isinstance(grad, DistTensor):
+        return grad
+    return dual_stamp(grad, x._spec)
+
+
+@handles(_T.grad.__set__)
+def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    forget(x)
+    if isinstance(grad, Tensor) and isinstance(x, DistTensor):
+        have = spec_of(grad, x._spec)
+        need = x._spec.dual().with_dtype(have.dtype)
+        local = convert_local(grad, have, need)
+        with no_interception():
+            x.grad = plain_view(local)
+        return
+    with no_interception():
+        x.grad = grad
+
+
+@handles(_T.grad.__delete__)
+def _del_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    forget(args[0])
+    with no_interception():
+        args[0].grad = None
+
+
+@handles(Tensor.register_hook)
+def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    if not isinstance(x, DistTensor):
+        return call_plain(func, types, args, kwargs)
+    spec = x._spec
+
+    def on_local(grad: Tensor) -> Any:
+        new = hook(dual_stamp(_alias_of(grad), spec))
+        return None if new is None else _as_dual_local(new, spec)
+
+    return call_plain(func, types, (x, on_local), kwargs)
+
+
+class _HookedNode:
+    """The autograd node that `nn.Module` hooks are put on; they see distributed gradients.
+
+    torch puts hooks of `register_full_backward_hook` on this node itself, which holds local gradients.
+    """
+
+    NAME = "BackwardHookFunctionBackward"
+
+    def __init__(self, node: Any, spec: Spec, at: int) -> None:
+        self.node = node
+        node.metadata.setdefault("meshwright.specs", {})[at] = spec
+
+    def name(self) -> str:
+        return self.NAME
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.node.register_hook(lambda ins, outs: self._local(hook(self._whole(ins), self._whole(outs))))
+
+    def register_prehook(self, hook: Any) -> Any:
+        return self.node.register_prehook(lambda outs: self._local(hook(self._whole(outs))))
+
+    def _whole(self, grads: Any) -> Any:
+        specs = self.node.metadata["meshwright.specs"]
+        return tuple(
+            dual_stamp(_alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
+        )
+
+    def _local(self, grads: Any) -> Any:
+        if grads is None:
+            return None
+        specs = self.node.metadata["meshwright.specs"]
+        return tuple(
+            _as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
+        )
+
+
+def _alias_of(grad: Tensor) -> Tensor:
+    with no_interception():
+        return plain_view(grad).view_as(grad)
+
+
+def _as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
+    """A gradient that a hook gave, as this rank's part of what the tensor's gradient is."""
+    have = spec_of(grad, spec)
+    local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
+    with no_interception():
+        return plain_view(local)
+
+
+@handles(_T.grad_fn.__get__)
+def _grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    node = call_plain(func, types, args, kwargs)
+    x = args[0]
+    if node is None or node.name() != _HookedNode.NAME:
+        return node
+    with no_interception():
+        return _HookedNode(node, x._spec, x.output_nr)
+
+
+@handles(Tensor.register_post_accumulate_grad_hook)
+def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return call_plain(func, types, args, kwargs)

@@ -1,0 +1,44 @@
+"""Which functions draw from a random generator, and how each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import init
+
+from ._random import dropout, fill_random, like_random
+from ._registry import handles
+
+_FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
+handles(*[getattr(Tensor, n) for n in _FILLS if hasattr(Tensor, n)])(fill_random)
+
+
+@handles(init.uniform_, init.normal_, init.constant_)
+def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """`nn.init` asks tensors before it turns gradients off itself."""
+    names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
+    given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
+    x = given.pop("tensor")
+    fill = {"uniform_": x.uniform_, "normal_": x.normal_, "constant_": x.fill_}[func.__name__]
+    defaults = {"a": 0.0, "b": 1.0, "mean": 0.0, "std": 1.0}
+    with torch.no_grad():
+        return fill(*[given.pop(n, defaults.get(n)) for n in names], **given)
+
+
+@handles(init.kaiming_uniform_)
+def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensor", "a", "mode", "nonlinearity", "generator")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, mode = given["tensor"], given.get("mode", "fan_in")
+    fans = dict(zip(("fan_in", "fan_out"), init._calculate_fan_in_and_fan_out(x), strict=True))
+    gain = init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
+    bound = 3.0**0.5 * gain / fans[mode] ** 0.5
+    with torch.no_grad():
+        return x.uniform_(-bound, bound, generator=given.get("generator"))
+
+
+handles(torch.rand_like, torch.randn_like, torch.randint_like)(like_random)
+handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
