@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,14 @@ from ._reduce import check_reduction, reduce
 
 Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
 """What `exchange` expects: the peer's global rank, the shape, the dtype, the device to put it on."""
+
+
+@lru_cache(maxsize=4096)
+def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> Call:
+    """The all-reduce of a tensor; checked once."""
+    check_reduction(op, dtype)
+    shapes = (tuple(shape),)
+    return Call("all_reduce", op, dtype, shapes, shapes, group)
 
 
 class Carrier(ABC):
@@ -43,11 +52,9 @@ class Carrier(ABC):
     def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor:
         """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all."""
         self._check_group(group)
-        check_reduction(op, x.dtype)
+        call = _reduction(op, x.dtype, x.shape, group)
         if len(group) == 1:
             return reduce((x,), op)
-        shape = (tuple(x.shape),)
-        call = Call("all_reduce", op, x.dtype, shape, shape, group)
         self.seen.note(call, self.rank)
         return self._all_reduce(x, call)
 

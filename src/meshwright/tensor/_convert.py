@@ -55,10 +55,13 @@ class Move:
             return self.of_dtype(x.dtype)(x)
         if self.special:
             return _special(x, self)
-        if self.graded and x.requires_grad and torch.is_grad_enabled():
+        grad_on = torch.is_grad_enabled()
+        if grad_on and self.graded and x.requires_grad:
             return _Convert.apply(x, self)  # pyright: ignore[reportReturnType]
         if self.is_relabel:
             return x
+        if not grad_on:
+            return execute(self.plan, x, current())
         with torch.no_grad():
             return _owned(execute(self.plan, x, current()))
 
@@ -78,8 +81,11 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if type(grad) is Tensor:
+            return ctx.how.transpose(grad), None
         with no_interception():
-            return ctx.how.transpose(grads[0]), None
+            return ctx.how.transpose(grad), None
 
 
 def _owned(x: Tensor) -> Tensor:

@@ -47,10 +47,20 @@ class DistTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and len(args) == 2 and type(args[1]) is type(args[0]) is DistTensor:
-            key: Any = (func, args[0]._spec, args[1]._spec)
-        else:
+        if kwargs:
             key = signature(func, args, kwargs)
+        else:
+            parts = [func]
+            for a in args:
+                kind = type(a)
+                if kind is DistTensor:
+                    parts.append(a._spec)
+                elif kind is int or a is None:
+                    parts.append(a)
+                else:
+                    parts = None
+                    break
+            key = tuple(parts) if parts is not None else signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
@@ -58,7 +68,9 @@ class DistTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if interception_on() and not checkpoint_compares():
+        if not interception_on():
+            return _LOCAL_SHAPE(self)
+        if not checkpoint_compares():
             return self._spec.shape
         with no_interception():
             return _LOCAL_SHAPE(self)
@@ -160,7 +172,13 @@ def signature(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         parts: list[Any] = [func]
         for a in args:
-            parts.append(a._spec if type(a) is DistTensor else _mark(a))
+            kind = type(a)
+            if kind is DistTensor:
+                parts.append(a._spec)
+            elif kind is int or kind is str or a is None:
+                parts.append(a)
+            else:
+                parts.append(_mark(a))
         if kwargs:
             for k, v in kwargs.items():
                 parts += [k, _mark(v)]

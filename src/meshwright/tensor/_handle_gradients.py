@@ -42,7 +42,10 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
         if grad is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            grad = torch.ones(spec.shape, dtype=spec.dtype, device=output.device)
+            ones = torch.ones(spec.local_shape(current().rank), dtype=spec.dtype, device=output.device)
+            if not spec.layout.varying:
+                return ones  # the dual of no other repetition is a sum
+            grad = ones
         if backward_running() != -1 and not isinstance(grad, DistTensor):
             return grad  # a reentrant checkpoint hands on this rank's part of the gradient
     return _as_dual_local(grad, spec)

@@ -122,6 +122,7 @@ def _run_foreign(step: Step) -> Run:
 
 def _run_flat(step: Step) -> Run:
     finish, moves = _finisher(step), step.moves
+    first, how = moves[0]
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         local = list(args)
@@ -131,7 +132,13 @@ def _run_flat(step: Step) -> Run:
             out = func(*local, **kwargs) if kwargs else func(*local)
         return finish(out, func, args, kwargs)
 
-    return run
+    def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with no_interception():
+            x = shared_move(args[first], how)
+            out = func(*args[:first], x, *args[first + 1 :], **(kwargs or _NOTHING))
+        return finish(out, func, args, kwargs)
+
+    return run_one if len(moves) == 1 else run
 
 
 def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
