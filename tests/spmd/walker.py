@@ -312,6 +312,8 @@ def run_ranks(
     group = Ranks(ranks)
     name = call.bound.names[choice.factor] if choice.factor is not None else ""
     form = call.rule.forms.get(name)
+    if form is None and any(p is not None and 0 in p.shape for ps in parts for p in ps):
+        form = call.rule.guard
     inputs = [tuple(x.shape) if x is not None else None for x in sample.operands(call)]
 
     def one(rank: int) -> list[Tensor]:

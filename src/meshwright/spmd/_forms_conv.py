@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._forms import LocalCall
-from ._forms_empty import filled, nothing
+from ._forms_empty import filled, trimmed
 from ._forms_reduce import scaled, sum_over, wide
 from ._rule import Form
 
@@ -30,17 +30,21 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per
                 start, size = call.start(0, at), x.shape[at]
                 x = _with_rows(call.halo(x, 0, at, pad, pad), at, x.dim(), _missing(call, at, start, size, pad))
                 left[s] = 0
-        if 0 in call.out_shape(0):
-            return nothing(call, x, weight, bias)
-        groups = x.shape[batch] // per_group if per_group else 1
-        return run(filled(x), filled(weight), bias, left, groups)
+        groups = max(x.shape[batch] // per_group, 1) if per_group else 1
+        least = max(groups * per_group, 1)
+        used = bias if bias is None or bias.numel() else None
+        out = run(filled(x, least), filled(weight, least), used, left, groups)
+        return trimmed(out if used is bias else out + bias.sum(), call.out_shape(0))
 
     return form
 
 
 def _missing(call: LocalCall, at: int, start: int, size: int, pad: int) -> tuple[int, int]:
-    """How many rows of the padding lie before and behind the whole, where no neighbour has them."""
-    return max(pad - start, 0), max(start + size + pad - call.total(0, at), 0)
+    """How many rows of the padding lie before and behind the whole, where no neighbour has them.
+
+    A rank without rows takes one more, so that its result is not empty: torch would refuse to make that.
+    """
+    return max(pad - start, 0), max(start + size + pad - call.total(0, at), 0) + (size == 0)
 
 
 def _with_rows(x: Tensor, at: int, ndim: int, rows: tuple[int, int]) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import _forms_conv as forms
 from ._forms import LocalCall
-from ._forms_empty import guarded, unless_empty
 from ._rule import Entry, Rule
 from ._rules_dims import names_of, sized, written
 
@@ -44,7 +43,7 @@ def conv_entry(name: str, spatial: int) -> Entry:
 
         text, names = _conv_text(x, weight, groups, batch, reach)
         form = forms.convolution(run, batch, pads, x.shape[batch] // groups if groups > 1 else 0)
-        return Rule(text, forms=dict.fromkeys(names, form))
+        return Rule(text, forms=dict.fromkeys(names, form), guard=form)
 
     return entry
 
@@ -68,10 +67,10 @@ def _conv_text(x: Tensor, weight: Tensor, groups: int, batch: int, reach: Sequen
     lead = "b " * batch
     cut = [n for n, keeps in zip(rows, reach, strict=True) if keeps]
     if groups == 1:
-        return f"{lead}i {place} * o i {kernel} + o -> {lead}o {after}", ["b", "i", "o", *cut]
+        return f"{lead}i {place} * o i {kernel} + o -> {lead}o {after}", cut
     g, i, o = sized("g", groups), sized("i", weight.shape[1]), sized("o", weight.shape[0] // groups)
     text = f"{lead}({g} {i}) {place} * ({g} {o}) {i} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}"
-    return text.replace(f"({g} {i})", f"({g} {i}!)"), ["b", g, o, *cut]
+    return text.replace(f"({g} {i})", f"({g} {i}!)"), [g, o, *cut]
 
 
 def transposed_entry(name: str, spatial: int) -> Entry:
@@ -90,7 +89,8 @@ def transposed_entry(name: str, spatial: int) -> Entry:
 
         text, names = _transposed_text(weight, groups, batch, spatial)
         per_group = x.shape[batch] // groups if groups > 1 else 0
-        return Rule(text, forms=dict.fromkeys(names, forms.convolution(run, batch, [0] * spatial, per_group)))
+        form = forms.convolution(run, batch, [0] * spatial, per_group)
+        return Rule(text, forms=dict.fromkeys(names, form), guard=form)
 
     return entry
 
@@ -99,21 +99,19 @@ def _transposed_text(weight: Tensor, groups: int, batch: int, spatial: int) -> t
     lead, rows = "b " * batch, " ".join(f"x{s}!" for s in range(spatial))
     kernel, after = " ".join(f"k{s}!" for s in range(spatial)), " ".join(f"new{s}" for s in range(spatial))
     if groups == 1:
-        return f"{lead}i {rows} * i o {kernel} + o -> {lead}o {after}", ["b", "i", "o"]
+        return f"{lead}i {rows} * i o {kernel} + o -> {lead}o {after}", []
     g, i, o = sized("g", groups), sized("i", weight.shape[0] // groups), sized("o", weight.shape[1])
-    return f"{lead}({g} {i}!) {rows} * ({g} {i}) {o} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}", ["b", g, o]
+    return f"{lead}({g} {i}!) {rows} * ({g} {i}) {o} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}", [g, o]
 
 
-def windows(name: str, spatial: int, linear: bool, results: int = 1) -> Entry:
+def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
     """Pooling and resampling: the last dims are whole and change their sizes, the others are free."""
-    form = unless_empty(getattr(torch.ops.aten, name))
 
-    def entry(x: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
         free = names_of(x)[: x.dim() - spatial]
         before = [*free, *(f"x{s}!" for s in range(spatial))]
         after = " ".join([*free, *(f"new{s}" for s in range(spatial))])
-        text = f"{' '.join(before)}{'' if linear else ','} -> {' ; '.join([after] * results)}"
-        return Rule(text, forms=dict.fromkeys(free, form))
+        return f"{' '.join(before)}{'' if linear else ','} -> {' ; '.join([after] * results)}"
 
     return entry
 
@@ -236,25 +234,20 @@ POOLS = {
 }  # fmt: skip
 """Operator → how many of the last dims it works on, whether it is linear, how many results it has."""
 
-MOVES = {
-    "instance_norm": instance_norm_rule,
-    "pixel_shuffle": pixel_shuffle_rule,
-    "pixel_unshuffle": pixel_unshuffle_rule,
-    "channel_shuffle": channel_shuffle_rule,
-    "im2col": im2col_rule,
-    "col2im": col2im_rule,
-    "pad": pad_rule,
-}
-"""Operators whose kernels refuse a rank without a piece."""
-
 CONV: dict[str, Entry] = {
     **{f"aten.conv{n}d": conv_entry(f"conv{n}d", n) for n in (1, 2, 3)},
     **{f"aten.conv_transpose{n}d": transposed_entry(f"conv_transpose{n}d", n) for n in (1, 2, 3)},
-    **{f"aten.{name}": windows(name, *how) for name, how in POOLS.items()},
+    **{f"aten.{name}": windows(*how) for name, how in POOLS.items()},
     "aten.constant_pad_nd": pad_rule,
     "aten.batch_norm": batch_norm_rule,
     "aten.group_norm": group_norm_rule,
-    **{f"aten.{name}": guarded(getattr(torch.ops.aten, name), entry) for name, entry in MOVES.items()},
+    "aten.instance_norm": instance_norm_rule,
+    "aten.pixel_shuffle": pixel_shuffle_rule,
+    "aten.pixel_unshuffle": pixel_unshuffle_rule,
+    "aten.channel_shuffle": channel_shuffle_rule,
+    "aten.im2col": im2col_rule,
+    "aten.col2im": col2im_rule,
+    "aten.pad": pad_rule,
     **dict.fromkeys(("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d"), grid_rule),
     "aten.bilinear": "... i * ... j * o i j + o -> ... o",
     "aten._weight_int8pack_mm": int8_rule,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _forms_layer as forms
-from ._forms_empty import unless_empty
 from ._rule import Entry, Rule
 from ._rules_dims import names_of, sized, written
 
@@ -45,8 +43,7 @@ def attention_rule(
     text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{mask} -> {heads} s e"
     needs = ["s", "t"] if is_causal else ["t"]
     names = needs + [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
-    guard = unless_empty(torch.ops.aten.scaled_dot_product_attention)
-    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention), guard=guard)
+    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention))
 
 
 LAYERS: dict[str, Entry] = {

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._forms_empty import guarded, unless_empty
 from ._rule import Entry
 from ._rules_dims import dims_at, names_of, sized, written
-from ._rules_product import cross_rule
+from ._rules_pointwise import named
+from ._rules_product import cross_anywhere_rule
 from ._rules_shape import diagonal_rule, moved
 
 MATRIX = {
@@ -32,9 +31,9 @@ MATRIX = {
 }
 """What `"... m! n!, -> ..."` goes on with → operators of one matrix."""
 
-FOURIER = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
-FOURIER_MANY = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
-FOURIER_TWO = "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
+ONE = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
+MANY = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+TWO = "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
 
 
 def matrix_entries() -> dict[str, Entry]:
@@ -102,28 +101,26 @@ def _mapped(x: Tensor, dims: Sequence[int]) -> str:
     return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
 
 
-def transform(name: str, entry: Any) -> Entry:
-    """The library of Fourier transforms refuses empty batches."""
-    op = getattr(torch.ops.aten, name)
-    return guarded(op, entry, unless_empty(op))
-
-
 def shift_rule(x: Tensor, dim: Any = None) -> str:
     return moved(x, dims_at(dim, x.dim()))
 
 
+FOURIER: dict[str, Entry] = {
+    **named(ONE, fourier_last_rule),
+    **named(MANY, fourier_rule),
+    **named(TWO, fourier_two_rule),
+}
+"""The library of Fourier transforms refuses empty batches."""
+
 LINALG: dict[str, Entry] = {
     **matrix_entries(),
-    **{f"aten.{n}": transform(n, fourier_last_rule) for n in FOURIER.split()},
-    **{f"aten.{n}": transform(n, fourier_rule) for n in FOURIER_MANY.split()},
-    **{f"aten.{n}": transform(n, fourier_two_rule) for n in FOURIER_TWO.split()},
     **dict.fromkeys(("aten.fft_fftshift", "aten.fft_ifftshift"), shift_rule),
     "aten.linalg_solve": solve_rule,
     "aten.linalg_solve_triangular": solve_rule,
     "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
     "aten.linalg_diagonal": linalg_diagonal_rule,
     "aten.linalg_vecdot": vecdot_rule,
-    "aten.cross": cross_rule,
+    "aten.cross": cross_anywhere_rule,
     "aten.cdist": cdist_rule,
     "aten.kron": kron_rule,
     **dict.fromkeys(("aten.linalg_multi_dot", "aten.chain_matmul"), chain_rule),

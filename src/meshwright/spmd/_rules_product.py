@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ._rule import Entry
+from ._forms import LocalCall
+from ._rule import Entry, Rule
 from ._rules_dims import names_of, written
 
 
@@ -69,12 +71,27 @@ def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence
     return f"{written(left)} * {written(right)} -> {written(kept)}"
 
 
-def cross_rule(x: Tensor, y: Tensor, dim: int | None = -1) -> str | None:
-    if dim is None or x.dim() != y.dim():
+def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
+    if x.dim() != y.dim():
         return None
     names = written(names_of(x), (dim % x.dim(),))
     return f"{names} * {names} -> {names}"
 
+
+def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | str | None:
+    """Without a dim, along the first one of size three, which is another one where a piece has three rows."""
+    if dim is not None or x.shape != y.shape or THREE not in x.shape:
+        return None if dim is None else cross_rule(x, y, dim=dim)
+    at = x.shape.index(THREE)
+
+    def form(call: LocalCall, x: Tensor, y: Tensor, dim: None = None) -> Tensor:
+        return torch.linalg.cross(x, y, dim=at)
+
+    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(names_of(x)) if d != at})
+
+
+THREE = 3
+"""Size of the dim that a cross product is taken along."""
 
 PRODUCT: dict[str, Entry] = {
     "aten.linear": linear_rule,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _forms_reduce as forms
-from ._forms_empty import guarded, unless_empty
 from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, names_of, sized, written
 from ._rules_pointwise import keeps_sums
@@ -92,8 +89,7 @@ def spread(over: str | None, form: Form, results: int = 1) -> Entry:
 
     def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
         dims = dims_at(None if isinstance(dim, bool) else dim, x.dim())
-        rule = reduced(x, dims, keepdim, False, over, form, results)
-        return replace(rule, guard=unless_empty(getattr(torch.ops.aten, form.__name__)))
+        return reduced(x, dims, keepdim, False, over, form, results)
 
     return entry
 
@@ -212,8 +208,8 @@ REDUCE: dict[str, Entry] = {
     "aten.msort": msort_rule,
     "aten.nanmean": reduction(False, "sum", forms.nanmean),
     "aten.dist": dist_rule,
-    "aten.quantile.scalar": guarded(torch.ops.aten.quantile, quantile_text),
-    "aten.nanquantile.scalar": guarded(torch.ops.aten.nanquantile, quantile_text),
+    "aten.quantile.scalar": quantile_text,
+    "aten.nanquantile.scalar": quantile_text,
     "aten.cosine_similarity": similarity_rule,
     "aten.pairwise_distance": pairwise_rule,
     "aten._safe_softmax": looks_along(False),

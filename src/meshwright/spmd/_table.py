@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ._forms_empty import unless_empty
 from ._notation import parse_rule
 from ._rule import Entry, Rule
 from ._rules_conv import CONV
@@ -12,7 +14,7 @@ from ._rules_fresh import FRESH
 from ._rules_index import INDEX
 from ._rules_join import JOIN
 from ._rules_layer import LAYERS
-from ._rules_linalg import LINALG
+from ._rules_linalg import FOURIER, LINALG
 from ._rules_loss import LOSSES
 from ._rules_pointwise import POINTWISE
 from ._rules_product import PRODUCT
@@ -20,10 +22,13 @@ from ._rules_reduce import REDUCE
 from ._rules_shape import SHAPE
 from .torch_hooks import Operator, overload_of, schema_of
 
-_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, LOSSES, FRESH, INDEX, LINALG, CONV)
+_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, LOSSES, FRESH, INDEX, LINALG, FOURIER, CONV)
 
 RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in table.items()}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
+
+GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, FOURIER, CONV) for n in table) - {"aten.all"}
+"""Operators whose kernels refuse empty tensors, or whose derivatives are others there: they are run on zeros."""
 
 RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims")}
 """Operators that give their operand another shape: a rule speaks of the shape before, which is gone."""
@@ -31,21 +36,30 @@ RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", 
 
 def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
     """The rule of `op` for these arguments; an in-place operator `add_` has the rule of `add`."""
-    entry = _entry(op)
+    name, entry = _entry(op)
     if callable(entry):
         entry = entry(*args, **kwargs)
-    return Rule(entry) if isinstance(entry, str) else entry
+    rule = Rule(entry) if isinstance(entry, str) else entry
+    if rule is None or rule.guard is not None or name not in GUARDED or _aliases(op):
+        return rule
+    return replace(rule, guard=unless_empty(op, rule.text))
 
 
-def _entry(op: Operator) -> Entry | None:
+def _aliases(op: Operator) -> bool:
+    """True when the operator writes to an operand, or gives views of it."""
+    return any(a.alias_info is not None for a in schema_of(op).arguments)
+
+
+def _entry(op: Operator) -> tuple[str, Entry | None]:
+    """The operator's entry, and the name it stands under."""
     if schema_of(op).name in RESHAPED_IN_PLACE:
-        return None
+        return "", None
     name, overload = schema_of(op).name.replace("::", "."), overload_of(op)
     for candidate in (name, name.removesuffix("_") if not name.endswith("__") else name):
-        found = RULES.get(f"{candidate}.{overload}") or RULES.get(candidate)
-        if found is not None:
-            return found
-    return None
+        for known in (f"{candidate}.{overload}", candidate):
+            if known in RULES:
+                return known, RULES[known]
+    return "", None
 
 
 def register_rule(name: str, entry: Entry) -> None:

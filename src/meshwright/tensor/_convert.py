@@ -17,7 +17,7 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 from meshwright.reshard import Plan, Relabel, execute, plan, transposed
 
-from .torch_hooks import no_interception
+from .torch_hooks import bare_apply, no_interception
 
 
 class Move:
@@ -57,7 +57,7 @@ class Move:
             return _special(x, self)
         grad_on = torch.is_grad_enabled()
         if grad_on and self.graded and x.requires_grad:
-            return _Convert.apply(x, self)  # pyright: ignore[reportReturnType]
+            return _convert(x, self)
         if self.is_relabel:
             return x
         if not grad_on:
@@ -86,6 +86,9 @@ class _Convert(torch.autograd.Function):
             return ctx.how.transpose(grad), None
         with no_interception():
             return ctx.how.transpose(grad), None
+
+
+_convert: Callable[[Tensor, Move], Tensor] = bare_apply(_Convert)
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ def _special(x: Tensor, how: Move) -> Tensor:
     if src is not after:
         step = move(src, after)
         if graded:
-            x = _Convert.apply(x, step)  # pyright: ignore[reportAssignmentType]
+            x = _convert(x, step)
         else:
             with torch.no_grad():
                 x = step.now(x)

@@ -20,7 +20,7 @@ from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWh
 from ._explain import Decided, note, recording
 from ._outside import plan_outside
 from ._plan import Inline, Step, is_constant, plan_call
-from ._registry import HANDLERS
+from ._registry import DIRECT, HANDLERS
 from ._run import run_direct, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from .torch_hooks import backward_running
@@ -37,6 +37,11 @@ RAN_WHOLE: dict[str, str] = {}
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     """Carries out `func(*args, **kwargs)`, some of whose tensors are distributed; `key` is its signature."""
+    direct = DIRECT.get(func)
+    if direct is not None:
+        if key is not None:
+            PLANS[key] = direct
+        return direct(func, types, args, kwargs)
     kwargs = kwargs or {}
     handler = HANDLERS.get(func)
     tensors = list(tensors_in((args, kwargs)))

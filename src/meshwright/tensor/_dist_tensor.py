@@ -47,20 +47,7 @@ class DistTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs:
-            key = signature(func, args, kwargs)
-        else:
-            parts = [func]
-            for a in args:
-                kind = type(a)
-                if kind is DistTensor:
-                    parts.append(a._spec)
-                elif kind is int or a is None:
-                    parts.append(a)
-                else:
-                    parts = None
-                    break
-            key = tuple(parts) if parts is not None else signature(func, args, kwargs)
+        key = _short_signature(func, args) if not kwargs and len(args) < 3 else signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
@@ -159,6 +146,20 @@ def stamp(local: Tensor, spec: Spec) -> DistTensor:
 def plain_view(x: Tensor) -> Tensor:
     """The local tensor under a plain torch.Tensor object; call it with interception off."""
     return x.as_subclass(Tensor) if type(x) is not Tensor else x
+
+
+def _short_signature(func: Any, args: Any) -> Any:
+    """The signature of a call of one or two arguments, where most of them are distributed tensors."""
+    if len(args) == 2:
+        a, b = args
+        if type(a) is DistTensor:
+            if type(b) is DistTensor:
+                return func, a._spec, b._spec
+            if b is None or type(b) is int:
+                return func, a._spec, b
+    elif len(args) == 1 and type(args[0]) is DistTensor:
+        return func, args[0]._spec
+    return signature(func, args, None)
 
 
 _MARKS: dict[type, Any] = {float: float, complex: complex}

@@ -39,10 +39,11 @@ _LOCAL_CALLS: list[Any] = [
         if hasattr(getattr(Tensor, n), "__set__")
     ],
     *_LOCAL_CALLS,
+    numbers=False,
 )
 def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Asked of the local tensor."""
-    return call_plain(func, types, args, kwargs)
+    return call_plain(func, types, args, kwargs or {})
 
 
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
@@ -89,7 +90,7 @@ def plain_dtype(x: Tensor) -> torch.dtype:
         return x.dtype
 
 
-@handles(Tensor.stride)
+@handles(Tensor.stride, numbers=False)
 def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Strides that the whole tensor would have in the memory order of the parts."""
     x = args[0]
@@ -100,13 +101,13 @@ def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     for d in order:
         strides[d] = step
         step *= max(x.shape[d], 1)
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
     return tuple(strides) if dim is None else strides[dim]
 
 
-@handles(Tensor.is_contiguous)
+@handles(Tensor.is_contiguous, numbers=False)
 def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return call_plain(func, types, args, kwargs)
+    return call_plain(func, types, args, kwargs or {})
 
 
 @handles(Tensor.contiguous)

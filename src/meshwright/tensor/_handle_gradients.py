@@ -59,10 +59,10 @@ def _summed(output: Tensor) -> Tensor:
     return stamp(convert_local(output, output._spec, spec), spec)
 
 
-@handles(Tensor.backward)
+@handles(Tensor.backward, numbers=False)
 def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
     gradient = given.get("gradient")
     _run_backward([given["self"]], [gradient], given)
 
@@ -76,6 +76,9 @@ def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    for output in outputs:
+        if isinstance(output, DistTensor):
+            output._read_again()
     outputs = [_summed(o) for o in outputs]
     seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
     create = bool(given.get("create_graph") or False)
@@ -123,7 +126,7 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-@handles(_T.grad.__get__)
+@handles(_T.grad.__get__, numbers=False)
 def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     flush()
     (x,) = args[:1]
@@ -136,10 +139,12 @@ def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return dual_stamp(grad, x._spec)
 
 
-@handles(_T.grad.__set__)
+@handles(_T.grad.__set__, numbers=False)
 def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     x, grad = args
     forget(x)
+    if grad is None:
+        return call_plain(func, types, args, {})
     if isinstance(grad, Tensor) and isinstance(x, DistTensor):
         have = spec_of(grad, x._spec)
         need = x._spec.dual().with_dtype(have.dtype)
@@ -151,7 +156,7 @@ def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
         x.grad = grad
 
 
-@handles(_T.grad.__delete__)
+@handles(_T.grad.__delete__, numbers=False)
 def _del_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     forget(args[0])
     with no_interception():
@@ -221,9 +226,9 @@ def _as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
         return plain_view(local)
 
 
-@handles(_T.grad_fn.__get__)
+@handles(_T.grad_fn.__get__, numbers=False)
 def _grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    node = call_plain(func, types, args, kwargs)
+    node = call_plain(func, types, args, kwargs or {})
     x = args[0]
     if node is None or node.name() != _HookedNode.NAME:
         return node

@@ -9,7 +9,7 @@ accumulation over several passes is then one reduction.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 
 from ._convert import Move, convert_local
-from .torch_hooks import no_interception
+from .torch_hooks import bare_apply, no_interception
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -66,9 +66,12 @@ class _Deferred(torch.autograd.Function):
         return None, None
 
 
+_deferred: Callable[[Tensor, Move], Tensor] = bare_apply(_Deferred)
+
+
 def defer_reduction(x: Any, how: Move) -> Tensor:
     """`x`, a leaf, after `how`, which only lets it be used in a varying way; the gradient's reduction is put off."""
-    return _Deferred.apply(x, how)  # pyright: ignore[reportReturnType]
+    return _deferred(x, how)
 
 
 def _is_watched(leaf: Any) -> bool:
@@ -97,6 +100,8 @@ def deferring(wanted: bool) -> Generator[None]:
 
 def forget(leaf: Any) -> None:
     """Drops the terms of `leaf`, whose gradient is set anew."""
+    if not _state.waiting:
+        return
     for key in [k for k in _state.waiting if k[0] == id(leaf)]:
         del _state.waiting[key]
 

@@ -74,8 +74,8 @@ def run_step(step: Step, func: Any, args: Any) -> Run:
         return run_direct(step.outs, step.node.out, any(not isinstance(t, DistTensor) for t in tensors_in(args)))
     if step.direct:
         return _run_flat(step) if _is_flat(step, args) else _run_moved(step)
-    sized = step.form is None and not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
-    return _run_sized(step) if sized else _run_local(step)
+    sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
+    return _run_sized(step, _SIZED[func]) if sized else _run_local(step)
 
 
 def _is_flat(step: Step, args: Any) -> bool:
@@ -132,13 +132,12 @@ def _run_flat(step: Step) -> Run:
             out = func(*local, **kwargs) if kwargs else func(*local)
         return finish(out, func, args, kwargs)
 
-    def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run_first(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            x = shared_move(args[first], how)
-            out = func(*args[:first], x, *args[first + 1 :], **(kwargs or _NOTHING))
+            out = func(shared_move(args[0], how), *args[1:], **(kwargs or _NOTHING))
         return finish(out, func, args, kwargs)
 
-    return run_one if len(moves) == 1 else run
+    return run_first if len(moves) == 1 and first == 0 else run
 
 
 def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
@@ -184,15 +183,21 @@ def _run_local(step: Step) -> Run:
     return run
 
 
-_SIZED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand}
-"""Functions that are `f(tensor, sizes)`, whatever else they also are."""
+_SIZED = {
+    Tensor.view: Tensor.view,
+    Tensor.reshape: Tensor.reshape,
+    torch.reshape: Tensor.reshape,
+    Tensor.expand: Tensor.expand,
+    Tensor.unflatten: Tensor.view,
+}
+"""Functions that do, on local tensors, what `f(tensor, local sizes)` does."""
 
 
-def _run_sized(step: Step) -> Run:
+def _run_sized(step: Step, local: Any) -> Run:
     finish, spec = _finisher(step), step.outs[0]
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return finish(call_plain(func, types, (args[0], spec.local_shape(local_rank())), _NOTHING), func, args, kwargs)
+        return finish(call_plain(local, types, (args[0], spec.local_shape(local_rank())), _NOTHING), func, args, kwargs)
 
     return run
 

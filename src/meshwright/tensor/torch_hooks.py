@@ -37,6 +37,11 @@ seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
 
 
+def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the Python around it that looks for functorch transforms, which run on whole tensors."""
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
 _META_EXTRACTOR = _default_meta_extractor.__code__
 
 
