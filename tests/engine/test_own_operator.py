@@ -15,7 +15,7 @@ from meshwright.tensor import RAN_WHOLE
 from .oracle import STYLES, Lay, check
 
 
-@torch.library.custom_op("meshwright_test::swiglu", mutates_args=())
+@torch.library.custom_op("meshwright_own::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
@@ -38,7 +38,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 swiglu.register_autograd(_gradient, setup_context=_saved)
 
 
-@torch.library.custom_op("meshwright_test::twice", mutates_args=())
+@torch.library.custom_op("meshwright_own::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     return x * 2
 
@@ -52,9 +52,9 @@ def _(x: Tensor) -> Tensor:
 def ruled() -> Iterator[None]:
     from meshwright.spmd._table import RULES
 
-    mw.register_rule("meshwright_test.swiglu", "..., ... -> ...")
+    mw.register_rule("meshwright_own.swiglu", "..., ... -> ...")
     yield
-    del RULES["meshwright_test.swiglu"]
+    del RULES["meshwright_own.swiglu"]
 
 
 def with_gradients(lay: Lay) -> Any:

@@ -278,15 +278,3 @@ def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tenso
     mine = x.cumprod(at, dtype=dtype)
     before = call.gather(x.prod(at, keepdim=True, dtype=mine.dtype), 0, at)[: call.index(0, at)]
     return mine * before.prod(0, dtype=mine.dtype)
-
-
-def logcumsumexp(call: LocalCall, x: Tensor, dim: int) -> Tensor:
-    """Written so that every rank makes the same derivatives, of any order, and none of them is of an infinity."""
-    (at,) = dims_at(dim, x.dim())
-    mine, totals = x.logcumsumexp(at), call.gather(x.logsumexp(at, True), 0, at)
-    rank = torch.arange(len(totals), device=x.device).reshape(-1, *[1] * x.dim())
-    totals = torch.where(rank < call.index(0, at), totals, float("-inf"))
-    top, other = ((t.real if t.is_complex() else t).detach() for t in (mine, totals))
-    top = torch.maximum(top, other.amax(0))
-    top = torch.where(top.isinf(), 0, top)
-    return ((mine - top).exp() + (totals - top).exp().sum(0)).log() + top

@@ -214,7 +214,7 @@ REDUCE: dict[str, Entry] = {
     "aten.pairwise_distance": pairwise_rule,
     "aten._safe_softmax": looks_along(False),
     "aten.topk": topk_rule,
-    "aten.logcumsumexp": looks_along(False, forms.logcumsumexp),
+    "aten.logcumsumexp": looks_along(False),
     "aten.renorm": renorm_rule,
     "aten.trace": "m! n! ->",
     "aten.diff": diff_rule,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from meshwright.layout import Spec, replicated
 
@@ -72,7 +72,7 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
             continue
         with no_interception():
             spec = Spec(like.mesh, replicated(r.dim()), r.shape, r.dtype)
-            base = next((t for t, w in done.gathered() if shares_storage(r, w)), None)
+            base = next((t for t, w in done.gathered() if r.layout is strided and shares_storage(r, w)), None)
         made[id(r)] = stamp(r, spec)
         if base is not None:
             as_view(stamp(r, spec), base, func, args, kwargs, at)

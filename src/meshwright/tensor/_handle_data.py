@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import swap_tensors
 
 from ._absent import Absent, absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
+from ._errors import OperationError
 from ._local import spec_of, write_into
 from ._registry import handles
 from .torch_hooks import call_plain, no_interception, same_kind
@@ -128,18 +130,44 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return write_into(x, new)
 
 
-_RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"]
+_RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"]
 
 
-@handles(*[getattr(Tensor, n) for n in _RESHAPED])
+@handles(*[getattr(Tensor, n) for n in _RESHAPED], *[getattr(torch.ops.aten, n).default for n in _RESHAPED])
 def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The same tensor under another shape: the local memory is looked at as the view out of place would."""
-    x = args[0]
-    new = getattr(Tensor, func.__name__[:-1])(*args, **kwargs)
-    if type(x) is DistTensor and type(new) is DistTensor:
-        with no_interception():
-            x.as_strided_(new.size(), new.stride(), new.storage_offset())
-    elif type(x) is not Absent:
+    """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
+    x, name = args[0], func.__name__.split(".")[0]
+    new = getattr(Tensor, name[:-1])(*args, **kwargs)
+    if type(x) not in (DistTensor, Absent) or not isinstance(new, DistTensor):
         return NotImplemented
+    if type(x) is Absent:
+        pass
+    elif set(new._spec.layout.axes) != set(x._spec.layout.axes):
+        return _moved_into(x, new, name)
+    elif name == "squeeze_":
+        gone = _squeezed_dims(x, *args[1:], **kwargs)
+        with no_interception():
+            x.squeeze_(gone)
+    else:
+        call_plain(getattr(Tensor, name), types, args, kwargs)
     x._spec = new._spec
+    return x
+
+
+def _squeezed_dims(x: Tensor, dim: Any = None) -> tuple[int, ...]:
+    """The dims that `squeeze` takes away: those of the whole tensor decide, a part may be one long too."""
+    listed = range(x.ndim) if dim is None or not x.ndim else (dim,) if isinstance(dim, int) else dim
+    return tuple(d for d in listed if x.shape[d] == 1)
+
+
+def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
+    """`x` itself with the value, the memory and the past of `new`, which could not share the memory of `x`."""
+    with no_interception():
+        is_view = x._is_view()
+    if is_view:
+        raise OperationError(
+            name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",
+            f"x = x.{name[:-1]}(...), which makes a new tensor",
+        )  # fmt: skip
+    swap_tensors(x, new.clone())
     return x

@@ -43,6 +43,7 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
+"""What `torch.utils.checkpoint` compares recomputed tensors by."""
 
 
 def checkpoint_compares() -> bool:

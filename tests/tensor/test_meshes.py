@@ -1,0 +1,66 @@
+"""Tensors on a mesh that not all ranks are in: every rank runs every line, and gradients find their way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+
+FIRST, SECOND = mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])
+
+
+def program(x: Tensor, a: Tensor, b: Tensor, move: Any) -> tuple[Tensor, float]:
+    """Two stages, dropout in both, a decision on a value that only the second stage has, and a skip edge."""
+    h = F.dropout(F.gelu(x @ a), 0.25)
+    h, skip = move(h), move(x)
+    y = (h @ b) + skip
+    if y.abs().mean().item() > 0:
+        y = F.dropout(y, 0.5)
+    loss = y.square().mean()
+    loss.backward()
+    return loss, loss.item()
+
+
+def test_two_stages_give_the_numbers_of_one_device() -> None:
+    torch.manual_seed(0)
+    x, a, b = torch.randn(6, 4), torch.randn(4, 5), torch.randn(5, 4)
+
+    def on_rank() -> tuple[float, Tensor, Tensor]:
+        torch.manual_seed(1)
+        wa = mw.shard_tensor(a.clone().requires_grad_(), FIRST, [mw.Shard(1)])
+        wb = mw.shard_tensor(b.clone().requires_grad_(), SECOND, [mw.Shard(0)])
+        xs = mw.shard_tensor(x, FIRST, [])
+        _, value = program(xs, wa, wb, lambda t: mw.reshard(t, SECOND, []))
+        return value, mw.unshard_dtensor(wa.grad), mw.unshard_dtensor(wb.grad)
+
+    torch.manual_seed(1)
+    pa, pb = a.clone().requires_grad_(), b.clone().requires_grad_()
+    _, wanted = program(x, pa, pb, lambda t: t)
+    for value, ga, gb in mw.simulate(on_rank, 4):
+        assert abs(value - wanted) < 1e-6
+        torch.testing.assert_close(ga, pa.grad)
+        torch.testing.assert_close(gb, pb.grad)
+
+
+def test_optimizers_step_where_the_parameters_are() -> None:
+    def on_rank() -> Tensor:
+        w = mw.shard_tensor(torch.nn.Parameter(torch.ones(4, 4)), SECOND, [mw.Shard(0)])
+        optimizer = torch.optim.AdamW([w], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (w * mw.shard_tensor(torch.arange(16.0).view(4, 4), SECOND, [])).sum().backward()
+            optimizer.step()
+        return mw.unshard_dtensor(w)
+
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.AdamW([w], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (w * torch.arange(16.0).view(4, 4)).sum().backward()
+        optimizer.step()
+    for found in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(found, w.detach())

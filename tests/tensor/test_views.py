@@ -1,0 +1,69 @@
+"""Views of distributed tensors: what is written on one side is read on the other, cut or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "rows": lambda x: x[1:4].mul_(2),
+    "one row": lambda x: x[-1].zero_(),
+    "rows of columns": lambda x: x[:, 1:3][2:].add_(1),
+    "a view of a view of a view": lambda x: x.view(-1)[3:20].view(-1)[5:7].fill_(7),
+    "transposed": lambda x: x.t()[1].sub_(3),
+    "diagonal": lambda x: x.diagonal().mul_(-1),
+    "a piece": lambda x: x.chunk(3)[1].neg_(),
+    "by index": lambda x: x.__setitem__((slice(None, None, 2), 1), 5.0),
+    "by mask": lambda x: x.__setitem__(x > 0, 0.5),
+    "by rows": lambda x: x.__setitem__([0, 3], torch.ones(2, 6)),
+}
+LAYOUTS: dict[str, list[Any]] = {
+    "whole": [],
+    "rows": [mw.Shard(0)],
+    "columns": [mw.Shard(1)],
+    "grid": [mw.Shard(0), mw.Shard(1)],
+    "terms": [mw.Partial(), mw.Shard(0)],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_through_a_view_reaches_the_tensor(write: str, layout: str) -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(5, 6)
+
+    def on_rank() -> Tensor:
+        mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["a", "b"])
+        x = mw.shard_tensor(plain.clone(), mesh, LAYOUTS[layout])
+        WRITES[write](x)
+        return mw.unshard_dtensor(x)
+
+    found = mw.simulate(on_rank, 4)
+    WRITES[write](plain)
+    for x in found:
+        torch.testing.assert_close(x, plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_view_sees_what_is_written_to_its_base(layout: str) -> None:
+    def program(x: Tensor, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        rows, inner = x[1:4], x[1:4][:, 2:]
+        x.mul_(3)
+        inner.add_(1)
+        return [whole(rows.clone()), whole(inner * 2), whole(x)]
+
+    torch.manual_seed(0)
+    plain = torch.randn(5, 6)
+
+    def on_rank() -> list[Tensor]:
+        mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["a", "b"])
+        return program(mw.shard_tensor(plain.clone(), mesh, LAYOUTS[layout]), mw.unshard_dtensor)
+
+    for found in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(found, program(plain.clone(), lambda t: t))
