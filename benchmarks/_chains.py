@@ -130,7 +130,7 @@ def _gradients(chain: Chain, loss: Any, leaves: list[Any]) -> list[Any]:
     first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
     bent = [(g * g).sum() for g in first if g is not None and g.requires_grad]
     if not bent:
-        return list(first)
+        return [*first, *[None] * len(leaves)]
     second = torch.autograd.grad(sum(bent[1:], bent[0]), leaves, allow_unused=True)
     return [*first, *second]
 

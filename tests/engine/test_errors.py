@@ -116,6 +116,7 @@ CASES: list[Case] = [
      mw.MeshwrightError, "write"),
     ("shapes that do not multiply", on_ranks(lambda: x(4, 6, at=ROWS) @ x(5, 6)), mw.MeshwrightError, "write"),
     ("a reshape to another size", on_ranks(lambda: x(4, 6, at=ROWS).view(5, 5)), mw.MeshwrightError, "write"),
+    ("a source of randomness that is not there", lambda: mw.random_source("fast"), tensor.RandomSourceError, "counter"),
     # rules and conversions
     ("a rule without a result", lambda: spmd.parse_rule("a b"), spmd.RuleError, "m k"),
     ("a rule with a stranger", lambda: spmd.parse_rule("a -> b"), spmd.RuleError, "operand"),

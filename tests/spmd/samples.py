@@ -524,6 +524,7 @@ _safe_softmax: x(4, 5), 1
 linalg_diagonal: x(4, 5, 3)
 linalg_vecdot: x(4, 5), x(5)
 cross: x(4, 3), x(4, 3), 1
+cross: x(7, 3), x(7, 3)
 grid_sampler_2d: x(2, 4, 5, 5), x(2, 4, 5, 2), 0, 0, False
 grid_sampler_3d: x(1, 4, 3, 3, 3), x(1, 4, 5, 2, 3), 0, 0, False
 _upsample_nearest_exact1d: x(4, 5, 6), [9]

@@ -32,9 +32,10 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per
                 left[s] = 0
         groups = max(x.shape[batch] // per_group, 1) if per_group else 1
         least = max(groups * per_group, 1)
-        used = bias if bias is None or bias.numel() else None
-        out = run(filled(x, least), filled(weight, least), used, left, groups)
-        return trimmed(out if used is bias else out + bias.sum(), call.out_shape(0))
+        x, weight = filled(x, least), filled(weight, least)
+        if bias is None or bias.numel():
+            return trimmed(run(x, weight, bias, left, groups), call.out_shape(0))
+        return trimmed(run(x, weight, None, left, groups) + bias.sum(), call.out_shape(0))
 
     return form
 

@@ -118,8 +118,13 @@ def vector_norm(
     x = x if dtype is None else x.to(dtype)
     if isinf(p):
         return (amax if p > 0 else amin)(call, x.abs(), dims, keepdim)
-    local = torch.linalg.vector_norm(x, p, dims, True)
+    local = torch.linalg.vector_norm(x, p, dims, True) if x.numel() else _norm_of_nothing(x, p, dims)
     return squeezed(gathered(call, local, dims, lambda t: torch.linalg.vector_norm(t, p, 0)), dims, keepdim)
+
+
+def _norm_of_nothing(x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
+    """What leaves the norm of the others' norms as it is, behind `x` in the autograd graph."""
+    return x.abs().square().sum(dims, keepdim=True) + (float("inf") if p < 0 else 0)
 
 
 def dist(call: LocalCall, x: Tensor, y: Tensor, p: float = 2) -> Tensor:

@@ -9,6 +9,7 @@ from ._errors import (
     OperationError,
     PickleError,
     PlainInBackwardError,
+    RandomSourceError,
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
@@ -28,6 +29,7 @@ __all__ = [
     "PickleError",
     "PlainInBackwardError",
     "RanWholeWarning",
+    "RandomSourceError",
     "decisions",
     "distribute",
     "from_local",

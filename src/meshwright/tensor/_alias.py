@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, strided
+import torch
+from torch import Tensor
 
 from meshwright.layout import Spec, replicated
 
@@ -62,7 +63,10 @@ def version_of(x: Tensor) -> int:
 
 
 def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on the whole tensors; results are replicated, and views of gathered arguments are views still."""
+    """`func` on the whole tensors; results are replicated, and views of gathered arguments are views still.
+
+    A sparse result is a plain tensor, the whole one on every rank: layouts speak of dense memory.
+    """
     done = call_whole(func, args, kwargs)
     like = next(t._spec for t, _ in done.pairs if isinstance(t, DistTensor))
     made: dict[int, Tensor] = {id(w): t for t, w in done.pairs}
@@ -70,9 +74,12 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for at, r in enumerate(results):
         if id(r) in made:
             continue
+        if r.layout is not torch.strided:
+            made[id(r)] = r
+            continue
         with no_interception():
             spec = Spec(like.mesh, replicated(r.dim()), r.shape, r.dtype)
-            base = next((t for t, w in done.gathered() if r.layout is strided and shares_storage(r, w)), None)
+            base = next((t for t, w in done.gathered() if shares_storage(r, w)), None)
         made[id(r)] = stamp(r, spec)
         if base is not None:
             as_view(stamp(r, spec), base, func, args, kwargs, at)
@@ -132,11 +139,39 @@ def _write_back(view: DistView) -> None:
     done = call_whole(source.func, source.args, source.kwargs)
     whole = next(w for t, w in done.pairs if t is source.base)
     with no_interception():
-        list(tensors_in(done.out))[source.at].copy_(value)
+        target = list(tensors_in(done.out))[source.at]
+        if _overlaps(target):
+            whole = _last_written(source, whole, value)
+        else:
+            target.copy_(value)
     put_back(source.base, whole)
     if isinstance(source.base, DistView):
         _write_back(source.base._outer)
     source.version = version_of(source.base)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """True when two elements of `x` may lie at one place in memory."""
+    reach = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def _last_written(source: Source, whole: Tensor, value: Tensor) -> Tensor:
+    """`whole` after `value` was written into its view: of the elements that lie at one place the last one counts.
+
+    Only that one has a gradient; the view of a tensor of place numbers tells which elements lie where.
+    """
+    places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
+    places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
+    args, kwargs = map_tensors(lambda t: places if t is source.base else t, (source.args, source.kwargs))
+    seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
+    last = torch.full((whole.numel(),), -1, device=whole.device)
+    last = last.scatter_reduce(0, seen, torch.arange(len(seen), device=whole.device), "amax").reshape(whole.shape)
+    return torch.where(last < 0, whole, value.reshape(-1)[last.clamp(min=0)])
 
 
 def _whole_spec_of(new: Tensor, like: DistTensor) -> Spec:

@@ -29,5 +29,9 @@ class OperationError(MeshwrightError, RuntimeError):
     """torch refuses the operation for the whole tensors: one device would refuse it too."""
 
 
+class RandomSourceError(MeshwrightError, ValueError):
+    """A source of random numbers was asked for that does not exist."""
+
+
 class RanWholeWarning(UserWarning):
     """An operator without a rule ran on the whole tensors: right, and slow. Told once by name."""

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import swap_tensors
 
 from ._absent import Absent, absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import OperationError
-from ._local import spec_of, write_into
+from ._local import spec_of, whole_local, whole_spec, write_into
 from ._registry import handles
+from ._tree import map_tensors
 from .torch_hooks import call_plain, no_interception, same_kind
 
 _T: Any = Tensor
@@ -130,10 +132,44 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return write_into(x, new)
 
 
+_STATISTICS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3, torch.ops.aten.batch_norm.default: 3}
+"""Where the running mean stands, with the running variance behind it."""
+_RUNNING = ("running_mean", "running_var")
+_TRAINING = 5
+"""Where all of them are told whether they train."""
+
+
+@handles(*_STATISTICS)
+def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Training writes to the running statistics, on every rank alike: parts are made whole, and written back."""
+    first = _STATISTICS[func]
+    given = [args[first + i] if len(args) > first + i else kwargs.get(n) for i, n in enumerate(_RUNNING)]
+    parts = [t for t in given if type(t) is DistTensor and whole_spec(t._spec) != t._spec]
+    if not parts or not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training")):
+        return NotImplemented
+    with torch.no_grad():
+        whole = {id(t): stamp(whole_local(t).clone(), whole_spec(t._spec)) for t in parts}
+    args, kwargs = map_tensors(lambda t: whole.get(id(t), t), (args, kwargs))
+    out = func(*args, **kwargs)
+    with torch.no_grad():
+        for t in parts:
+            write_into(t, whole[id(t)])
+    return out
+
+
+@handles(*filter(None, [getattr(F, "linear_cross_entropy", None)]))
+def _linear_cross_entropy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """In one piece: its options cut it into chunks, whose operator makes gradients ahead and asks who wants some."""
+    return NotImplemented if kwargs.get("options") is None else func(*args, **{**kwargs, "options": None})
+
+
 _RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"]
 
 
-@handles(*[getattr(Tensor, n) for n in _RESHAPED], *[getattr(torch.ops.aten, n).default for n in _RESHAPED])
+_RESHAPING: list[Any] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
+
+
+@handles(*[getattr(Tensor, n) for n in _RESHAPED], *[getattr(op, o) for op in _RESHAPING for o in op.overloads()])
 def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]

@@ -12,8 +12,8 @@ from torch.nn import init
 from ._random import dropout, fill_random, like_random
 from ._registry import handles
 
-_FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
-handles(*[getattr(Tensor, n) for n in _FILLS if hasattr(Tensor, n)])(fill_random)
+_FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
+handles(*[getattr(Tensor, n) for n in _FILLS])(fill_random)
 
 
 @handles(init.uniform_, init.normal_, init.constant_)

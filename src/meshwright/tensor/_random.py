@@ -1,91 +1,184 @@
-"""Random operators: the same global numbers whatever the layout and the mesh.
+"""Random operators: by default the same global numbers whatever the layout and the mesh.
 
 "torch"    every rank draws the whole tensor from torch's own generator, which all ranks have in the same state,
            and keeps its part: the numbers of one device, to the bit; costs the whole drawing on each rank.
+"counter"  every rank computes its part alone, from a key that is drawn from torch's generator once per call: the same
+           global numbers on every mesh, but not those of one device. See `_counter`; what is not there is as "torch".
 "rank"     every rank draws only its part: cheapest, other numbers on every mesh.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.comm import current
+from meshwright.layout import Layout, Spec
 
 from ._absent import Absent, make_absent
 from ._convert import convert_local
-from ._dist_tensor import DistTensor, local_rank, stamp
+from ._counter import DISTRIBUTIONS, counted, draw_key, is_counted
+from ._dist_tensor import DistTensor, local_rank, rank_or_none, stamp
+from ._errors import RandomSourceError
 from ._local import dense_strides, whole_spec
 from .torch_hooks import no_interception
 
-Source = Literal["torch", "rank"]
+Source = Literal["torch", "counter", "rank"]
 
 
-class _State(threading.local):
-    source: Source = "torch"
+_sources: WeakKeyDictionary[Any, Source] = WeakKeyDictionary()
+"""Carrier, or thread where there is none → its source. A process's carrier is that of torch's backward threads too,
+which recompute checkpointed calls."""
 
 
-_state = _State()
+def _source() -> Source:
+    """The source by which the calling rank draws."""
+    return _sources.get(current()) or _sources.get(threading.current_thread()) or "torch"
+
+
+def random_source(source: Source) -> AbstractContextManager[None]:
+    """Inside, random operators on distributed tensors draw by this source: "torch", "counter" or "rank".
+
+    Raises RandomSourceError for another name.
+    """
+    if source not in get_args(Source):
+        raise RandomSourceError(
+            f"random_source({source!r})", repr(source), "there is no such source of random numbers",
+            '"torch" for the numbers of one device, "counter" for the same numbers on every mesh, each rank drawing '
+            'its part alone, or "rank" for the cheapest',
+        )  # fmt: skip
+    return _drawing_by(source)
 
 
 @contextmanager
-def random_source(source: Source) -> Generator[None]:
-    """Inside, random operators on distributed tensors draw by this source."""
-    before, _state.source = _state.source, source
+def _drawing_by(source: Source) -> Generator[None]:
+    here = threading.current_thread() if rank_or_none() is None else current()
+    before, _sources[here] = _sources.get(here), source
     try:
         yield
     finally:
-        _state.source = before
+        _sources.pop(here)
+        if before is not None:
+            _sources[here] = before
 
 
-def _drawn(x: DistTensor, spec: Spec, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """This rank's part, under `spec`, of what `draw` makes of an empty whole tensor like `x`."""
-    if _state.source == "rank":
-        return draw(torch.empty(spec.local_shape(local_rank()), dtype=spec.dtype, device=x.device))
-    whole = torch.empty(spec.shape, dtype=spec.dtype, device=x.device)
-    strides = dense_strides(x, spec.shape)
-    if strides is not None:
-        whole = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=x.device)
-    whole = draw(whole)
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a call draws: the tensor's method that fills it, or "dropout" for a mask, and its arguments.
+
+    `like` are the arguments by which the result is a new tensor, of another dtype perhaps.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    like: Mapping[str, Any] | None = None
+
+    def empty(self, x: Tensor) -> Tensor:
+        """What is filled, where `x` has the shape."""
+        return x if self.like is None else torch.empty_like(x, **self.like)
+
+    def fill(self, x: Tensor) -> Tensor:
+        """`x`, or a new tensor like it, filled by torch."""
+        if self.name == "dropout":
+            return torch.dropout(torch.ones_like(x), self.args[0], True)
+        out = self.empty(x)
+        with torch.no_grad():
+            getattr(out, self.name)(*self.args, **self.kwargs)
+        return out
+
+    def count(self, x: Tensor, spec: Spec) -> Tensor:
+        """`x`, or a new tensor like it, filled by counters as this rank's part under `spec`."""
+        out = self.empty(x)
+        if self.name != "dropout":
+            getattr(out.new_empty(0), self.name)(*self.args, **self.kwargs)  # refuses what torch refuses
+        key = draw_key(self.kwargs.get("generator"))
+        if local_rank() not in spec.mesh:
+            return out
+        values = DISTRIBUTIONS[self.name].values(self.args, self.kwargs)
+        part = spec.with_dtype(out.dtype).with_layout(Layout(spec.layout.dims))
+        with torch.no_grad():
+            out.copy_(counted(self.name, values, key, part, local_rank(), out.device))
+        return convert_local(out, part, part.with_layout(spec.layout)) if spec.layout.partial else out
+
+
+def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> Tensor:
+    """This rank's part, under `spec`, of what is drawn for a whole tensor like `x`."""
+    dtype = (draw.like or {}).get("dtype") or spec.dtype
+    source = _source()
+    if source == "counter" and is_counted(draw.name, dtype):
+        return draw.count(_empty(x, spec, spec.local_shape(local_rank())), spec)
+    if source == "rank":
+        return draw.fill(_empty(x, spec, spec.local_shape(local_rank())))
+    whole = draw.fill(_empty(x, spec, spec.shape))
     if type(x) is Absent:
         return whole
     return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
 
 
+def _empty(x: DistTensor, spec: Spec, shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape in the memory order of `x`."""
+    strides = dense_strides(x, shape)
+    if strides is None:
+        return torch.empty(tuple(shape), dtype=spec.dtype, device=x.device)
+    return torch.empty_strided(tuple(shape), strides, dtype=spec.dtype, device=x.device)
+
+
 def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """`x.normal_()` and its like: what `x` held does not matter."""
-    x = args[0]
-    if type(x) not in (DistTensor, Absent) or any(isinstance(a, Tensor) for a in args[1:]):
+    x, *rest = args
+    if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
         return NotImplemented
     with no_interception():
-        local = _drawn(x, x._spec, lambda whole: func(whole, *args[1:], **kwargs))
-        if type(x) is DistTensor:
+        local = _drawn(x, x._spec, Draw(func.__name__, tuple(rest), kwargs))
+        if type(x) is not Absent:
             x.copy_(local)
     return x
 
 
+_LIKE: dict[Any, tuple[str, tuple[str, ...]]] = {
+    torch.rand_like: ("uniform_", ()),
+    torch.randn_like: ("normal_", ()),
+    torch.randint_like: ("random_", ("low", "high")),
+}
+"""Function → the method that fills its result, and the parameters that it has before those of `empty_like`."""
+
+
 def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """`torch.rand_like(x)` and its like: only the shape of `x` matters."""
-    x = args[0]
-    if type(x) not in (DistTensor, Absent):
+    x, draw = _like_draw(func, args, dict(kwargs))
+    if not isinstance(x, DistTensor):
         return NotImplemented
     spec = x._spec if not x._spec.layout.partial else whole_spec(x._spec)
     with no_interception():
-        local = _drawn(x, spec, lambda whole: func(whole, *args[1:], **kwargs))
+        local = _drawn(x, spec, draw)
         spec = spec.with_dtype(local.dtype)
     return make_absent([spec], [x])[0] if type(x) is Absent else stamp(local, spec)
 
 
+def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
+    """The tensor that the result is like, and what the call draws."""
+    name, parameters = _LIKE[func]
+    x = args[0] if args else kwargs.pop("input")
+    bounds = [*args[1:], *[kwargs.pop(p) for p in parameters if p in kwargs]]
+    if parameters and len(bounds) == 1:
+        bounds.insert(0, 0)
+    generator = kwargs.pop("generator", None)
+    return x, Draw(name, tuple(bounds), {"generator": generator} if generator is not None else {}, kwargs)
+
+
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout by a mask that is drawn whole; terms are joined first, since each element is dropped once."""
+    """Dropout by a mask; terms are joined first, since each element is dropped once."""
     x = args[0] if args else kwargs.get("input")
     p, train, inplace = _dropout_arguments(args[1:], kwargs)
-    if type(x) not in (DistTensor, Absent) or not 0 <= p < 1:
+    if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
     if not train or p == 0:
         return x
@@ -93,7 +186,7 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return x.copy_(dropout(func, types, (x, p), {}))
     spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
     with no_interception():
-        mask = _drawn(x, spec, lambda whole: torch.dropout(torch.ones_like(whole), p, True))
+        mask = _drawn(x, spec, Draw("dropout", (p,)))
     if type(x) is Absent:
         return make_absent([spec], [x])[0]
     if spec is not x._spec:

@@ -1,0 +1,186 @@
+"""Counter-based randomness: the number of an element is a function of a key and of where the element is.
+
+Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) turns a counter of 128
+bits under a key of 64 bits into four words of 32 random bits. An element needs 1, 2 or 4 words, so that 4, 2 or 1
+neighbours along the last dim share a counter. With n elements per counter, the element at (i, …, j, k) has the counter
+
+    the linear index of (i, …, j, k // n) in a tensor whose last dim has ceil(size / n) elements
+
+and the words from (k % n) * (4 / n) on. This holds for any part of the tensor, so each rank computes its own alone.
+
+Uniforms and what is made of them are float64 until the end: the last bits in which vector lanes differ round away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Product, Spec
+
+Key = tuple[int, int]
+"""Two words of 32 bits."""
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Words of 32 bits in int64 tensors of one shape."""
+
+MASK = 0xFFFFFFFF
+_FACTORS = (0xD2511F53, 0xCD9E8D57)
+_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+AT_ONCE = {"cpu": 1 << 14}
+"""Counters that are worked on at a time: on a CPU, as many as stay in its cache."""
+AT_ONCE_ELSEWHERE = 1 << 24
+
+
+def philox(counter: Words, key: Key) -> Words:
+    """Philox 4x32-10: four random words per counter.
+
+    >>> [f"{word.item():08x}" for word in philox((torch.tensor([0]),) * 4, (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    a, b, c, d = counter
+    k, m = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap: their 64 bits are those of the unsigned ones; what stays above 32 bits is masked later
+        p, q = a * _FACTORS[0], c * _FACTORS[1]
+        a = (q >> 32).bitwise_xor_(b).bitwise_xor_(k).bitwise_and_(MASK)
+        c = (p >> 32).bitwise_xor_(d).bitwise_xor_(m).bitwise_and_(MASK)
+        b, d = q, p
+        k, m = (k + _STEPS[0]) & MASK, (m + _STEPS[1]) & MASK
+    return a, b.bitwise_and_(MASK), c, d.bitwise_and_(MASK)
+
+
+def draw_key(generator: torch.Generator | None = None) -> Key:
+    """64 bits from torch's default generator for the CPU, or from the given one."""
+    device = generator.device if generator is not None else "cpu"
+    bits = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device, generator=generator))
+    return bits & MASK, (bits >> 32) & MASK
+
+
+# --- distributions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How uniforms in [0, 1) become numbers: `of(*uniforms, *parameters)`.
+
+    `parameters` are torch's names and defaults. `counts` tells that the numbers are whole, so that integer tensors
+    take them. `below` tells that 1 must not come out: the uniforms then have no more digits than the dtype.
+    """
+
+    of: Callable[..., Tensor]
+    parameters: Mapping[str, float]
+    uniforms: int = 1
+    counts: bool = False
+    below: bool = False
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The parameters' values in a call; others among `kwargs` are passed over."""
+        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        return [given.get(name, default) for name, default in self.parameters.items()]
+
+
+def _normal(u: Tensor, v: Tensor, mean: float, std: float) -> Tensor:
+    """Box and Muller's; 1 - u is not 0."""
+    return torch.cos(v * (2 * math.pi)) * torch.sqrt(-2 * torch.log1p(-u)) * std + mean
+
+
+def _exponential(u: Tensor, rate: float) -> Tensor:
+    """Above 0, as torch's are."""
+    return -torch.log1p(-u).clamp_max(-(2.0**-54)) / rate
+
+
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "uniform_": Distribution(lambda u, low, high: u * (high - low) + low, {"from": 0.0, "to": 1.0}, below=True),
+    "normal_": Distribution(_normal, {"mean": 0.0, "std": 1.0}, uniforms=2),
+    "log_normal_": Distribution(lambda *a: _normal(*a).exp(), {"mean": 1.0, "std": 2.0}, uniforms=2),
+    "exponential_": Distribution(_exponential, {"lambd": 1.0}),
+    "cauchy_": Distribution(lambda u, m, s: torch.tan((u - 0.5) * math.pi) * s + m, {"median": 0.0, "sigma": 1.0}),
+    "geometric_": Distribution(
+        lambda u, p: (torch.log1p(-u) / (math.log1p(-p) if p < 1 else -math.inf)).ceil().clamp_min(1),
+        {"p": 0.5},
+        counts=True,
+    ),
+    "bernoulli_": Distribution(lambda u, p: u < p, {"p": 0.5}, counts=True),
+    "dropout": Distribution(lambda u, p: (u >= p).double().div_(1 - p), {"p": 0.5}),
+}
+"""What can be drawn by counters: a tensor's method, or "dropout" for the mask that dropout multiplies by."""
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def is_counted(name: str, dtype: torch.dtype) -> bool:
+    """True when counters can draw this distribution in this dtype."""
+    if name not in DISTRIBUTIONS:
+        return False
+    return dtype in _DIGITS or (DISTRIBUTIONS[name].counts and not (dtype.is_floating_point or dtype.is_complex))
+
+
+# --- the numbers of a part ---------------------------------------------------------------------------------------
+
+
+def counted(name: str, values: Sequence[Any], key: Key, spec: Spec, rank: int, device: torch.device) -> Tensor:
+    """What `rank` holds under `spec` (its pending terms left aside) of a tensor drawn from a distribution."""
+    shape = spec.local_shape(rank)
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=spec.dtype, device=device)
+    kind = DISTRIBUTIONS[name]
+    per = 4 // (kind.uniforms * (2 if spec.dtype is torch.float64 else 1))
+    last = spec.shape[-1] if spec.shape else 1
+    *dims, columns = _indices(spec, rank) or [torch.zeros(1, dtype=torch.int64)]
+    rows = _linear([(n, at.to(device)) for n, at in zip(spec.shape, dims, strict=False)], device)
+    blocks, places = torch.unique(columns // per, return_inverse=True)
+    counters = _linear([(1, rows), (-(-last // per), blocks.to(device))], device)
+    out = torch.empty(counters.numel() * per, dtype=spec.dtype, device=device)
+    step = AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE)
+    for start, part in zip(range(0, out.numel(), step * per), counters.split(step), strict=True):
+        numbers = kind.of(*_uniforms(part, key, kind, spec.dtype), *values)
+        out[start : start + part.numel() * per] = numbers.flatten()
+    return _picked(out.view(rows.numel(), -1), places * per + columns % per).reshape(shape)
+
+
+def _indices(spec: Spec, rank: int) -> list[Tensor]:
+    """Per dim, the global indices that `rank` holds, in ascending order."""
+    ranges = iter(spec.local_ranges(rank))
+    found: list[Tensor] = []
+    for n, dim in zip(spec.shape, spec.layout.dims, strict=True):
+        sizes = [size for size, _ in dim.factors] if isinstance(dim, Product) else [n]
+        starts = [next(ranges) for _ in sizes]
+        held = [(size, torch.arange(at, at + many)) for size, (at, many) in zip(sizes, starts, strict=True)]
+        found.append(_linear(held, torch.device("cpu")))
+    return found
+
+
+def _linear(dims: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+    """Row-major linear indices of all elements whose index along each dim, of some size, is among those given."""
+    out = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, at in dims:
+        out = (out.unsqueeze(1) * size + at).flatten()
+    return out
+
+
+def _uniforms(counters: Tensor, key: Key, kind: Distribution, dtype: torch.dtype) -> list[Tensor]:
+    """The distribution's uniforms, each with a row per counter and a column per element of it."""
+    zero = torch.zeros_like(counters)
+    words = torch.stack(philox((counters & MASK, counters >> 32, zero, zero), key), 1)
+    if dtype is torch.float64:
+        u = (words[:, 0::2] >> 5).double().mul_(2.0**26).add_(words[:, 1::2] >> 6).mul_(2.0**-53)
+    elif kind.below:
+        u = (words >> (32 - _DIGITS[dtype])).double().mul_(2.0 ** -_DIGITS[dtype])
+    else:
+        u = words.double().mul_(2.0**-32)
+    return [u[:, at :: kind.uniforms] for at in range(kind.uniforms)]
+
+
+def _picked(x: Tensor, at: Tensor) -> Tensor:
+    """The columns `at`, which ascend, of `x`."""
+    first, many = int(at[0]), at.numel()
+    if int(at[-1]) - first + 1 == many:
+        return x.narrow(1, first, many)
+    return x.index_select(1, at.to(x.device))
