@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, replicated
 
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import Operator, record_operators, shares_storage
@@ -51,6 +52,33 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
     meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
     out = record_operators(lambda: func(*meta_args, **meta_kwargs), lambda *node: nodes.append(Node(*node)))
     return _canonical(inputs, nodes, out)
+
+
+def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:
+    """True when `func` is a Python function that takes sizes of its arguments for numbers, which parts have others of.
+
+    `x.sum(0) / x.size(0)`, say: captured again with the shapes of the first and of the last rank's parts, its operators
+    have other constants.
+    """
+    if not isinstance(func, FunctionType) or not any(s.layout.cut_axes for s in specs):
+        return False
+    ranks = specs[0].mesh.process_ids
+    return any(_constants(func, args, kwargs, rank) != _listed(captured) for rank in (ranks[0], ranks[-1]))
+
+
+def _constants(func: Callable[..., Any], args: Any, kwargs: Any, rank: int) -> Any:
+    def part(x: Any) -> Any:
+        spec = getattr(x, "_spec", None)
+        return None if spec is None else Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
+
+    try:
+        return _listed(capture(func, args, kwargs, part))
+    except Exception:  # torch refuses such shapes, in many ways
+        return None
+
+
+def _listed(captured: Captured) -> list[Any]:
+    return [(n.op, map_tensors(lambda _: ..., (n.args, n.kwargs))) for n in captured.nodes]
 
 
 def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Captured:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError, ProcessMesh
+from meshwright.layout import MeshwrightError, ProcessMesh, Spec
 
 from . import _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
-from ._capture import Captured, capture
+from ._capture import Captured, asks_sizes, capture
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
 from ._explain import Decided, note, recording
@@ -145,8 +146,17 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     tensors = tensors_in((args, kwargs))
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
+    if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
+        found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     return _closed(func, args, captured, found)
+
+
+def _is_direct(found: Any) -> bool:
+    """True when the plan is to call the caller's own function on parts."""
+    if isinstance(found, Step):
+        return found.direct
+    return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
 
 
 def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
@@ -154,7 +164,7 @@ def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, 
         run = run_twin(captured.nodes[0], captured)
         return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
     if isinstance(found, Step):
-        return run_step(found, func, args), not found.direct
+        return run_step(found, func, args), not found.direct or found.grown
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if not captured.nodes:

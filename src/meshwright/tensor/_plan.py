@@ -32,7 +32,7 @@ class Step:
 
     `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own
     function may be called on the (converted) arguments, since nothing but operands changes; `broken` that results are
-    views of an operand that had to move.
+    views of an operand that had to move; `grown` that results have sizes of their own, which numbers may decide.
     """
 
     node: Node
@@ -45,6 +45,7 @@ class Step:
     form: Callable[..., Any] | None
     ins: tuple[Spec | None, ...]
     broken: bool
+    grown: bool
 
     def local_arguments(self, tensors: Sequence[Tensor], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The operator's arguments with these local tensors, and with sizes that are local ones."""
@@ -159,7 +160,14 @@ def _step(
         form=form,
         ins=decision.ins,
         broken=_breaks_view(node, operands, ins, decision),
+        grown=_grown(call, results),
     )
+
+
+def _grown(call: Call, results: Sequence[Tensor]) -> bool:
+    """True when a result has a dim that is no factor of an operand: its size comes from elsewhere."""
+    pairs = zip(call.bound.outs, results, strict=False)
+    return any(not dim and n != 1 for dims, r in pairs for dim, n in zip(dims, r.shape, strict=True))
 
 
 def _leaves_nothing(spec: Spec | None) -> bool:
