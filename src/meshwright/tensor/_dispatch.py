@@ -20,9 +20,9 @@ from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
 from ._explain import Decided, note, recording
 from ._outside import plan_outside
-from ._plan import Inline, Step, is_constant, plan_call
+from ._plan import Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
 from ._registry import DIRECT, HANDLERS
-from ._run import run_direct, run_graph, run_identity, run_inline, run_step, run_twin
+from ._run import replaying, run_direct, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from .torch_hooks import backward_running
 
@@ -149,7 +149,10 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
-    return _closed(func, args, captured, found)
+    run, by_value = _closed(func, args, captured, found)
+    if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
+        run = replaying(run)
+    return run, by_value
 
 
 def _is_direct(found: Any) -> bool:

@@ -146,7 +146,7 @@ def _step(
     mesh = next(s.mesh for s in ins if s is not None)
     outs = tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(layouts, results, strict=True))
     form = call.rule.forms[decision.form] if decision.form else None
-    if form is None and call.rule.guard is not None and any(_leaves_nothing(s) for s in (*decision.ins, *outs)):
+    if form is None and call.rule.guard is not None and any(leaves_nothing(s) for s in (*decision.ins, *outs)):
         form = call.rule.guard
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(
@@ -170,7 +170,7 @@ def _grown(call: Call, results: Sequence[Tensor]) -> bool:
     return any(not dim and n != 1 for dims, r in pairs for dim, n in zip(dims, r.shape, strict=True))
 
 
-def _leaves_nothing(spec: Spec | None) -> bool:
+def leaves_nothing(spec: Spec | None) -> bool:
     """True when the last rank along some dim holds no piece of it."""
     if spec is None or 0 in spec.shape:
         return False
@@ -225,6 +225,11 @@ def _unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh)
 
 def _is_written(op: Operator) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+
+
+def makes_views(captured: Captured) -> bool:
+    """True when a result looks at the memory of an argument."""
+    return any(shares_storage(t, r) for t in captured.inputs for r in tensors_in(captured.out))
 
 
 def is_constant(captured: Captured) -> bool:

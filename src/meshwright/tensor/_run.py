@@ -16,7 +16,7 @@ from ._dist_tensor import DistTensor, Run, local_rank, plain_view, stamp
 from ._local import shared_move, write_into
 from ._plan import Inline, Step
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import call_plain, no_interception
+from .torch_hooks import call_plain, no_interception, view_replay
 
 _NOTHING: dict[str, Any] = {}
 
@@ -248,6 +248,16 @@ def _run_node(node: Node, known: dict[int, Tensor]) -> None:
     out = node.op(*args, **kwargs)
     for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
         known[id(meta)] = real
+
+
+def replaying(run: Run) -> Run:
+    """`run`, whose views autograd repeats as they were made."""
+
+    def replayed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with view_replay():
+            return run(func, types, args, kwargs)
+
+    return replayed
 
 
 def run_twin(node: Node, captured: Captured) -> Run | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import _default_meta_extractor
 
@@ -54,11 +55,23 @@ def checkpoint_compares() -> bool:
     return backward_running() != -1 and sys._getframe(2).f_code is _META_EXTRACTOR
 
 
+def view_replay() -> Any:
+    """Context in which autograd repeats views as they were made, instead of by `as_strided`.
+
+    The gradient of `as_strided` on an empty tensor is a constant: a rank without a piece would drop out of the second
+    derivative, and of the collectives in it.
+    """
+    return _force_original_view_tracking(True)
+
+
 def run_backward(
     outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
 ) -> tuple[Any, ...]:
     """The autograd engine itself: the public doors would ask the distributed tensors among `inputs` first."""
-    return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    if not create:
+        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    with view_replay():
+        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
 
 
 class _Recorder(SchemaCheckMode):
