@@ -80,5 +80,5 @@ def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) ->
     (at,) = dims_at(dim, x.dim())
     local, mine = _mine(call, x, at, index)
     size = x.shape[at]
-    spare = x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])
-    return write(torch.cat([x, spare], at), at, torch.where(mine, local, size)).narrow(at, 0, size)
+    wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x
+    return write(wide, at, torch.where(mine, local, size)).narrow(at, 0, size)
