@@ -73,7 +73,7 @@ def table(figures: dict[str, Any]) -> str:
     | `figure` | 1 | <= 1 | DTensor: 1.65 | yes |
     """
     rows = [
-        f"| {title(name)} | {shown(figure['value'])} | {figure["goal"] if figure["goal"] is not None else ""} | {rival(figure)} | {verdict(figure)} |"
+        f"| {title(name)} | {shown(figure['value'])} | {goal(figure)} | {rival(figure)} | {verdict(figure)} |"
         for name, figure in figures.items()
     ]
     return "\n".join(["| | measured | goal | rival | |", "|---|---|---|---|---|", *rows])
@@ -91,6 +91,10 @@ def rival(figure: dict[str, Any]) -> str:
     if isinstance(found, dict) and set(found) == {"name", "value"}:
         return f"{found['name']}: {shown(found['value'])}"
     return "" if found is None else shown(found)
+
+
+def goal(figure: dict[str, Any]) -> str:
+    return "" if figure["goal"] is None else str(figure["goal"])
 
 
 def verdict(figure: dict[str, Any]) -> str:

@@ -27,7 +27,10 @@ _TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, LOSSES, FRESH, INDEX
 RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in table.items()}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
 
-GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, FOURIER, CONV) for n in table) - {"aten.all", "aten.rms_norm"}
+GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, FOURIER, CONV) for n in table) - {
+    "aten.all",
+    "aten.rms_norm",
+}
 """Operators whose kernels refuse empty tensors, or whose derivatives are others there: they are run on zeros.
 
 Not RMS norm, which is not finite there where its epsilon is negative."""
