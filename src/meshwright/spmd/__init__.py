@@ -6,7 +6,7 @@ from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
 from ._rule import Rule
-from ._table import Entry, find_rule, register_rule
+from ._table import Entry, find_rule, is_computed, register_rule
 
 __all__ = [
     "ELSEWHERE",
@@ -27,6 +27,7 @@ __all__ = [
     "dim_of",
     "factor_axes",
     "find_rule",
+    "is_computed",
     "parse_rule",
     "refined",
     "register_rule",

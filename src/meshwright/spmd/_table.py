@@ -72,3 +72,8 @@ def register_rule(name: str, entry: Entry) -> None:
     if isinstance(entry, str):
         parse_rule(entry)
     RULES[name] = entry
+
+
+def is_computed(op: Operator) -> bool:
+    """True when the rule of `op` is a function of the call's arguments, so that their values may decide it."""
+    return callable(_entry(op)[1])

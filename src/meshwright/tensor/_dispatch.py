@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec
+from meshwright.spmd import is_computed
 
 from . import _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
 from ._absent import Absent
@@ -150,6 +151,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     run, by_value = _closed(func, args, captured, found)
+    by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
     return run, by_value

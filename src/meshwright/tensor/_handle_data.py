@@ -55,6 +55,9 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if type(x) not in (DistTensor, Absent):
         return NotImplemented
+    if func == _T.data.__get__:
+        x.__dict__.pop("_shared", None)
+        x.__dict__["_exposed"] = True
     out = call_plain(func, types, args, kwargs)
     if out is x:
         return x

@@ -19,19 +19,20 @@ from .torch_hooks import no_interception
 def shared_move(x: Tensor, how: Move) -> Tensor:
     """`x` after `how`; done once and shared by all that use it so, as long as it is not written to.
 
-    Call it with interception off. A leaf that wants a gradient is not shared: what waits for reduction is added up.
+    Call it with interception off. Only intermediate results that want a gradient are shared: a leaf's reductions are
+    put off and added up, and what `x.data` was taken of may be written to without a trace.
     """
+    if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and x.requires_grad):
+        return how(x)
+    if x.is_leaf:
+        return defer_reduction(x, how) if how.is_relabel else how(x)
     held: Any = x.__dict__
     found = held.get("_shared")
-    graded = torch.is_grad_enabled()
-    if found is not None and found[0] is how and found[1] is graded and found[2] == x._version:
-        return found[3]
-    if not isinstance(x, DistTensor) or x.is_inference():
-        return how(x)
-    if graded and x.requires_grad and x.is_leaf:
-        return defer_reduction(x, how) if how.is_relabel else how(x)
+    if found is not None and found[0] is how and found[1] == x._version:
+        return found[2]
     out = how(x)
-    held["_shared"] = (how, graded, x._version, out)
+    if "_exposed" not in held:
+        held["_shared"] = (how, x._version, out)
     return out
 
 
