@@ -76,4 +76,9 @@ def register_rule(name: str, entry: Entry) -> None:
 
 def is_computed(op: Operator) -> bool:
     """True when the rule of `op` is a function of the call's arguments, so that their values may decide it."""
-    return callable(_entry(op)[1])
+    name, entry = _entry(op)
+    return callable(entry) and name not in EPSILON_ONLY
+
+
+EPSILON_ONLY = {"aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"}
+"""Operators whose floats are added to a variance or scale it: no rule looks at them."""
