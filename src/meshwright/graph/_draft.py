@@ -1,0 +1,218 @@
+"""A program that is being changed: nodes in a chain, where each may cheaply be moved, replaced or taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._effects import is_needed
+from ._errors import ProgramError
+from ._infer import Names, infer
+from ._node import Node, Op, Origin, Value, map_values, name_of, values_in
+from ._program import Change, Program
+
+
+@dataclass(slots=True, eq=False)
+class Spot:
+    """A node of a draft; its arguments follow the replacements that are made."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    origin: Origin
+    before: Spot | None = None
+    after: Spot | None = None
+    gone: bool = False
+
+    @property
+    def ins(self) -> tuple[Value, ...]:
+        return tuple(values_in((self.args, self.kwargs)))
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return tuple(values_in(self.out))
+
+
+@dataclass(slots=True)
+class _Uses:
+    spots: dict[Spot, None] = field(default_factory=dict[Spot, None])
+
+
+class Draft:
+    """A copy of `program` to be changed; `finish` makes a program of it, without what nothing needs any more."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names = Names(v.name for v in _all_values(program))
+        self._producers: dict[Value, Spot] = {}
+        self._uses: dict[Value, _Uses] = {}
+        self._outputs: Any = program.outputs
+        self._writes = list(program.writes)
+        self._ends = (_end(), _end())
+        self._ends[0].after, self._ends[1].before = self._ends[1], self._ends[0]
+        for node in program.nodes:
+            self._link(Spot(node.op, node.args, dict(node.kwargs), node.out, node.origin), self._ends[1])
+
+    def __iter__(self) -> Iterator[Spot]:
+        """The nodes in order; those that are added behind the current one are met, too."""
+        spot = self._ends[0].after
+        while spot is not None and spot is not self._ends[1]:
+            yield spot
+            spot = _next_living(spot)
+
+    @property
+    def end(self) -> Spot:
+        """The place behind the last node, to add before."""
+        return self._ends[1]
+
+    @property
+    def first(self) -> Spot:
+        """The first node, or the end."""
+        spot = self._ends[0].after
+        assert spot is not None
+        return spot
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return (*values_in(self._outputs), *(v for _, v in self._writes))
+
+    def producer(self, value: Value) -> Spot | None:
+        """The node that makes `value`; None for an input."""
+        return self._producers.get(value)
+
+    def users(self, value: Value) -> tuple[Spot, ...]:
+        """The nodes that read `value`; whether it is a result is told by `is_result`."""
+        found = self._uses.get(value)
+        return tuple(found.spots) if found else ()
+
+    def is_result(self, value: Value) -> bool:
+        return any(v is value for v in self.results)
+
+    def add(self, op: Op, *args: Any, before: Spot, origin: Origin | None = None, **kwargs: Any) -> Any:
+        """A new node `op(*args, **kwargs)` before a node: its values, of shapes that are inferred."""
+        out = infer(op, args, kwargs, self.program.rank, self.names)
+        return self.add_as(op, args, kwargs, out, before, origin)
+
+    def add_as(
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        before: Spot,
+        origin: Origin | None = None,
+    ) -> Any:
+        """A new node whose values are given."""
+        spot = Spot(op, args, kwargs, out, origin or _origin_near(before))
+        self._link(spot, before)
+        return out
+
+    def replace(self, old: Value, new: Value) -> None:
+        """Everything that reads `old` reads `new`."""
+        if old is new:
+            return
+        for spot in self.users(old):
+            self._unread(spot)
+            spot.args, spot.kwargs = map_values(lambda v: new if v is old else v, (spot.args, spot.kwargs))
+            self._read(spot)
+        self._outputs = map_values(lambda v: new if v is old else v, self._outputs)
+        self._writes = [(x, new if v is old else v) for x, v in self._writes]
+
+    def set_args(self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Other arguments for a node; what it gives is taken to stay."""
+        self._unread(spot)
+        spot.args, spot.kwargs = args, spot.kwargs if kwargs is None else kwargs
+        self._read(spot)
+
+    def remove(self, spot: Spot) -> None:
+        """Takes out a node whose values nothing reads."""
+        read = [v for v in spot.outs if self.users(v) or self.is_result(v)]
+        if read:
+            raise ProgramError(
+                f"to remove {name_of(spot.op)}", f"{read[0]!r} is read", "what reads it would have no value",
+                "draft.replace(value, other) before draft.remove(node)",
+            )  # fmt: skip
+        self._unread(spot)
+        for v in spot.outs:
+            self._producers.pop(v, None)
+        self._unlink(spot)
+        spot.gone = True
+
+    def move(self, spot: Spot, before: Spot) -> None:
+        """Puts a node before another one."""
+        if spot is before:
+            return
+        self._unlink(spot)
+        self._chain(spot, before)
+
+    def finish(self, *changes: Change) -> Program:
+        """The program of this draft, without nodes that nothing needs, with the record of what was changed."""
+        needed = set(self.results)
+        kept: list[Node] = []
+        spot = self._ends[1].before
+        while spot is not None and spot is not self._ends[0]:
+            if is_needed(spot.op, spot.args, spot.outs, needed):
+                needed.update(spot.ins)
+                kept.append(Node(spot.op, spot.args, spot.kwargs, spot.out, spot.origin))
+            spot = spot.before
+        program = self.program
+        return Program(
+            program.inputs, tuple(reversed(kept)), self._outputs, tuple(self._writes), (*program.changes, *changes),
+            program.rank,
+        )  # fmt: skip
+
+    def _link(self, spot: Spot, before: Spot) -> None:
+        self._chain(spot, before)
+        for v in spot.outs:
+            self._producers[v] = spot
+        self._read(spot)
+
+    def _chain(self, spot: Spot, before: Spot) -> None:
+        ahead = before.before
+        assert ahead is not None
+        spot.before, spot.after = ahead, before
+        ahead.after = before.before = spot
+
+    def _unlink(self, spot: Spot) -> None:
+        if spot.before is not None and spot.after is not None:
+            spot.before.after, spot.after.before = spot.after, spot.before
+
+    def _read(self, spot: Spot) -> None:
+        for v in spot.ins:
+            self._uses.setdefault(v, _Uses()).spots[spot] = None
+
+    def _unread(self, spot: Spot) -> None:
+        for v in spot.ins:
+            if v in self._uses:
+                self._uses[v].spots.pop(spot, None)
+
+
+def _end() -> Spot:
+    return Spot(_nothing, (), {}, None, Origin())
+
+
+def _nothing() -> None:
+    """Stands at both ends of the chain."""
+
+
+def _next_living(spot: Spot) -> Spot | None:
+    """The node behind; where `spot` was taken out meanwhile, the next one that was not."""
+    after = spot.after
+    while after is not None and after.gone:
+        after = after.after
+    return after
+
+
+def _origin_near(before: Spot) -> Origin:
+    """The origin of the node that a new one is put before, or of the last one."""
+    near = before.before if before.op is _nothing and before.before is not None else before
+    return near.origin
+
+
+def _all_values(program: Program) -> Iterator[Value]:
+    for given in program.inputs:
+        yield given.value
+    for node in program.nodes:
+        yield from node.outs

@@ -1,0 +1,82 @@
+"""What an operator gives of values: shapes and dtypes found by running it on tensors that hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._node import Carry, Op, Value, map_values, values_in
+from .torch_hooks import FakeMode, Operator, imagining, no_modes
+
+
+class Names:
+    """Gives names that are not taken yet."""
+
+    def __init__(self, taken: Iterator[str]) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, Iterator[int]] = {}
+
+    def fresh(self, stem: str) -> str:
+        """`stem`, or `stem_1`, `stem_2` and so on."""
+        if stem not in self._taken:
+            self._taken.add(stem)
+            return stem
+        numbers = self._next.setdefault(stem, count(1))
+        name = next(name for n in numbers if (name := f"{stem}_{n}") not in self._taken)
+        self._taken.add(name)
+        return name
+
+
+def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMode | None = None) -> Any:
+    """Values in the form of what `op` returns, with fresh names."""
+    if isinstance(op, Carry):
+        (x,) = values_in(args)
+        return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
+    with no_modes(), imagining(mode or FakeMode()), torch.no_grad():
+        real_args, real_kwargs = map_values(_stand_in, (args, dict(kwargs)))
+        out = op(*real_args, **real_kwargs)
+    return as_values(out, lambda: names.fresh(stem_of(op)))
+
+
+def carried_shape(op: Carry, x: Value, rank: int) -> tuple[Any, ...]:
+    """Shape of the part that `rank` holds after the step."""
+    return op.dst.local_shape(rank)
+
+
+def _stand_in(v: Value) -> Any:
+    if not isinstance(v.dtype, torch.dtype):
+        return v.dtype(2)
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def as_values(out: Any, name: Callable[[], str]) -> Any:
+    """`out` with values in the place of its tensors and numbers."""
+    if isinstance(out, Tensor):
+        return Value(name(), tuple(out.shape), out.dtype, str(out.device))
+    if isinstance(out, (tuple, list)):
+        return (
+            type(out)([as_values(v, name) for v in out])
+            if type(out) in (tuple, list)
+            else tuple(as_values(v, name) for v in out)
+        )
+    if isinstance(out, (bool, torch.SymBool)):
+        return Value(name(), (), bool)
+    if isinstance(out, (int, torch.SymInt)):
+        return Value(name(), (), int)
+    if isinstance(out, (float, torch.SymFloat)):
+        return Value(name(), (), float)
+    return out
+
+
+def stem_of(op: Op) -> str:
+    """What results of `op` are called."""
+    if isinstance(op, Carry):
+        name = type(op.step).__name__
+        return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
+    if isinstance(op, Operator):
+        return op._schema.name.split("::")[1].strip("_")
+    return op.__name__.strip("_")

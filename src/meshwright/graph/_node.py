@@ -1,0 +1,140 @@
+"""Values and nodes: what a program is made of.
+
+A node's `op` is an ATen operator, a step of a conversion (`Carry`), or a Python function on numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from meshwright.layout import Spec
+from meshwright.reshard import Step
+
+from .torch_hooks import Operator
+
+Phase = Literal["forward", "backward", "update"]
+Kind = torch.dtype | type[int] | type[float] | type[bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """What an input or a node gives: a tensor of this rank, or a Python number (`dtype` is int, float or bool).
+
+    Two values are the same when they are one object. `shape` is that of the rank's part, and may hold symbolic sizes.
+    """
+
+    name: str
+    shape: tuple[Any, ...]
+    dtype: Kind
+    device: str = "cpu"
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.dtype, torch.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rank's part; symbolic sizes count by their hint."""
+        if not isinstance(self.dtype, torch.dtype):
+            return 0
+        total = self.dtype.itemsize
+        for n in self.shape:
+            total *= size_hint(n)
+        return total
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def size_hint(n: Any) -> int:
+    """The size itself, or what a symbolic one was when it was recorded."""
+    return n if isinstance(n, int) else int(n.node.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A step of a conversion as an operator: of a tensor that lies as `src` says, on any rank."""
+
+    step: Step
+    src: Spec
+
+    @property
+    def dst(self) -> Spec:
+        return self.step.apply(self.src)
+
+    @property
+    def communicates(self) -> bool:
+        return self.step.rounds(self.src) > 0
+
+    def __repr__(self) -> str:
+        return repr(self.step)
+
+
+Op = Operator | Carry | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from: the phase of the step, the module's path, the user's source line."""
+
+    phase: Phase = "forward"
+    layer: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One call: `out` has the form of what `op` returns, with values in the place of tensors and numbers."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    out: Any = None
+    origin: Origin = Origin()
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return tuple(values_in(self.out))
+
+    @property
+    def ins(self) -> tuple[Value, ...]:
+        """The values that the node reads, in order of appearance, repeated where they are."""
+        return tuple(values_in((self.args, self.kwargs)))
+
+
+def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
+    """`tree` with every value in lists, tuples, dicts and slices replaced by `fn` of it."""
+    if isinstance(tree, Value):
+        return fn(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([map_values(fn, v) for v in tree])
+    if isinstance(tree, dict):
+        return {k: map_values(fn, v) for k, v in tree.items()}
+    if isinstance(tree, slice):
+        return slice(map_values(fn, tree.start), map_values(fn, tree.stop), map_values(fn, tree.step))
+    return tree
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """Every value in `tree`, in order."""
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from values_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from values_in(item)
+    elif isinstance(tree, slice):
+        yield from values_in((tree.start, tree.stop, tree.step))
+
+
+def name_of(op: Op) -> str:
+    """Name of an operator in texts."""
+    if isinstance(op, Carry):
+        return repr(op)
+    return str(op) if isinstance(op, Operator) else op.__name__

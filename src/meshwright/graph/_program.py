@@ -1,0 +1,126 @@
+"""A program: operators on values, in order, each value made once; what goes in, what comes out, what is written back.
+
+A program is data. It holds no tensors, and is not changed: passes make new ones (`Draft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from meshwright.layout import Spec
+
+from ._node import Carry, Node, Value, name_of, values_in
+from ._text import node_text, tree_text, type_text
+
+Role = Literal["parameter", "buffer", "state", "batch", "constant", "scalar", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that is given: what it is (`role`), its name outside, and how the whole tensor lies (`spec`).
+
+    A "scalar" is a Python number that may change from call to call, a "number" one that depends on the rank: `source`
+    tells how to find it.
+    """
+
+    value: Value
+    role: Role
+    name: str
+    spec: Spec | None = None
+    source: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a pass did at one place, and what that saves."""
+
+    by: str
+    what: str
+    where: str = ""
+    saved: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __str__(self) -> str:
+        saved = ", ".join(f"{amount:g} {unit}" for unit, amount in self.saved.items())
+        return (
+            f"{self.by}: {self.what}" + (f" at {self.where}" if self.where else "") + (f" ({saved})" if saved else "")
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks. `writes` are (input, the value it holds afterwards); `outputs` any tree of values.
+
+    Shapes of values are those of the parts of `rank`.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: Any
+    writes: tuple[tuple[Value, Value], ...] = ()
+    changes: tuple[Change, ...] = ()
+    rank: int = 0
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Node]:
+        """Value → the node that makes it; inputs have none."""
+        return {v: node for node in self.nodes for v in node.outs}
+
+    @cached_property
+    def users(self) -> Mapping[Value, tuple[Node, ...]]:
+        """Value → the nodes that read it, in order, each once."""
+        found: dict[Value, dict[Node, None]] = {}
+        for node in self.nodes:
+            for v in node.ins:
+                found.setdefault(v, {})[node] = None
+        return {v: tuple(nodes) for v, nodes in found.items()}
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        """The values that must be there at the end: outputs, and what is written back."""
+        return (*values_in(self.outputs), *(v for _, v in self.writes))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, where: bool = False) -> str:
+        """The whole program; with `where`, each node's phase, layer and source line stand behind it.
+
+        >>> print(Program((), (), None))
+        program ()
+          return None
+        """
+        lines = [f"program ({', '.join(f'{i.value!r}: {type_text(i.value)}' for i in self.inputs)})"]
+        lines += [f"  {node_text(node, where)}" for node in self.nodes]
+        lines += [f"  {x!r} <- {v!r}" for x, v in self.writes]
+        lines.append(f"  return {tree_text(self.outputs)}")
+        return "\n".join(lines)
+
+    def with_changes(self, *changes: Change) -> Program:
+        return replace(self, changes=(*self.changes, *changes))
+
+
+def communication(program: Program, phase: str | None = None) -> Iterator[Node]:
+    """The nodes in which ranks communicate, in order."""
+    for node in program.nodes:
+        if isinstance(node.op, Carry) and node.op.communicates and phase in (None, node.origin.phase):
+            yield node
+
+
+def communication_text(program: Program) -> str:
+    """One line per collective: phase, layer, step, what it moves."""
+    rows = [
+        f"{node.origin.phase:8} {node.origin.layer:24} {node.op!r} {type_text(next(values_in(node.args)))}"
+        for node in communication(program)
+    ]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def count_ops(nodes: Sequence[Node]) -> dict[str, int]:
+    """How often each operator is called, by name."""
+    found: dict[str, int] = {}
+    for node in nodes:
+        found[name_of(node.op)] = found.get(name_of(node.op), 0) + 1
+    return found

@@ -1,0 +1,54 @@
+"""Nodes in text, as a person reads them and as golden files keep them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.layout import write_dtype
+
+from ._node import Carry, Node, Value, map_values, name_of
+
+
+def type_text(v: Value) -> str:
+    """Dtype and shape, such as `f32[4, 8]`; `int` for a number.
+
+    >>> type_text(Value("x", (4, 8), torch.bfloat16))
+    'bf16[4, 8]'
+    """
+    if not isinstance(v.dtype, torch.dtype):
+        return v.dtype.__name__
+    return f"{write_dtype(v.dtype)}[{', '.join(map(str, v.shape))}]"
+
+
+def node_text(node: Node, where: bool = False) -> str:
+    """`%out: type = op(arguments)`."""
+    args = [tree_text(a) for a in node.args] + [f"{k}={tree_text(v)}" for k, v in node.kwargs.items()]
+    outs = ", ".join(f"{v!r}: {type_text(v)}" for v in node.outs)
+    text = f"{outs} = {short_name(node)}({', '.join(args)})" if outs else f"{short_name(node)}({', '.join(args)})"
+    note = " ".join(filter(None, [node.origin.phase, node.origin.layer, node.origin.where])) if where else ""
+    return f"{text}  # {note}" if note else text
+
+
+def short_name(node: Node) -> str:
+    """The operator's name without its namespace and usual overload; a step in the words of a plan."""
+    if isinstance(node.op, Carry):
+        return f"{node.op!r} of {node.op.src!r} "
+    name = name_of(node.op)
+    return name.removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
+
+
+def tree_text(tree: Any) -> str:
+    """Arguments or results, with values by their names."""
+    return repr(map_values(_Shown, tree)).replace("torch.", "")
+
+
+class _Shown:
+    """A value as it stands among the arguments of a node."""
+
+    def __init__(self, value: Value) -> None:
+        self._text = repr(value)
+
+    def __repr__(self) -> str:
+        return self._text

@@ -1,0 +1,67 @@
+"""The laws of a program: each value is made once and before it is read, and operators take what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ._errors import ProgramError
+from ._infer import Names, infer
+from ._node import Node, Value, name_of, values_in
+from ._program import Program
+from ._text import node_text, type_text
+
+
+def verify(program: Program, by: str = "", deep: bool = False) -> Program:
+    """`program`, if it keeps the laws; `deep` runs every operator on fake tensors and compares shapes and dtypes.
+
+    Raises ProgramError that names the node and, where `by` is given, who made the program.
+    """
+    for what, found, why in (*_order(program), *_ends(program), *(_types(program) if deep else ())):
+        raise ProgramError(
+            f"a program{f' made by {by}' if by else ''}", f"{what}: {found}", why,
+            "a pass that adds values before what reads them, and replaces what it removes (Draft does both)",
+        )  # fmt: skip
+    return program
+
+
+def _order(program: Program) -> Iterator[tuple[str, str, str]]:
+    known = {given.value for given in program.inputs}
+    for node in program.nodes:
+        for v in node.ins:
+            if v not in known:
+                yield node_text(node), repr(v), "it is read before it is made"
+        for v in node.outs:
+            if v in known:
+                yield node_text(node), repr(v), "it is made twice"
+        known.update(node.outs)
+
+
+def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
+    inputs = {given.value for given in program.inputs}
+    known = inputs | set(program.producers)
+    for v in values_in(program.outputs):
+        if v not in known:
+            yield "return", repr(v), "nothing makes it"
+    for x, v in program.writes:
+        if x not in inputs or v not in known:
+            yield f"{x!r} <- {v!r}", repr(v if x in inputs else x), "an input takes over a value of the program"
+        elif (x.shape, x.dtype) != (v.shape, v.dtype):
+            yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input keeps its shape and dtype"
+
+
+def _types(program: Program) -> Iterator[tuple[str, str, str]]:
+    for node in program.nodes:
+        try:
+            out = infer(node.op, node.args, node.kwargs, program.rank, Names(iter(())))
+        except Exception as error:  # whatever torch raises for such arguments
+            yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
+            return
+        yield from _differences(node, tuple(values_in(out)))
+
+
+def _differences(node: Node, found: tuple[Value, ...]) -> Iterator[tuple[str, str, str]]:
+    if len(found) != len(node.outs):
+        yield node_text(node), f"{len(found)} results", f"the operator gives {len(found)}, the node {len(node.outs)}"
+    for v, w in zip(node.outs, found, strict=False):
+        if (v.shape, v.dtype) != (w.shape, w.dtype):
+            yield node_text(node), type_text(v), f"the operator gives {type_text(w)}"
