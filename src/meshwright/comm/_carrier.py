@@ -14,6 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from meshwright.layout import ProcessMesh, Spec
+from meshwright.reshard import Plan, execute
+
 from ._call import Call, Group, Shape
 from ._counters import Counters
 from ._errors import CallError
@@ -48,6 +51,25 @@ class Carrier(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def convert(self, way: Plan, x: Tensor) -> Tensor:
+        """This rank's part after a conversion, from its part `x`; `x` itself when the plan has no work."""
+        return execute(way, x, self)
+
+    def local_shape(self, spec: Spec) -> tuple[int, ...]:
+        """Shape of what the caller holds of a tensor that lies as `spec` says."""
+        return spec.local_shape(self.rank)
+
+    def offset(self, spec: Spec, dim: int) -> int:
+        """First index along `dim` that the caller holds."""
+        return spec.offset(self.rank, dim)
+
+    def place(self, mesh: ProcessMesh, axes: Sequence[str]) -> int:
+        """Number of the caller among the ranks along `axes`, the first axis outermost."""
+        at, place = mesh.coordinate(self.rank), 0
+        for axis in axes:
+            place = place * mesh.sizes[axis] + at[axis]
+        return place
 
     def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor:
         """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all."""

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from ._node import Carry, Op, Value, values_in
+from ._node import Carry, OnCopy, Op, Value, values_in
 from .torch_hooks import Operator
-
-VIEWS = {"view", "reshape", "_unsafe_view"}
 
 
 def writes_to(op: Op) -> tuple[int | str, ...]:
@@ -26,6 +24,8 @@ def writes_to(op: Op) -> tuple[int | str, ...]:
 
 def draws(op: Op) -> bool:
     """True when `op` draws random numbers: it keeps its place among those that do."""
+    if isinstance(op, OnCopy):
+        return draws(op.op)
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
 
 

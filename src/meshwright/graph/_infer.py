@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._node import Carry, Op, Value, map_values, values_in
+from ._node import Carry, OnCopy, Op, Value, map_values, values_in
 from .torch_hooks import FakeMode, Operator, imagining, no_modes
 
 
@@ -77,6 +77,8 @@ def stem_of(op: Op) -> str:
     if isinstance(op, Carry):
         name = type(op.step).__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
+    if isinstance(op, OnCopy):
+        return stem_of(op.op)
     if isinstance(op, Operator):
         return op._schema.name.split("::")[1].strip("_")
-    return op.__name__.strip("_")
+    return getattr(op, "__name__", type(op).__name__).strip("_").lower()

@@ -50,6 +50,12 @@ class Value:
         return f"%{self.name}"
 
 
+def tensor_dtype(v: Value) -> torch.dtype:
+    """The dtype of a value that is a tensor."""
+    assert isinstance(v.dtype, torch.dtype)
+    return v.dtype
+
+
 def size_hint(n: Any) -> int:
     """The size itself, or what a symbolic one was when it was recorded."""
     return n if isinstance(n, int) else int(n.node.hint)
@@ -74,16 +80,42 @@ class Carry:
         return repr(self.step)
 
 
-Op = Operator | Carry | Callable[..., Any]
+@dataclass(frozen=True, slots=True)
+class OnCopy:
+    """An operator that writes to its arguments `places`, as one that leaves them alone.
+
+    It gives what `op` returns, and the written copies: `(result, copy, copy, ...)`.
+    """
+
+    op: Operator
+    places: tuple[int | str, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given: list[Any] = list(args)
+        named = dict(kwargs)
+        copies: list[Any] = []
+        for place in self.places:
+            held: Any = given if isinstance(place, int) else named
+            held[place] = held[place].clone()
+            copies.append(held[place])
+        return (self.op(*given, **named), *copies)
+
+    def __repr__(self) -> str:
+        return f"{self.op} on copies"
+
+
+Op = Operator | Carry | OnCopy | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from: the phase of the step, the module's path, the user's source line."""
+    """Where a node comes from: phase of the step, module path, the user's source line; and the modes it ran in."""
 
     phase: Phase = "forward"
     layer: str = ""
     where: str = ""
+    grad: bool = True
+    autocast: tuple[str, torch.dtype] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +167,6 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 def name_of(op: Op) -> str:
     """Name of an operator in texts."""
-    if isinstance(op, Carry):
+    if isinstance(op, (Carry, OnCopy)):
         return repr(op)
-    return str(op) if isinstance(op, Operator) else op.__name__
+    return str(op) if isinstance(op, Operator) else getattr(op, "__name__", repr(op))

@@ -15,7 +15,7 @@ from meshwright.layout import Spec
 from ._node import Carry, Node, Value, name_of, values_in
 from ._text import node_text, tree_text, type_text
 
-Role = Literal["parameter", "buffer", "state", "batch", "constant", "scalar", "number"]
+Role = Literal["parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number"]
 
 
 @dataclass(frozen=True, slots=True)

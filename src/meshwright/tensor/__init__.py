@@ -1,7 +1,7 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
 from . import _dispatch
-from ._dist_tensor import DistTensor
+from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
     LocalShapeError,
@@ -13,8 +13,10 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
-from ._make import distribute, from_local, redistribute, whole
+from ._make import Mark, distribute, from_local, redistribute, whole
+from ._marks import capturing
 from ._random import random_source
+from .torch_hooks import operators_recorded
 
 RAN_WHOLE = _dispatch.RAN_WHOLE
 
@@ -24,16 +26,20 @@ __all__ = [
     "Decided",
     "DistTensor",
     "LocalShapeError",
+    "Mark",
     "MixedMeshError",
     "OperationError",
     "PickleError",
     "PlainInBackwardError",
     "RanWholeWarning",
     "RandomSourceError",
+    "capturing",
     "decisions",
     "distribute",
     "from_local",
+    "operators_recorded",
     "random_source",
     "redistribute",
+    "stamp",
     "whole",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import Operator, record_operators, shares_storage
+from .torch_hooks import Operator, no_modes, operators_recorded, shares_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,11 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
         return inputs[-1]
 
     nodes: list[Node] = []
-    meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
-    out = record_operators(lambda: func(*meta_args, **meta_kwargs), lambda *node: nodes.append(Node(*node)))
-    return _canonical(inputs, nodes, out)
+    with no_modes(), torch.no_grad():
+        meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
+        with operators_recorded(lambda *node: nodes.append(Node(*node))):
+            out = func(*meta_args, **meta_kwargs)
+        return _canonical(inputs, nodes, out)
 
 
 def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:

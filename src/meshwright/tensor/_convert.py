@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.comm import current
 from meshwright.layout import Layout, Spec
-from meshwright.reshard import Plan, Relabel, execute, plan, transposed
+from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from .torch_hooks import bare_apply, no_interception
 
@@ -47,7 +47,7 @@ class Move:
 
     def now(self, x: Tensor) -> Tensor:
         """The conversion without a gradient; `x` itself when nothing has to be done."""
-        return x if self.is_relabel else execute(self.plan, x, current())
+        return x if self.is_relabel else current().convert(self.plan, x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's part after the conversion, from its part `x`; call it with interception off."""
@@ -61,9 +61,9 @@ class Move:
         if self.is_relabel:
             return x
         if not grad_on:
-            return execute(self.plan, x, current())
+            return current().convert(self.plan, x)
         with torch.no_grad():
-            return _owned(execute(self.plan, x, current()))
+            return _owned(current().convert(self.plan, x))
 
 
 @lru_cache(maxsize=65536)

@@ -16,7 +16,7 @@ from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
-from .torch_hooks import backward_running, checkpoint_compares, interception_on, no_interception
+from .torch_hooks import FakeTensor, backward_running, checkpoint_compares, interception_on, no_interception
 
 Run = Callable[[Any, Any, Any, Any], Any]
 """Carries a call out: `run(func, types, args, kwargs)`."""
@@ -135,10 +135,14 @@ class DistTensor(Tensor):
         return self.shape[0]
 
 
+class FakeDistTensor(DistTensor, FakeTensor):
+    """A distributed tensor whose part is a fake tensor: what is done to it is recorded, and nothing is computed."""
+
+
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
     """`local` itself, turned into the distributed tensor of which it is this rank's part."""
     if not isinstance(local, DistTensor):
-        local.__class__ = DistTensor
+        local.__class__ = FakeDistTensor if isinstance(local, FakeTensor) else DistTensor
     local._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
     return local  # pyright: ignore[reportReturnType]
 
@@ -222,6 +226,8 @@ def _mark_tensor(value: Any) -> Any:
     if isinstance(value, DistTensor):
         if value._away:
             return ("away", value._spec)
+        if type(value) is FakeDistTensor:
+            return value._spec
     elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
         return (Tensor, value.shape, value.dtype)
     raise _NoSignature

@@ -42,7 +42,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
         if grad is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            ones = torch.ones(spec.local_shape(current().rank), dtype=spec.dtype, device=output.device)
+            ones = torch.ones(current().local_shape(spec), dtype=spec.dtype, device=output.device)
             if not spec.layout.varying:
                 return ones  # the dual of no other repetition is a sum
             grad = ones

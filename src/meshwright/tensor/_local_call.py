@@ -8,30 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.layout import Layout, Spec, axes_of, cut
+from meshwright.comm import Carrier
+from meshwright.layout import Layout, Spec, axes_of
 
 from ._convert import convert_local
 
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """A form's view of its call: specs of the operands as they are held, of the results, and the rank."""
+    """A form's view of its call: specs of the operands as they are held, of the results, and the rank's carrier."""
 
     ins: Sequence[Spec | None]
     outs: Sequence[Spec]
-    rank: int
+    here: Carrier
 
     def start(self, operand: int, dim: int) -> int:
-        return self._spec(operand).offset(self.rank, dim)
+        return self.here.offset(self._spec(operand), dim)
 
     def total(self, operand: int, dim: int) -> int:
         return self._spec(operand).shape[dim]
 
     def out_start(self, result: int, dim: int) -> int:
-        return self.outs[result].offset(self.rank, dim)
+        return self.here.offset(self.outs[result], dim)
 
     def out_shape(self, result: int) -> tuple[int, ...]:
-        return self.outs[result].local_shape(self.rank)
+        return self.here.local_shape(self.outs[result])
 
     def ranks(self, operand: int, dim: int) -> int:
         spec, total = self._spec(operand), 1
@@ -40,9 +41,7 @@ class OnRank:
         return total
 
     def index(self, operand: int, dim: int) -> int:
-        axes = self._axes(operand, dim)
-        spec = self._spec(operand)
-        return cut(self.ranks(operand, dim), axes, spec.mesh.sizes, spec.mesh.coordinate(self.rank))[0]
+        return self.here.place(self._spec(operand).mesh, self._axes(operand, dim))
 
     def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
         stacked = self._stacked(x, operand, dim)
@@ -51,7 +50,7 @@ class OnRank:
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
         spec = self._spec(operand)
-        start, size = spec.offset(self.rank, dim), x.shape[dim]
+        start, size = self.here.offset(spec, dim), x.shape[dim]
         dims = tuple(() if d == dim else axes_of(c) for d, c in enumerate(spec.layout.dims))
         varying = (*spec.layout.varying, *self._axes(operand, dim))
         whole = convert_local(x, spec, spec.with_layout(Layout(dims, spec.layout.partial, varying)))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, replicated
+from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, placements_of, replicated
 
 from ._absent import absent, make_absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError
 from ._handle_values import everywhere
+from ._marks import captured_whole
 from .torch_hooks import no_interception
 
 
@@ -27,6 +29,9 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout_of(placements, x.ndim, mesh))
     layout = layout_of(placements, x.dim(), mesh)
+    note = captured_whole(x)
+    if note is not None:
+        return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
     src = Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
     dst = src.with_layout(layout)
     if not x.is_leaf and x.requires_grad:
@@ -94,6 +99,22 @@ def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor
     with no_interception():
         out = local.view_as(local) if isinstance(local, DistTensor) else local
     return stamp(out, dst) if rank in mesh else absent(out, dst)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """`mw.reshard(x, mesh, placements)` as an operator of a captured program."""
+
+    mesh: ProcessMesh
+    layout: Layout
+
+    def __call__(self, x: Tensor) -> DistTensor:
+        if isinstance(x, DistTensor):
+            return redistribute(x, self.mesh, self.layout)
+        return distribute(x, self.mesh, placements_of(self.layout, self.mesh))
+
+    def __repr__(self) -> str:
+        return f"reshard to {self.layout!r} on {self.mesh!r}"
 
 
 def whole(x: Tensor) -> Tensor:

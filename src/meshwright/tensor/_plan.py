@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.comm import Carrier
 from meshwright.layout import ProcessMesh, Spec, local_shape, replicated
 from meshwright.spmd import Call, RuleError, describe, refined
 
@@ -47,21 +48,21 @@ class Step:
     broken: bool
     grown: bool
 
-    def local_arguments(self, tensors: Sequence[Tensor], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The operator's arguments with these local tensors, and with sizes that are local ones."""
         args = tuple(_fill(a, tensors) for a in self.args)
         kwargs = {k: _fill(v, tensors) for k, v in self.kwargs.items()}
         for key in self.sizes:
-            local = list(self.outs[0].local_shape(rank))
+            local = list(here.local_shape(self.outs[0]))
             if isinstance(key, int) and key < len(args):
                 args = (*args[:key], local, *args[key + 1 :])
             elif isinstance(key, str) and key in kwargs:
                 kwargs[key] = local
         return args, kwargs
 
-    def call(self, rank: int) -> OnRank:
+    def call(self, here: Carrier) -> OnRank:
         """What a second form may ask."""
-        return OnRank(self.ins, self.outs, rank)
+        return OnRank(self.ins, self.outs, here)
 
 
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:

@@ -114,9 +114,9 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> Tensor:
     dtype = (draw.like or {}).get("dtype") or spec.dtype
     source = _source()
     if source == "counter" and is_counted(draw.name, dtype):
-        return draw.count(_empty(x, spec, spec.local_shape(local_rank())), spec)
+        return draw.count(_empty(x, spec, current().local_shape(spec)), spec)
     if source == "rank":
-        return draw.fill(_empty(x, spec, spec.local_shape(local_rank())))
+        return draw.fill(_empty(x, spec, current().local_shape(spec)))
     whole = draw.fill(_empty(x, spec, spec.shape))
     if type(x) is Absent:
         return whole

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm import current
 from meshwright.layout import Spec
 
 from ._alias import break_view
 from ._capture import Captured, Node
-from ._dist_tensor import DistTensor, Run, local_rank, plain_view, stamp
+from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._local import shared_move, write_into
 from ._plan import Inline, Step
 from ._tree import map_tensors, tensors_in
@@ -48,22 +49,21 @@ def _run_direct_one(spec: Spec) -> Run:
             if out.dtype is not dtype:
                 return stamp(out, spec.with_dtype(out.dtype))
             out.__class__ = DistTensor
-        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
-        return out
+            out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+            return out
+        return stamp(out, _typed(spec, out))
 
     return run
 
 
 def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
     left = iter(specs)
+    return map_tensors(lambda t: stamp(t, _typed(next(left), t)), out)
 
-    def one(t: Tensor) -> Tensor:
-        spec = next(left)
-        if type(t) is Tensor and t.dtype is not spec.dtype:
-            spec = spec.with_dtype(t.dtype)
-        return stamp(t, spec)
 
-    return map_tensors(one, out)
+def _typed(spec: Spec, t: Tensor) -> Spec:
+    """`spec` with the dtype of a new local tensor, which autocast may have chosen."""
+    return spec if isinstance(t, DistTensor) or t.dtype is spec.dtype else spec.with_dtype(t.dtype)
 
 
 def run_step(step: Step, func: Any, args: Any) -> Run:
@@ -113,7 +113,7 @@ def _run_foreign(step: Step) -> Run:
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
             tensors = [plain_view(t) for t in _moved(step, args, kwargs)]
-            local_args, local_kwargs = step.local_arguments(tensors, local_rank())
+            local_args, local_kwargs = step.local_arguments(tensors, current())
             out = _own(step.node.op(*local_args, **local_kwargs), tensors)
         return finish(out, func, args, kwargs)
 
@@ -169,12 +169,12 @@ def _run_local(step: Step) -> Run:
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        rank = local_rank()
+        here = current()
         with no_interception():
             tensors = _moved(step, args, kwargs)
-            local_args, local_kwargs = step.local_arguments(tensors, rank)
+            local_args, local_kwargs = step.local_arguments(tensors, here)
             if step.form is not None:
-                out = _like(step.node.out, step.form(step.call(rank), *local_args, **local_kwargs))
+                out = _like(step.node.out, step.form(step.call(here), *local_args, **local_kwargs))
             else:
                 out = _like(step.node.out, step.node.op(*local_args, **local_kwargs))
             out = _own(out, tensors)
@@ -197,7 +197,7 @@ def _run_sized(step: Step, local: Any) -> Run:
     finish, spec = _finisher(step), step.outs[0]
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return finish(call_plain(local, types, (args[0], spec.local_shape(local_rank())), _NOTHING), func, args, kwargs)
+        return finish(call_plain(local, types, (args[0], current().local_shape(spec)), _NOTHING), func, args, kwargs)
 
     return run
 

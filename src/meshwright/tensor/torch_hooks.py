@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
+from torch._subclasses import fake_tensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _default_meta_extractor
 
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
+
+FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
+"""A tensor with a shape, a dtype and a device that holds nothing."""
 
 call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """`call_plain(func, types, args, kwargs)` calls with interception off; cheaper than a `with` block."""
@@ -91,16 +97,19 @@ class _Recorder(SchemaCheckMode):
         return out
 
 
-def record_operators(
-    run: Callable[[], Any], note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]
-) -> Any:
-    """`run()`, telling `note` every ATen operator it calls, as captured before autograd."""
+@contextmanager
+def operators_recorded(note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]) -> Generator[None]:
+    """Inside, `note` is told every ATen operator that is called, as it is before autograd."""
     _set_mode_pre_dispatch(_Recorder(note))
     try:
-        with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return run()
+        with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass():
+            yield
     finally:
         _pop_mode_from_pre_dispatch()
+
+
+no_modes: Any = _disable_current_modes
+"""Context in which no mode sees what is called: what is done to plan a call is no part of the caller's program."""
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

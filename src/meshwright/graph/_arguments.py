@@ -1,0 +1,195 @@
+"""What the arguments of a rule stand for: tensors, constants, choices, steps of conversions; and shapes in one line.
+
+"... d, d"              one entry per tensor argument, in order: the same name is the same size
+"..."                   any leading dims, the same wherever it stands
+"* s t"                 any leading dims, not compared, and `s` or `t` may be one where the tensor is broadcast
+"n c, int n < c"        whole numbers below c; `bool` for masks
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, product
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+from meshwright.reshard import Step
+
+from ._errors import RewriteError
+
+Kind = Literal["tensor", "attribute", "choice", "step"]
+Sizes = Mapping[str, Any]
+
+_ENTRY = re.compile(r"(?:(?P<kind>int|bool)\b)?\s*(?P<dims>[^<]*?)\s*(?:<\s*(?P<below>\w+))?")
+_ATTRIBUTES: dict[Any, tuple[Any, Any]] = {
+    float: (0.5, 0.25),
+    int: (-1, -2),
+    torch.dtype: (torch.bfloat16, torch.float16),
+}
+_BY_NAME = {"float": float, "int": int, "bool": bool, "torch.dtype": torch.dtype}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One entry of a line of shapes."""
+
+    dims: tuple[str, ...]
+    kind: Literal["float", "int", "bool"] = "float"
+    below: str = ""
+
+    def sized(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape for given sizes."""
+        found: list[int] = []
+        for dim in self.dims:
+            if dim == "...":
+                found += sizes["..."]
+            elif dim != "*":
+                found.append(int(dim) if dim.isdigit() else sizes[dim])
+        return tuple(found)
+
+    def fits(self, shape: Sequence[Any], sizes: dict[str, Any]) -> bool:
+        """True when a tensor can have this shape beside the sizes that are known; adds those that it tells."""
+        head, tail = (self.dims[:1], self.dims[1:]) if self.dims[:1] in (("...",), ("*",)) else ((), self.dims)
+        lead = len(shape) - len(tail)
+        if lead < 0 or (lead and not head):
+            return False
+        if head == ("...",) and sizes.setdefault("...", tuple(shape[:lead])) != tuple(shape[:lead]):
+            return False
+        for dim, size in zip(tail, shape[lead:], strict=True):
+            wanted = int(dim) if dim.isdigit() else sizes.setdefault(dim, size)
+            if wanted != size and not (head == ("*",) and size == 1):
+                return False
+        return True
+
+
+def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
+    """Argument → shape.
+
+    >>> parse_shapes("n c, int n < c", ["x", "t"])["t"]
+    Shape(dims=('n',), kind='int', below='c')
+    """
+    if not line:
+        return {}
+    entries = [entry.strip() for entry in line.split(",")]
+    found = [_ENTRY.fullmatch(entry) for entry in entries]
+    if len(entries) != len(tensors) or not all(found):
+        raise RewriteError(
+            f"shapes {line!r}", f"{len(entries)} entries, tensors {', '.join(tensors)}",
+            "there is one entry per tensor argument", '"... d, d" for x and w',
+        )  # fmt: skip
+    return {
+        name: Shape(tuple(m["dims"].split()), m["kind"] or "float", m["below"] or "")  # pyright: ignore[reportArgumentType]
+        for name, m in zip(tensors, found, strict=True)
+        if m is not None
+    }
+
+
+def sample_sizes(shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Any]:
+    """A size for every name, all different; with `other`, different ones again."""
+    sizes: dict[str, Any] = {"...": (3, 2) if other else (2, 3)}
+    numbers = count(6 if other else 4, 2)
+    for shape in shapes.values():
+        for dim in (*shape.dims, *filter(None, [shape.below])):
+            if dim not in ("...", "*") and not dim.isdigit() and dim not in sizes:
+                sizes[dim] = next(numbers)
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a rule: `of` is the type of an attribute, the options of a choice, the class of a step."""
+
+    name: str
+    kind: Kind
+    of: Any = None
+    samples: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A rule with its choices made: `given` holds the chosen values, None for a tensor that is left out."""
+
+    given: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    attributes: tuple[Argument, ...]
+    steps: tuple[Argument, ...]
+
+
+def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -> tuple[Argument, ...]:
+    """The arguments of a rule's function, each by its annotation or its default value."""
+    hints = _hints(fn)
+    return tuple(
+        _argument(p.name, hints.get(p.name), p.default, samples.get(p.name))
+        for p in inspect.signature(fn).parameters.values()
+    )
+
+
+def variants_of(arguments: Sequence[Argument]) -> Iterator[Variant]:
+    """Every way to make the choices."""
+    chosen = [a for a in arguments if a.kind == "choice"]
+    for options in product(*(a.of for a in chosen)):
+        given = {a.name: option for a, option in zip(chosen, options, strict=True)}
+        present = {a.name for a in arguments if a.kind == "tensor"}
+        present |= {name for name, option in given.items() if option is Tensor}
+        yield Variant(
+            {name: option for name, option in given.items() if option is not Tensor},
+            tuple(a.name for a in arguments if a.name in present),
+            tuple(a for a in arguments if a.kind == "attribute"),
+            tuple(a for a in arguments if a.kind == "step"),
+        )
+
+
+def tensor_names(arguments: Sequence[Argument]) -> list[str]:
+    """The arguments that are tensors, or may be."""
+    return [a.name for a in arguments if a.kind == "tensor" or (a.kind == "choice" and Tensor in a.of)]
+
+
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(fn)
+    except (NameError, TypeError, AttributeError):  # annotations of a function inside another one
+        written = getattr(fn, "__annotations__", {})
+        return {name: _BY_NAME.get(text, text) for name, text in written.items()}
+
+
+def _argument(name: str, hint: Any, default: Any, samples: Sequence[Any] | None) -> Argument:
+    empty = default is inspect.Parameter.empty
+    if get_origin(hint) is Literal:
+        return Argument(name, "choice", get_args(hint))
+    if hint is bool or isinstance(default, bool):
+        return Argument(name, "choice", (False, True))
+    if (not empty and default is None) or _may_be_none(hint):
+        return Argument(name, "choice", (Tensor, None))
+    if isinstance(hint, type) and issubclass(hint, Step):
+        return Argument(name, "step", hint)
+    if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty:
+        return Argument(name, "tensor")
+    kind: Any = hint if hint is not None else type(default)
+    return Argument(name, "attribute", kind, _samples(name, kind, None if empty else default, samples))
+
+
+def _may_be_none(hint: Any) -> bool:
+    return get_origin(hint) in (types.UnionType, typing.Union) and type(None) in get_args(hint)
+
+
+def _samples(name: str, kind: Any, default: Any, samples: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Two values that the constant may have: the default, and another one."""
+    if samples is not None:
+        return tuple(samples)
+    if isinstance(default, float):
+        return default, 2 * default + 0.125
+    if isinstance(default, int):
+        return default, default - 1
+    if kind in _ATTRIBUTES:
+        return _ATTRIBUTES[kind]
+    raise RewriteError(
+        f"argument {name} of a rule", f"{kind!r}", "its constants are told apart by two values that work",
+        f'Rewrite(..., samples={{"{name}": (one, another)}})',
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Capturing a model: one forward pass on fake whole tensors, as a program of the operators that autograd would see.
+
+Nothing is computed and nothing is allocated for parameters, buffers and batches. Tensors that the forward pass makes
+of nothing (`torch.arange`) are real when they are small, so that what a model keeps of them is worth keeping.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import MeshwrightError, Spec
+from meshwright.tensor import DistTensor, capturing, operators_recorded
+
+from ._errors import CaptureError, SideEffectError
+from ._node import Origin
+from ._program import Program
+from ._recording import Recording
+from ._side_effects import Snapshot
+from .torch_hooks import DataDependent, FakeMode, Operator, interception_off, unrecorded
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or buffer: its first name, all places where modules hold it, how it lies if it is marked."""
+
+    name: str
+    tensor: Tensor
+    places: tuple[tuple[dict[str, Any], str], ...]
+    is_parameter: bool
+
+    @property
+    def spec(self) -> Spec | None:
+        return self.tensor.spec if isinstance(self.tensor, DistTensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured forward pass: its program, and what stands for what."""
+
+    program: Program
+    slots: tuple[Slot, ...]
+    outputs: Any = field(repr=False, default=None)
+
+
+def slots_of(module: nn.Module) -> tuple[Slot, ...]:
+    """Parameters and buffers, each once under its first name."""
+    found: dict[int, tuple[str, Tensor, bool, list[tuple[dict[str, Any], str]]]] = {}
+    for path, part in module.named_modules():
+        for table, is_parameter in ((part._parameters, True), (part._buffers, False)):
+            for key, value in table.items():
+                if value is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                found.setdefault(id(value), (name, value, is_parameter, []))[3].append((table, key))
+    return tuple(Slot(name, x, tuple(places), is_p) for name, x, is_p, places in found.values())
+
+
+def capture(module: nn.Module, call: Callable[..., Any], batch: Sequence[Any]) -> Capture:
+    """The program of `call(*batch)`, which runs `module`: parameters, buffers and batch are its inputs.
+
+    `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
+    part of one program, and SideEffectError for a forward pass that changes what is no tensor.
+    """
+    slots = slots_of(module)
+    recording = Recording()
+    stage = _Stage(module, FakeMode(allow_non_fake_inputs=True), recording)
+    fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
+    args = [_given_batch(stage, x, f"batch_{i}") for i, x in enumerate(batch)]
+    snapshot = Snapshot.of(module)
+    with _swapped(slots, fakes):
+        try:
+            with stage.watching():
+                out = _called(call, args)
+        finally:
+            snapshot.compare(module)
+        assigned = _assigned(slots, fakes)
+    outputs = recording.tree_of(out)
+    values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
+    writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
+    return Capture(Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items())), slots)
+
+
+def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Buffers that the forward pass set anew, each with the tensor that it is now."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for slot, fake in zip(slots, fakes, strict=True):
+        for table, key in slot.places:
+            new = table.get(key)
+            if new is fake:
+                continue
+            if slot.is_parameter or not isinstance(new, Tensor) or new.shape != fake.shape or new.dtype != fake.dtype:
+                raise SideEffectError(
+                    "to capture the forward pass", f"{slot.name} is replaced by {type(new).__name__}",
+                    "a program keeps its parameters, and the shapes and dtypes of its buffers",
+                    "a buffer of one shape, written to by tensor operations",
+                )  # fmt: skip
+            found.append((fake, new))
+    return found
+
+
+def _given_batch(stage: _Stage, x: Any, name: str) -> Any:
+    if isinstance(x, Tensor):
+        return stage.given(x, "batch", name, x.spec if isinstance(x, DistTensor) else None)
+    if isinstance(x, (tuple, list)):
+        items = [_given_batch(stage, v, f"{name}_{i}") for i, v in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    if isinstance(x, Mapping):
+        return {k: _given_batch(stage, v, f"{name}_{k}") for k, v in x.items()}
+    return x
+
+
+def _called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    try:
+        return call(*args)
+    except MeshwrightError:
+        raise
+    except DataDependent as error:
+        raise CaptureError(
+            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "Python needs a tensor's numbers there, and while a model is captured there are none",
+            "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors, "
+            "or Strategy(full_graph=False), which runs that module eagerly",
+        ) from error  # fmt: skip
+
+
+class _Stage:
+    """The setting in which a forward pass is captured."""
+
+    def __init__(self, module: nn.Module, mode: FakeMode, recording: Recording) -> None:
+        self.module, self.mode, self.recording = module, mode, recording
+        self.path: list[str] = [""]
+        recording.origin = self.origin
+
+    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None) -> Tensor:
+        """A fake whole tensor in the place of `x`."""
+        with self.mode:
+            fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=_device(x))
+        fake.requires_grad_(x.requires_grad)
+        if isinstance(x, nn.Parameter):
+            fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+        self.recording.add_input(fake, role, name, spec)
+        return fake
+
+    def origin(self) -> Origin:
+        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast())
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Inside, operators, marks and users' autograd functions are recorded."""
+        with ExitStack() as stack:
+            for name, part in self.module.named_modules():
+                enter = part.register_forward_pre_hook(self._entering(name))
+                leave = part.register_forward_hook(lambda *_: self._left(), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(capturing(self.opaque))
+            stack.enter_context(operators_recorded(self.note))
+            yield
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.path.append(name)
+
+    def _left(self) -> None:
+        self.path.pop()
+
+    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        with interception_off():
+            self.recording.note(op, args, kwargs, out)
+
+    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+        """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
+        with unrecorded():
+            out = shown()
+        with interception_off():
+            self.recording.note(op, args, {}, out)
+        return out
+
+
+def _device(x: Tensor) -> torch.device:
+    """Where the tensor will be: meta tensors stand for what is not there yet, on the default device."""
+    return torch.get_default_device() if x.device.type == "meta" else x.device
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None
+
+
+@contextmanager
+def _swapped(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> Generator[None]:
+    """Inside, modules hold the fake tensors."""
+    try:
+        for slot, fake in zip(slots, fakes, strict=True):
+            for table, key in slot.places:
+                table[key] = fake
+        yield
+    finally:
+        for slot in slots:
+            for table, key in slot.places:
+                table[key] = slot.tensor
+
+
+_OURS = __name__.rsplit(".", 2)[0] + "."
+
+
+def user_frame() -> str:
+    """`file:line` of the nearest caller outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_globals.get("__name__", "")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """`file:line` of the innermost of the user's own frames in a traceback."""
+    found = ""
+    while trace is not None:
+        if _is_users(trace.tb_frame.f_globals.get("__name__", "")):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _is_users(module: str) -> bool:
+    if module.startswith(_OURS + "models"):
+        return True
+    return not module.startswith(("torch.", _OURS, "contextlib")) and module != "torch"

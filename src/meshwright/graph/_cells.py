@@ -1,0 +1,152 @@
+"""Which value a tensor has while operators are recorded, also when it, or memory that it looks at, is written to.
+
+Programs have no writing operators. A write gives the tensor a new value; what it is a view of gets that value put into
+its own (`scatter`), and other views of the same memory are taken again when they are next read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._node import Value
+from .torch_hooks import Operator
+
+aten = torch.ops.aten
+Emit = Callable[..., Any]
+"""`emit(op, args, kwargs, shown)` adds a node whose result looks like the tensor `shown`, and gives its value."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What several tensors look at: how often it was written to."""
+
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor was made of another one: `op(*args)`, with the other's cell in `args`, gave `shown`.
+
+    The tensor is `shown` itself, or the one numbered `at` in it.
+    """
+
+    op: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    base: Cell
+    shown: Any
+    at: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """A tensor's place in memory: its latest value, as of a version of the memory; `like` is one tensor that has it."""
+
+    value: Value
+    memory: Memory
+    like: Any
+    version: int = 0
+    view: View | None = None
+
+    def read(self, emit: Emit) -> Value:
+        """The value now; a view of memory that was written to meanwhile is taken again."""
+        if self.version != self.memory.version and self.view is not None:
+            base = self.view.base
+            args = tuple(base.read(emit) if a is base else a for a in self.view.args)
+            out = emit(self.view.op, args, self.view.kwargs, self.view.shown)
+            self.value = out if self.view.at is None else out[self.view.at]
+        self.version = self.memory.version
+        return self.value
+
+    def write(self, value: Value, emit: Emit) -> None:
+        """Everything that looks at the same memory is to see `value` here."""
+        chain: list[tuple[Cell, View, Value]] = []
+        cell = self
+        while cell.view is not None:
+            chain.append((cell, cell.view, cell.view.base.read(emit)))
+            cell = cell.view.base
+        self.memory.version += 1
+        self.value, self.version = value, self.memory.version
+        for child, view, base_value in chain:
+            view.base.value = _put_back(child, view, base_value, emit)
+            view.base.version = self.memory.version
+
+
+def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+    """The value of what `child` is a view of, with the child's in the place that the view shows."""
+    value = child.value
+    name = view.op._schema.name.split("::")[1]
+    rest = view.args[1:]
+    if name in _SAME:
+        op, args = _SAME[name](view)
+        return emit(op, (value, *args), {}, view.base.like)
+    if name in _SCATTERS:
+        return emit(_SCATTERS[name], (base, value, *rest), view.kwargs, view.base.like)
+    x = child.like
+    args = (base, value, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+    return emit(aten.as_strided_scatter.default, args, {}, view.base.like)
+
+
+_SCATTERS: dict[str, Operator] = {
+    "slice": aten.slice_scatter.default,
+    "select": aten.select_scatter.default,
+    "diagonal": aten.diagonal_scatter.default,
+}
+"""Views that show a part, and the operator that puts it back."""
+
+
+def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
+    return aten.reshape.default, (tuple(view.base.like.shape),)
+
+
+_SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
+    "view": _reshaped,
+    "_unsafe_view": _reshaped,
+    "reshape": _reshaped,
+    "flatten": _reshaped,
+    "unflatten": _reshaped,
+    "unsqueeze": _reshaped,
+    "squeeze": _reshaped,
+    "view_as": _reshaped,
+    "t": lambda view: (aten.t.default, ()),
+    "transpose": lambda view: (aten.transpose.int, view.args[1:]),
+    "permute": lambda view: (aten.permute.default, (_inverse(view.args[1]),)),
+}
+"""Views that show every element, and how to look back."""
+
+
+def _inverse(order: Any) -> tuple[int, ...]:
+    found = [0] * len(order)
+    for at, dim in enumerate(order):
+        found[dim % len(order)] = at
+    return tuple(found)
+
+
+IDENTITIES = {"detach", "alias", "lift_fresh", "detach_"}
+"""Operators whose result is the argument itself, once gradients are explicit."""
+
+
+def functional(op: Operator) -> Operator | None:
+    """The operator that gives what `op` writes into its first argument (`add` for `add_`), with the same arguments."""
+    namespace, name = op._schema.name.split("::")
+    if name == "copy_":
+        return aten.copy.default
+    stem = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    packet: Any = getattr(getattr(torch.ops, namespace), stem, None)
+    if packet is None:
+        return None
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        if _same_arguments(found, op):
+            return found
+    return None
+
+
+def _same_arguments(found: Operator, op: Operator) -> bool:
+    ours = [(a.name, str(a.type)) for a in found._schema.arguments]
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in found._schema.arguments)
+    return not writes and ours == [(a.name, str(a.type)) for a in op._schema.arguments]

@@ -1,0 +1,91 @@
+"""Running a program on a carrier, node by node: through Python code that torch.fx writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.comm import Carrier, current
+from meshwright.reshard import Plan
+
+from ._node import Carry, Value, map_values
+from ._program import Program
+
+Run = Callable[..., tuple[Any, list[Any]]]
+"""`run(*inputs)` gives the outputs, and the values that are written back, in the order of `program.writes`."""
+
+
+def to_fx(program: Program, op_of: Callable[[Any], Callable[..., Any]] | None = None) -> fx.GraphModule:
+    """The program as a torch.fx module: its results are the tuple (outputs, written values).
+
+    Inputs are placeholders in their order. `op_of` gives the function that carries out what is no operator of torch.
+    """
+    graph = fx.Graph()
+    known: dict[Value, fx.Node] = {}
+    for given in program.inputs:
+        known[given.value] = graph.placeholder(_identifier(given.value.name))
+    for node in program.nodes:
+        args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
+        target = (op_of or _plainly)(node.op)
+        made = graph.call_function(target, args, kwargs)
+        _bind(graph, made, node.out, known)
+    results = map_values(lambda v: known[v], (program.outputs, [v for _, v in program.writes]))
+    graph.output(results)
+    return fx.GraphModule({}, graph)
+
+
+def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, fx.Node]) -> None:
+    if isinstance(out, Value):
+        known[out] = made
+    elif isinstance(out, (tuple, list)):
+        for at, item in enumerate(out):
+            if item is not None:
+                _bind(graph, graph.call_function(_item, (made, at)), item, known)
+
+
+def _item(row: Any, at: int) -> Any:
+    return row[at]
+
+
+def _identifier(name: str) -> str:
+    return f"x_{name}" if not name.isidentifier() else name
+
+
+def _plainly(op: Any) -> Callable[..., Any]:
+    return carrying(op) if isinstance(op, Carry) else op if hasattr(op, "__name__") else _named(op)
+
+
+def _named(op: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    return call
+
+
+def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
+    """The step as a function of the caller's part, on whatever carrier the caller has."""
+    way = Plan(op.src, op.dst, (op.step,))
+
+    def carry(x: Tensor) -> Tensor:
+        return current().convert(way, x)
+
+    return carry
+
+
+def runner(program: Program) -> Run:
+    """The program as a function of its inputs, in their order, for whatever carrier the caller has."""
+    module = to_fx(program)
+
+    def run(*inputs: Any) -> Any:
+        with torch.no_grad():
+            return module(*inputs)
+
+    return run
+
+
+def numbers_of(program: Program, carrier: Carrier) -> Sequence[Any]:
+    """What the inputs that depend on the rank are for this carrier."""
+    return [given.source(carrier) for given in program.inputs if given.role == "number"]

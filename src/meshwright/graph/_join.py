@@ -1,0 +1,60 @@
+"""Two programs as one: the second reads what the first gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ._infer import Names
+from ._node import Node, Value, map_values
+from ._program import Input, Program
+
+
+def joined(
+    first: Program, second: Program, feeds: Mapping[Value, Value], outputs: Callable[[Any, Any], Any]
+) -> Program:
+    """`first`, then `second`, whose inputs `feeds` are values of `first`.
+
+    Inputs of the same role and name are one input; where `first` writes to it, `second` reads what was written.
+    `outputs` makes the outputs of both into those of the whole.
+    """
+    names = Names(v for v in _names(first))
+    same = {(i.role, i.name): i.value for i in first.inputs}
+    written = dict(first.writes)
+    became: dict[Value, Value] = dict(feeds)
+    added: list[Input] = []
+    for given in second.inputs:
+        if given.value in became:
+            continue
+        known = same.get((given.role, given.name)) if given.role != "constant" else None
+        if known is not None:
+            became[given.value] = written.get(known, known)
+        else:
+            became[given.value] = _renamed(given.value, names)
+            added.append(Input(became[given.value], given.role, given.name, given.spec, given.source))
+    nodes = [_moved(node, became, names) for node in second.nodes]
+    home = {i.value: same.get((i.role, i.name), became[i.value]) for i in second.inputs}
+    writes = written | {home[x]: became[v] for x, v in second.writes}
+    out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
+    return Program(
+        (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
+        first.rank,
+    )  # fmt: skip
+
+
+def _moved(node: Node, became: dict[Value, Value], names: Names) -> Node:
+    args, kwargs = map_values(lambda v: became[v], (node.args, dict(node.kwargs)))
+    for v in node.outs:
+        became[v] = _renamed(v, names)
+    return Node(node.op, args, kwargs, map_values(lambda v: became[v], node.out), node.origin)
+
+
+def _renamed(v: Value, names: Names) -> Value:
+    return Value(names.fresh(v.name), v.shape, v.dtype, v.device)
+
+
+def _names(program: Program) -> Any:
+    for given in program.inputs:
+        yield given.value.name
+    for node in program.nodes:
+        yield from (v.name for v in node.outs)

@@ -1,0 +1,206 @@
+"""Recording what every rank runs: a captured program is replayed with distributed fake tensors, as eager mode does it.
+
+The same rules, decisions and conversions as in eager mode, recorded below autograd: the forward pass, the backward
+pass that local autograd makes of it, and the optimizer's own step, in one program with explicit communication. Nothing
+in it depends on the rank but inputs of the role "number".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Recorded, use
+from meshwright.layout import replicated
+from meshwright.reshard import Exchange, Plan, Relabel
+from meshwright.tensor import DistTensor, redistribute, stamp
+
+from ._capture import Capture
+from ._draft import Draft
+from ._errors import CaptureError
+from ._node import Carry, Origin, Phase, Value, map_values, tensor_dtype
+from ._program import Input, Program
+from ._recording import Recording
+from .torch_hooks import FakeMode, Modes, Operator, ShapeEnv, interception_off, symbolic_float, unrecorded
+
+
+class RecordingCarrier(Recorded):
+    """Rank `rank` of `size`: conversions become nodes of a program."""
+
+    def __init__(self, rank: int, size: int, recorder: Recorder) -> None:
+        super().__init__(rank, size)
+        self._recorder = recorder
+
+    def convert(self, way: Plan, x: Tensor) -> Tensor:
+        for step, spec in way.walk():
+            if isinstance(step, Relabel) or (self.rank not in spec.mesh and not isinstance(step, Exchange)):
+                continue
+            x = self._recorder.carry(Carry(step, spec), x)
+        return x
+
+
+class Recorder(Modes):
+    """Sees every operator on local fake tensors, and writes it down."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.recording = Recording(origin=lambda: self.origin)
+        self.carrier = RecordingCarrier(rank, size, self)
+        self.origin = Origin()
+
+    def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with interception_off():
+            out = func(*args, **(kwargs or {}))
+            self.recording.note(func, args, kwargs or {}, out)
+        return out
+
+    @contextmanager
+    def recording_as(self, phase: Phase) -> Generator[None]:
+        """Inside, what is called is recorded as part of `phase`."""
+        self.origin = Origin(phase)
+        with ExitStack() as stack:
+            stack.enter_context(use(self.carrier))
+            stack.enter_context(self.mode)
+            stack.enter_context(self)
+            yield
+
+    def carry(self, op: Carry, x: Tensor) -> Tensor:
+        """A step of a conversion."""
+        with unrecorded(), self.mode, interception_off():
+            out = torch.empty(self.carrier.local_shape(op.dst), dtype=x.dtype, device=x.device)
+            self.recording.note(op, (x,), {}, out)
+        return out
+
+    def add(self, given: Input, requires_grad: bool = False) -> Tensor:
+        """A fake part, which becomes an input of the program, in the place of a whole tensor."""
+        v = given.value
+        with unrecorded(), self.mode:
+            shape = v.shape if given.spec is None else self.carrier.local_shape(given.spec)
+            x = torch.empty(shape, dtype=tensor_dtype(v), device=v.device)
+        x.requires_grad_(requires_grad)
+        self.recording.add_input(x, given.role, given.name, given.spec, given.source)
+        if given.spec is None:
+            return x
+        out = stamp(x, given.spec)
+        if given.role == "parameter":
+            out._is_param = True
+        return out
+
+    def add_number(self, name: str, number: float) -> Any:
+        """A symbolic number, which becomes an input of the program."""
+        symbol = symbolic_float(self.mode, name, number)
+        self.recording.add_number(symbol, name)
+        return symbol
+
+    def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
+        """The program recorded so far: `writes` are inputs, and the tensors whose values they take over."""
+        with interception_off():
+            tree = self.recording.tree_of(outputs)
+            new = [(self.recording.input_of(x), self.recording.value_of(v)) for x, v in writes]
+            done = dict(self.recording.written()) | dict(new)
+        program = Program(
+            tuple(self.recording.inputs), tuple(self.recording.nodes), tree, tuple(done.items()), (), self.carrier.rank
+        )
+        return Draft(program).finish()
+
+
+def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) -> dict[Value, Any]:
+    """Runs the captured program on distributed fake tensors; gives what each value is."""
+    known: dict[Value, Any] = dict(given)
+    for node in program.nodes:
+        recorder.origin = node.origin
+        with _modes(node.origin):
+            args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
+            out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        for v, t in zip(node.outs, _leaves(out), strict=True):
+            known[v] = t
+    return known
+
+
+@contextmanager
+def _modes(origin: Origin) -> Generator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(origin.grad))
+        if origin.autocast is not None:
+            stack.enter_context(torch.autocast(*origin.autocast))
+        yield
+
+
+def _leaves(out: Any) -> Iterator[Any]:
+    if isinstance(out, (tuple, list)):
+        for item in out:
+            yield from _leaves(item)
+    elif out is not None:
+        yield out
+
+
+def record_gradients(captured: Capture, rank: int, size: int) -> Program:
+    """The program of the captured call, whose output is the loss, and of its gradients.
+
+    Outputs are `{"out": loss, "grads": {parameter: gradient}}`; the loss is whole on every rank, gradients lie as the
+    dual of their parameter says. Raises CaptureError for a call that does not give one number.
+    """
+    recorder = Recorder(rank, size)
+    wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
+    with recorder.recording_as("forward"):
+        given = {i.value: recorder.add(i, i.name in wanted) for i in captured.program.inputs}
+        known = replay(captured.program, given, recorder)
+        loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
+    trained = {i.name: given[i.value] for i in captured.program.inputs if i.name in wanted}
+    with recorder.recording_as("backward"):
+        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        with torch.no_grad():
+            _write_back(captured.program, given, known)
+            out = _whole(loss.detach())
+    found = {name: g for name, g in zip(trained, grads, strict=True) if cast(Any, g) is not None}
+    return recorder.finish({"out": out, "grads": found})
+
+
+def record_forward(captured: Capture, rank: int, size: int) -> Program:
+    """The program of the captured call alone, without gradients; the output `{"out": ...}` is whole on every rank."""
+    recorder = Recorder(rank, size)
+    with recorder.recording_as("forward"), torch.no_grad():
+        given = {i.value: recorder.add(i) for i in captured.program.inputs}
+        known = replay(captured.program, given, recorder)
+        _write_back(captured.program, given, known)
+        out = _tree(_whole, map_values(lambda v: known[v], captured.program.outputs))
+    return recorder.finish({"out": out})
+
+
+def _loss(out: Any) -> Tensor:
+    if isinstance(out, Tensor) and out.numel() == 1 and out.requires_grad:
+        return out
+    found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    raise CaptureError(
+        "a training step", f"the forward pass gives {found}",
+        "gradients are those of one number that depends on parameters",
+        "loss=a function of the model's output and the labels that gives a mean or a sum",
+    )  # fmt: skip
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The local tensor that is whole on every rank."""
+    if not isinstance(x, DistTensor):
+        return x
+    return redistribute(x, x.mesh, replicated(x.ndim))
+
+
+def _write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:
+    """Buffers take over the values that the captured program has for them."""
+    for x, v in program.writes:
+        given[x].copy_(known[v])
+
+
+def _tree(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        return [_tree(fn, v) for v in tree]
+    if isinstance(tree, dict):
+        return {k: _tree(fn, v) for k, v in tree.items()}
+    return tree

@@ -1,0 +1,229 @@
+"""Recording operators as they are called on fake tensors: nodes without writes, each tensor known by its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._cells import IDENTITIES, Cell, Memory, View, functional
+from ._effects import draws, writes_to
+from ._infer import Names, as_values, stem_of
+from ._node import Node, OnCopy, Op, Origin, Value, values_in
+from ._numbers import Numbers
+from ._program import Input, Role
+from .torch_hooks import Operator, memory_of, no_modes
+
+aten = torch.ops.aten
+
+SECRET_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
+    "aten::batch_norm": ((3, 4), 5),
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::_batch_norm_impl_index": ((3, 4), 5),
+    "aten::instance_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+}
+"""Operators that write to arguments without saying so in their schema, and the argument that tells whether they do."""
+
+SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::is_same_size"}
+"""Operators that only ask."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """The nodes recorded so far, and the cell of every tensor that was seen."""
+
+    inputs: list[Input] = field(default_factory=list[Input])
+    nodes: list[Node] = field(default_factory=list[Node])
+    names: Names = field(default_factory=lambda: Names(iter(())))
+    numbers: Numbers = field(default_factory=Numbers)
+    cells: dict[int, Cell] = field(default_factory=dict[int, Cell])
+    memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
+    kept: list[Any] = field(default_factory=list[Any])
+    origin: Callable[[], Origin] = Origin
+    _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
+
+    def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
+        """`x` becomes an input of the program."""
+        value = Value(self.names.fresh(name.replace(".", "_")), tuple(x.shape), x.dtype, str(x.device))
+        self.inputs.append(Input(value, role, name, spec, source))
+        self._given.append((self.inputs[-1], x))
+        self._bind(x, Cell(value, Memory(), x))
+        return value
+
+    def add_number(self, symbol: Any, name: str) -> Value:
+        """A symbolic number becomes an input of the program."""
+        value = Value(self.names.fresh(name), (), float if isinstance(symbol, torch.SymFloat) else int)
+        self.inputs.append(Input(value, "scalar", name))
+        self.numbers.bind(symbol, value)
+        return value
+
+    def input_of(self, x: Tensor) -> Value:
+        """The input that `x` is."""
+        return next(given.value for given, t in self._given if t is x)
+
+    def value_of(self, x: Tensor) -> Value:
+        """The value that `x` has now; a tensor that was never seen is a constant."""
+        cell = self._find(x)
+        if cell is None:
+            return self.add_input(x, "constant", "constant", source=x)
+        return cell.read(self._node)
+
+    def written(self) -> tuple[tuple[Value, Value], ...]:
+        """Inputs that were written to, and the values they have at the end."""
+        found = [(given.value, self.value_of(x)) for given, x in self._given]
+        return tuple((x, v) for x, v in found if x is not v)
+
+    def tree_of(self, tree: Any) -> Any:
+        """`tree` with values in the place of tensors and symbolic numbers."""
+        if isinstance(tree, Tensor):
+            return self.value_of(tree)
+        if isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.numbers.value_of(tree, self)
+        if isinstance(tree, (tuple, list)):
+            items = [self.tree_of(v) for v in tree]
+            return items if type(tree) is list else tuple(items)
+        if isinstance(tree, dict):
+            return {k: self.tree_of(v) for k, v in tree.items()}
+        if isinstance(tree, slice):
+            return slice(self.tree_of(tree.start), self.tree_of(tree.stop), self.tree_of(tree.step))
+        return tree
+
+    def note(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """`op(*args, **kwargs)` was called and gave `out`."""
+        if isinstance(op, Operator) and self._is_silent(op, args, out):
+            return
+        written = _written(op, args, kwargs) if isinstance(op, Operator) else {}
+        if written:
+            self._note_write(op, args, kwargs, out, written)  # pyright: ignore[reportArgumentType]
+            return
+        values = self.tree_of(args), self.tree_of(kwargs)
+        shown = self._node(op, *values, out)
+        self._bind_results(op, args, values, out, shown)
+
+    def emit_number(self, op: Op, args: tuple[Any, ...], kind: type) -> Value:
+        """A node on Python numbers."""
+        out = Value(self.names.fresh(stem_of(op)), (), kind)
+        self.nodes.append(Node(op, args, {}, out, self.origin()))
+        return out
+
+    def _is_silent(self, op: Operator, args: Any, out: Any) -> bool:
+        name = op._schema.name
+        if name in SILENT:
+            return True
+        if name.split("::")[1] in IDENTITIES and isinstance(out, Tensor):
+            self.value_of(args[0])
+            cell = self._find(args[0])
+            assert cell is not None
+            self._bind(out, cell)
+            return True
+        return False
+
+    def _node(self, op: Op, args: Any, kwargs: Any, out: Any) -> Any:
+        shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
+        self.nodes.append(Node(op, args, kwargs, shown, self.origin()))
+        self.numbers.see(out, shown)
+        return shown
+
+    def _find(self, x: Tensor) -> Cell | None:
+        cell = self.cells.get(id(x))
+        if cell is None:
+            cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+            if cell is not None:
+                self._bind(x, cell)
+        return cell
+
+    def _bind(self, x: Tensor, cell: Cell) -> None:
+        self.cells[id(x)] = cell
+        self.kept.append(x)
+        cells = self.memories.setdefault(memory_of(x), [])
+        if cell not in cells:
+            cells.append(cell)
+
+    def _bind_results(self, op: Op, args: Any, values: Any, out: Any, shown: Any) -> None:
+        base = self._viewed(op, args)
+        many = not isinstance(out, Tensor)
+        for at, (t, v) in enumerate(zip(tensors_of(out), _tensor_values(shown), strict=True)):
+            if base is None or memory_of(t) != memory_of(base.like):
+                self._bind(t, Cell(v, Memory(), t))
+                continue
+            assert isinstance(op, Operator)
+            held = (base, *values[0][1:])
+            view = View(op, held, values[1], base, out, at if many else None)
+            self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
+
+    def _viewed(self, op: Op, args: Any) -> Cell | None:
+        """The cell of the argument that results of `op` may look at."""
+        if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
+            return None
+        return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
+
+    def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[int | str, Tensor]) -> None:
+        values = self.tree_of(args), self.tree_of(kwargs)
+        twin = _twin(op, args, kwargs) if list(written) == [0] else None
+        if twin is not None:
+            new: list[Value] = [self._node(twin, *values, written[0])]
+        else:
+            shown = self._node(OnCopy(op, tuple(written)), *values, (out, *written.values()))
+            new = list(shown[1:])
+            self._bind_fresh(out, shown[0], written)
+        for t, v in zip(written.values(), new, strict=True):
+            cell = self._find(t)
+            assert cell is not None
+            cell.write(v, self._node)
+
+    def _bind_fresh(self, out: Any, shown: Any, written: dict[int | str, Tensor]) -> None:
+        """Results of a writing operator that are no written arguments."""
+        mine = {memory_of(w) for w in written.values()}
+        for t, v in zip(tensors_of(out), _tensor_values(shown), strict=True):
+            if memory_of(t) not in mine:
+                self._bind(t, Cell(v, Memory(), t))
+
+
+def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
+    """The operator without writes, where it gives what the written argument can hold."""
+    twin = functional(op)
+    if twin is None or draws(op):
+        return None
+    with no_modes(), torch.no_grad():
+        out = twin(*args, **kwargs)
+    fits = isinstance(out, Tensor) and out.dtype == args[0].dtype and out.shape == args[0].shape
+    return twin if fits else None
+
+
+def _written(op: Operator, args: Any, kwargs: Any) -> dict[int | str, Tensor]:
+    """Place or name of each tensor argument that the call writes to, and the tensor."""
+    places: list[int | str] = list(writes_to(op))
+    secret = SECRET_WRITES.get(op._schema.name)
+    if secret is not None and len(args) > secret[1] and args[secret[1]]:
+        places += secret[0]
+    found: dict[int | str, Tensor] = {}
+    for place in places:
+        t = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        if isinstance(t, Tensor):
+            found[place] = t
+    return found
+
+
+def _looks_alike(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and tuple(a.shape) == tuple(b.shape)
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_of(item)
+
+
+def _tensor_values(tree: Any) -> Sequence[Value]:
+    return [v for v in values_in(tree) if v.is_tensor]

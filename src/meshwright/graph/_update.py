@@ -1,0 +1,144 @@
+"""Recording an optimizer's own `step`: a copy of it works on fake parameters, gradients and states."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.tensor import DistTensor
+
+from ._errors import CaptureError
+from ._node import Value
+from ._program import Input, Program
+from ._record import Recorder
+
+StateKey = tuple[str, str]
+"""Name of the parameter, key of the state."""
+
+
+def record_update(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    trained: Sequence[Input],
+    states: Mapping[StateKey, Any],
+    rank: int,
+    size: int,
+) -> Program:
+    """The program of one `optimizer.step()` on the parameters `trained`, which have gradients.
+
+    Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
+    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes.
+    """
+    recorder = Recorder(rank, size)
+    with recorder.recording_as("update"), torch.no_grad():
+        parameters = {i.name: recorder.add(i) for i in trained}
+        for i in trained:
+            parameters[i.name].grad = recorder.add(_gradient(i))
+        given: dict[StateKey, Any] = {key: _stand_in(recorder, key, value) for key, value in states.items()}
+        twin = _twin_of(optimizer, names, parameters, given, recorder)
+        with symbolic_extrema(type(optimizer)):
+            twin.step()
+    known = {x: name for name, x in parameters.items()}
+    after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
+    return _finished(recorder, given, after)
+
+
+def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
+    made = {key: v for key, v in after.items() if isinstance(v, Tensor) and key not in given}
+    writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
+    changed = [key for key, v in given.items() if not isinstance(v, Tensor) and after.get(key) != v]
+    if changed:
+        raise CaptureError(
+            "to record the optimizer's step", f"its state {changed[0]} is a Python number that the step changes",
+            "a program is recorded once: the number would stay as it was then",
+            "a tensor in its place (torch.optim's own optimizers keep tensors)",
+        )  # fmt: skip
+    return recorder.finish({"state": made}, [(x, v) for x, v in writes if x is not v])
+
+
+def _gradient(parameter: Input) -> Input:
+    v, spec = parameter.value, parameter.spec
+    value = Value(f"{v.name}_grad", v.shape, v.dtype, v.device)
+    return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
+
+
+def _stand_in(recorder: Recorder, key: StateKey, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    spec = value.spec if isinstance(value, DistTensor) else None
+    name = ".".join(key)
+    return recorder.add(Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec))
+
+
+def _twin_of(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    parameters: Mapping[str, Tensor],
+    states: Mapping[StateKey, Any],
+    recorder: Recorder,
+) -> Optimizer:
+    """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
+        _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
+    ]
+    twin.state = defaultdict(dict)
+    for (name, key), value in states.items():
+        if name in parameters:
+            twin.state[parameters[name]][key] = value
+    return twin
+
+
+def _group(
+    group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
+) -> dict[str, Any]:
+    kept = [p for p in group["params"] if _name(p, names) in parameters]
+    lr = group["lr"] if isinstance(group["lr"], Tensor) else recorder.add_number(f"lr_{at}", float(group["lr"]))
+    one_by_one = {key: False for key in ("foreach", "fused") if key in group}
+    return {**group, **one_by_one, "lr": lr, "params": [parameters[names[id(p)]] for p in kept]}
+
+
+@contextmanager
+def symbolic_extrema(kind: type) -> Generator[None]:
+    """Inside, `min` and `max` in the file that defines `kind` take symbolic numbers, without asking which is larger."""
+    names: dict[str, Any] = unwrap(getattr(kind, "step")).__globals__  # noqa: B009 - any class with a step
+    before = {name: names[name] for name in _EXTREMA if name in names}
+    names.update(_EXTREMA)
+    try:
+        yield
+    finally:
+        for name in _EXTREMA:
+            del names[name]
+        names.update(before)
+
+
+def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def call(*numbers: Any, **how: Any) -> Any:
+        if how or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
+            return plain(*numbers, **how)
+        return reduce(symbolic, numbers)
+
+    return call
+
+
+_EXTREMA = {"min": _extremum(min, torch.sym_min), "max": _extremum(max, torch.sym_max)}
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise CaptureError(
+            "to record the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
+            "a program updates the parameters of the model that it runs",
+            "the optimizer made after the marks: optimizer(model.parameters())",
+        )  # fmt: skip
+    return name

@@ -1,0 +1,35 @@
+"""Marks on whole tensors while a model is captured: they are noted, and done when the program is recorded per rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from .torch_hooks import FakeTensor
+
+Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
+"""`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` is what it gives, of whole tensors."""
+
+
+class _Watching(threading.local):
+    note: Opaque | None = None
+
+
+_watching = _Watching()
+
+
+@contextmanager
+def capturing(note: Opaque) -> Generator[None]:
+    """Inside, what is done to whole fake tensors as distributed ones is told to `note`, which gives the result."""
+    before, _watching.note = _watching.note, note
+    try:
+        yield
+    finally:
+        _watching.note = before
+
+
+def captured_whole(x: Any) -> Opaque | None:
+    """Whom to tell about `x`, where it is a whole tensor of a model that is being captured."""
+    return _watching.note if _watching.note is not None and isinstance(x, FakeTensor) else None
