@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
     from meshwright.comm import simulate as simulate
+    from meshwright.engine import DistModel as DistModel
     from meshwright.engine import LocalLayer as LocalLayer
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.engine import shard_layer as shard_layer
     from meshwright.engine import shard_optimizer as shard_optimizer
     from meshwright.engine import shard_tensor as shard_tensor
+    from meshwright.engine import to_static as to_static
     from meshwright.engine import to_torch_dtensor as to_torch_dtensor
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.layout import MeshwrightError as MeshwrightError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistModel",
     "DistTensor",
     "LocalLayer",
     "MeshwrightError",
@@ -67,6 +70,7 @@ __all__ = [
     "shard_optimizer",
     "shard_tensor",
     "simulate",
+    "to_static",
     "to_torch_dtensor",
     "unshard_dtensor",
 ]
@@ -79,7 +83,7 @@ _ROOMS = {
     "engine": [
         "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
         "LocalLayer", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
-        "to_torch_dtensor", "unshard_dtensor",
+        "DistModel", "to_static", "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -1,21 +1,24 @@
 """The door: what users call."""
 
 from ._data import ShardDataLoader, shard_dataloader
-from ._errors import BatchError, LocalMapError, TorchDTensorError
+from ._errors import BatchError, LocalMapError, StaticError, TorchDTensorError
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
 from ._optimizer import shard_optimizer
+from ._static import DistModel, to_static
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 
 __all__ = [
     "BatchError",
+    "DistModel",
     "Explanation",
     "LocalLayer",
     "LocalMapError",
     "ShardDataLoader",
+    "StaticError",
     "TorchDTensorError",
     "dtensor_from_fn",
     "dtensor_from_local",
@@ -30,6 +33,7 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "to_static",
     "to_torch_dtensor",
     "unshard_dtensor",
 ]

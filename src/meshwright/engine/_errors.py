@@ -21,3 +21,7 @@ class BatchError(MeshwrightError, ValueError):
 
 class TorchDTensorError(MeshwrightError, ValueError):
     """A layout that torch's DTensor cannot say, or no torch.distributed to say it to."""
+
+
+class StaticError(MeshwrightError):
+    """A call of a static model that cannot be."""

@@ -7,9 +7,10 @@ of nothing (`torch.arange`) are real when they are small, so that what a model k
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -73,7 +74,7 @@ def capture(module: nn.Module, call: Callable[..., Any], batch: Sequence[Any]) -
     recording = Recording()
     stage = _Stage(module, FakeMode(allow_non_fake_inputs=True), recording)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
-    args = [_given_batch(stage, x, f"batch_{i}") for i, x in enumerate(batch)]
+    args = _given_batch(stage, tuple(batch), count())
     snapshot = Snapshot.of(module)
     with _swapped(slots, fakes):
         try:
@@ -106,14 +107,16 @@ def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tens
     return found
 
 
-def _given_batch(stage: _Stage, x: Any, name: str) -> Any:
-    if isinstance(x, Tensor):
-        return stage.given(x, "batch", name, x.spec if isinstance(x, DistTensor) else None)
+def _given_batch(stage: _Stage, x: Any, number: Iterator[int]) -> Any:
+    """The batch with fake tensors; each is an input whose source is its number among the leaves of the batch."""
     if isinstance(x, (tuple, list)):
-        items = [_given_batch(stage, v, f"{name}_{i}") for i, v in enumerate(x)]
+        items = [_given_batch(stage, v, number) for v in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     if isinstance(x, Mapping):
-        return {k: _given_batch(stage, v, f"{name}_{k}") for k, v in x.items()}
+        return {k: _given_batch(stage, v, number) for k, v in x.items()}
+    at = next(number)
+    if isinstance(x, Tensor):
+        return stage.given(x, "batch", f"batch_{at}", x.spec if isinstance(x, DistTensor) else None, at)
     return x
 
 
@@ -139,14 +142,14 @@ class _Stage:
         self.path: list[str] = [""]
         recording.origin = self.origin
 
-    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None) -> Tensor:
+    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
         """A fake whole tensor in the place of `x`."""
         with self.mode:
             fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=_device(x))
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-        self.recording.add_input(fake, role, name, spec)
+        self.recording.add_input(fake, role, name, spec, source)
         return fake
 
     def origin(self) -> Origin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ._effects import is_needed
@@ -158,10 +158,13 @@ class Draft:
                 kept.append(Node(spot.op, spot.args, spot.kwargs, spot.out, spot.origin))
             spot = spot.before
         program = self.program
-        return Program(
-            program.inputs, tuple(reversed(kept)), self._outputs, tuple(self._writes), (*program.changes, *changes),
-            program.rank,
-        )  # fmt: skip
+        return replace(
+            program,
+            nodes=tuple(reversed(kept)),
+            outputs=self._outputs,
+            writes=tuple(self._writes),
+            changes=(*program.changes, *changes),
+        )
 
     def _link(self, spot: Spot, before: Spot) -> None:
         self._chain(spot, before)

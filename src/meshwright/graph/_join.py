@@ -19,14 +19,14 @@ def joined(
     `outputs` makes the outputs of both into those of the whole.
     """
     names = Names(v for v in _names(first))
-    same = {(i.role, i.name): i.value for i in first.inputs}
+    same = {(i.role, i.name): i.value for i in first.inputs if i.role != "constant"}
     written = dict(first.writes)
     became: dict[Value, Value] = dict(feeds)
     added: list[Input] = []
     for given in second.inputs:
         if given.value in became:
             continue
-        known = same.get((given.role, given.name)) if given.role != "constant" else None
+        known = same.get((given.role, given.name))
         if known is not None:
             became[given.value] = written.get(known, known)
         else:
@@ -38,7 +38,7 @@ def joined(
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
     return Program(
         (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
-        first.rank,
+        first.rank, {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Change:
 class Program:
     """One program for all ranks. `writes` are (input, the value it holds afterwards); `outputs` any tree of values.
 
-    Shapes of values are those of the parts of `rank`.
+    Shapes of values are those of the parts of `rank`; `specs` tell how the whole tensors lie, where that is known.
     """
 
     inputs: tuple[Input, ...]
@@ -62,6 +62,7 @@ class Program:
     writes: tuple[tuple[Value, Value], ...] = ()
     changes: tuple[Change, ...] = ()
     rank: int = 0
+    specs: Mapping[Value, Spec] = field(default_factory=dict[Value, Spec], repr=False)
 
     @cached_property
     def producers(self) -> Mapping[Value, Node]:

@@ -91,10 +91,10 @@ class Recorder(Modes):
             out._is_param = True
         return out
 
-    def add_number(self, name: str, number: float) -> Any:
+    def add_number(self, name: str, number: float, source: Any) -> Any:
         """A symbolic number, which becomes an input of the program."""
         symbol = symbolic_float(self.mode, name, number)
-        self.recording.add_number(symbol, name)
+        self.recording.add_number(symbol, name, source)
         return symbol
 
     def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
@@ -104,7 +104,12 @@ class Recorder(Modes):
             new = [(self.recording.input_of(x), self.recording.value_of(v)) for x, v in writes]
             done = dict(self.recording.written()) | dict(new)
         program = Program(
-            tuple(self.recording.inputs), tuple(self.recording.nodes), tree, tuple(done.items()), (), self.carrier.rank
+            tuple(self.recording.inputs),
+            tuple(self.recording.nodes),
+            tree,
+            tuple(done.items()),
+            rank=self.carrier.rank,
+            specs=self.recording.specs(),
         )
         return Draft(program).finish()
 

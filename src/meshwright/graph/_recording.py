@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor
+
 from ._cells import IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
 from ._infer import Names, as_values, stem_of
@@ -54,12 +57,17 @@ class Recording:
         self._bind(x, Cell(value, Memory(), x))
         return value
 
-    def add_number(self, symbol: Any, name: str) -> Value:
+    def add_number(self, symbol: Any, name: str, source: Any) -> Value:
         """A symbolic number becomes an input of the program."""
         value = Value(self.names.fresh(name), (), float if isinstance(symbol, torch.SymFloat) else int)
-        self.inputs.append(Input(value, "scalar", name))
+        self.inputs.append(Input(value, "scalar", name, None, source))
         self.numbers.bind(symbol, value)
         return value
+
+    def specs(self) -> dict[Value, Spec]:
+        """How the values lie that are, or were last, distributed tensors."""
+        tensors = [x for x in self.kept if isinstance(x, DistTensor)]
+        return {self.cells[id(x)].value: x.spec for x in tensors}
 
     def input_of(self, x: Tensor) -> Value:
         """The input that `x` is."""
@@ -118,7 +126,8 @@ class Recording:
             self.value_of(args[0])
             cell = self._find(args[0])
             assert cell is not None
-            self._bind(out, cell)
+            fresh = name == "aten::lift_fresh"
+            self._bind(out, Cell(cell.value, Memory(), out) if fresh else cell)
             return True
         return False
 

@@ -76,7 +76,9 @@ def _stand_in(recorder: Recorder, key: StateKey, value: Any) -> Any:
         return value
     spec = value.spec if isinstance(value, DistTensor) else None
     name = ".".join(key)
-    return recorder.add(Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec))
+    return recorder.add(
+        Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)
+    )
 
 
 def _twin_of(
@@ -102,7 +104,7 @@ def _group(
     group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
 ) -> dict[str, Any]:
     kept = [p for p in group["params"] if _name(p, names) in parameters]
-    lr = group["lr"] if isinstance(group["lr"], Tensor) else recorder.add_number(f"lr_{at}", float(group["lr"]))
+    lr = group["lr"] if isinstance(group["lr"], Tensor) else recorder.add_number(f"lr_{at}", float(group["lr"]), at)
     one_by_one = {key: False for key in ("foreach", "fused") if key in group}
     return {**group, **one_by_one, "lr": lr, "params": [parameters[names[id(p)]] for p in kept]}
 

@@ -16,6 +16,7 @@ from ._explain import Decided, decisions
 from ._make import Mark, distribute, from_local, redistribute, whole
 from ._marks import capturing
 from ._random import random_source
+from .torch_hooks import no_interception as local_parts
 from .torch_hooks import operators_recorded
 
 RAN_WHOLE = _dispatch.RAN_WHOLE
@@ -37,6 +38,7 @@ __all__ = [
     "decisions",
     "distribute",
     "from_local",
+    "local_parts",
     "operators_recorded",
     "random_source",
     "redistribute",

@@ -18,7 +18,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError
 from ._handle_values import everywhere
 from ._marks import captured_whole
-from .torch_hooks import no_interception
+from .torch_hooks import no_interception, shares_storage
 
 
 def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -39,7 +39,7 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
     with torch.no_grad():
         local = x.detach()
         local = convert_local(local, src, dst) if current().rank in mesh else local
-        local = local.clone() if local.data_ptr() == x.data_ptr() and isinstance(x, nn.Parameter) else local
+        local = local.clone() if shares_storage(local, x) and isinstance(x, nn.Parameter) else local
     out = _present(plain_view(local), dst)
     with no_interception():
         out.requires_grad_(x.requires_grad)

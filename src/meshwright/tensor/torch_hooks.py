@@ -88,6 +88,7 @@ class _Recorder(SchemaCheckMode):
 
     def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
         self.note = note
+        self._dispatch_key = torch._C.DispatchKey.PreDispatch  # where it is put back after `no_modes`
 
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

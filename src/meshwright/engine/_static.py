@@ -1,0 +1,250 @@
+"""One call from a module to programs: `to_static` gives a model whose steps are captured, recorded and run as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.comm import current
+from meshwright.graph import (
+    Capture,
+    Input,
+    Program,
+    Run,
+    Slot,
+    StateKey,
+    capture,
+    joined,
+    record_forward,
+    record_gradients,
+    record_update,
+    runner,
+    slots_of,
+    verify,
+)
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, local_parts, stamp
+
+from ._errors import StaticError
+
+Mode = Literal["train", "eval", "predict"]
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A program, the function that runs it, and where each of its inputs comes from."""
+
+    program: Program
+    run: Run
+    fetch: tuple[Callable[[Sequence[Any]], Any], ...]
+    writes: tuple[int, ...]
+    made: tuple[StateKey, ...] = ()
+
+
+def to_static(
+    layer: nn.Module,
+    loader: Iterable[Any] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    strategy: Any = None,
+) -> DistModel:
+    """`layer`, whose training step (forward, loss, backward, update) runs as one program recorded for every rank.
+
+    Programs are recorded at the first call for a batch of new shapes. `layer` and `optimizer` stay what they are and
+    share their tensors with the programs: going on eagerly is a matter of calling them.
+    """
+    return DistModel(layer, loader, loss, optimizer)
+
+
+class DistModel:
+    """What `to_static` gives: call it with a batch.
+
+    In training it makes a step and gives the loss of the whole batch; in evaluation it gives the loss, in prediction
+    what the network gives. It trains where there are a loss and an optimizer, and predicts where there is none.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any] | None,
+        loss: Callable[..., Tensor] | None,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
+        self._compiled: dict[Any, Compiled] = {}
+        self._latest: Compiled | None = None
+        self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    def train(self) -> DistModel:
+        """From now on calls make training steps. Raises StaticError where there is no optimizer."""
+        if self.optimizer is None:
+            raise StaticError(
+                "dist_model.train()", "a model made without an optimizer", "a training step updates parameters",
+                "mw.to_static(model, loader, loss, optimizer)",
+            )  # fmt: skip
+        self._mode = "train"
+        self.network.train()
+        return self
+
+    def eval(self) -> DistModel:
+        """From now on calls give the loss and change nothing."""
+        self._mode = "eval"
+        self.network.eval()
+        return self
+
+    def predict(self) -> DistModel:
+        """From now on calls give what the network gives."""
+        self._mode = "predict"
+        self.network.eval()
+        return self
+
+    def __call__(self, *batch: Any) -> Any:
+        """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
+        leaves = list(_leaves(batch))
+        key = (self._mode, self._states_made(), *[_signature(x) for x in leaves])
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(batch)
+        self._latest = found
+        return self._run(found, leaves)
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last. Raises StaticError before the first call."""
+        if self._latest is None:
+            raise StaticError(
+                "dist_model.program", "a model that was not called yet", "programs are recorded for the shapes of a batch",
+                "dist_model(*batch) first",
+            )  # fmt: skip
+        return self._latest.program
+
+    def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
+        """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
+        found: dict[str, Any] = {}
+        if mode in ("all", "param"):
+            found |= {slot.name: slot.tensor for slot in slots_of(self.network)}
+        if mode in ("all", "opt") and self.optimizer is not None:
+            found |= {f"{name}.{key}": value for (name, key), value in self._states().items()}
+        return found
+
+    def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
+        with local_parts(), torch.no_grad():
+            given = [fetch(leaves) for fetch in compiled.fetch]
+            outputs, written = compiled.run(*given)
+            for at, value in zip(compiled.writes, written, strict=True):
+                given[at].copy_(value)
+        for key, value in outputs.get("state", {}).items():
+            self._keep_state(key, value, compiled.program)
+        return outputs["out"]
+
+    def _keep_state(self, key: StateKey, value: Tensor, program: Program) -> None:
+        assert self.optimizer is not None
+        spec = program.specs.get(program.outputs["state"][key])
+        parameter = next(s.tensor for s in slots_of(self.network) if s.name == key[0])
+        self.optimizer.state[parameter][key[1]] = value if spec is None else stamp(value, spec)
+
+    def _states_made(self) -> bool:
+        return self._mode == "train" and self.optimizer is not None and bool(self.optimizer.state)
+
+    def _states(self) -> dict[StateKey, Any]:
+        assert self.optimizer is not None
+        names = {id(s.tensor): s.name for s in slots_of(self.network)}
+        return {(names[id(p)], k): v for p, state in self.optimizer.state.items() for k, v in state.items()}
+
+    def _compile(self, batch: Sequence[Any]) -> Compiled:
+        captured = capture(self.network, self._call, batch)
+        program = self._recorded(captured)
+        verify(program)
+        sources = _Sources(captured.slots, self.optimizer)
+        writes = {given.value: at for at, given in enumerate(program.inputs)}
+        return Compiled(
+            program,
+            runner(program),
+            tuple(sources.of(given) for given in program.inputs),
+            tuple(writes[x] for x, _ in program.writes),
+        )
+
+    def _call(self, *batch: Any) -> Any:
+        if self._mode == "predict" or self.loss is None:
+            return self.network(*batch)
+        *inputs, labels = batch
+        return self.loss(self.network(*inputs), labels)
+
+    def _recorded(self, captured: Capture) -> Program:
+        here = current()
+        if self._mode != "train":
+            return record_forward(captured, here.rank, here.size)
+        assert self.optimizer is not None
+        step = record_gradients(captured, here.rank, here.size)
+        grads: Mapping[str, Any] = step.outputs["grads"]
+        trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
+        names = {id(s.tensor): s.name for s in captured.slots}
+        update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size)
+        feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
+        return joined(step, update, feeds, lambda a, b: {"out": a["out"], "state": b["state"]})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the inputs of a program come from, call by call."""
+
+    slots: Sequence[Slot]
+    optimizer: Optimizer | None
+    by_name: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {s.name: s.tensor for s in self.slots})
+
+    def of(self, given: Input) -> Callable[[Sequence[Any]], Any]:
+        """What gives the input, from the leaves of the batch."""
+        if given.role in ("parameter", "buffer"):
+            tensor = self.by_name[given.name]
+            return lambda leaves: tensor
+        if given.role == "batch":
+            at: int = given.source
+            return lambda leaves: leaves[at]
+        if given.role == "constant":
+            constant = given.source
+            return lambda leaves: constant
+        if given.role == "number":
+            number = given.source(current())
+            return lambda leaves: number
+        assert self.optimizer is not None
+        if given.role == "scalar":
+            group = self.optimizer.param_groups[given.source]
+            return lambda leaves: float(group["lr"])
+        name, key = given.source
+        states = self.optimizer.state[self.by_name[name]]
+        return lambda leaves: states[key]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, DistTensor):
+        return x.spec
+    if isinstance(x, Tensor):
+        return (tuple(x.shape), x.dtype, x.device)
+    return (type(x), x)
+
+
+def specs_of(program: Program) -> Mapping[str, Spec]:
+    return {v.name: spec for v, spec in program.specs.items()}

@@ -1,0 +1,237 @@
+"""What a rule looks for: the operators that its `find` calls, with names in the place of what may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ._arguments import Shape, Variant, sample_sizes
+from ._errors import RewriteError
+from ._node import Node, Op, Value, name_of
+from ._reader import CAST, Reader, Said
+from ._spellings import aten
+from ._watch import StepName, Told, watch
+
+COMMUTE: set[Any] = {
+    aten.mul.Tensor,
+    aten.add.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Tensor,
+    aten.logical_and.default,
+    aten.logical_or.default,
+}
+"""Operators whose first two arguments may change places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A tensor argument of the rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An attribute of the rule, or where `name` is empty a constant that `find` computes from shapes or attributes.
+
+    `at` tells where it stands: call, then the way to it. `flip` means 1 / of it.
+    """
+
+    name: str
+    at: tuple[Any, ...]
+    flip: bool = False
+
+    def flipped(self) -> Constant:
+        return replace(self, flip=not self.flip)
+
+    def undone(self, found: Any) -> Any:
+        """The constant itself, of what was found at its place."""
+        return 1 / found if self.flip else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """Result `place` of a call; `number` is that of the call in `find`, -1 where it was only read so."""
+
+    op: Any
+    args: tuple[Any, ...]
+    place: int
+    number: int
+
+    @property
+    def commutes(self) -> bool:
+        return self.op in COMMUTE and self.args[2:] in ((), (1,))
+
+    def __repr__(self) -> str:
+        return f"{self.op.name if isinstance(self.op, StepName) else name_of(self.op)}{self.args}"
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """One variant of a rule, to be looked for: `roots` are its results."""
+
+    variant: Variant
+    roots: tuple[Term, ...]
+    told: Told
+    terms: tuple[Term, ...] = field(repr=False)
+
+    @property
+    def ops(self) -> tuple[Op | StepName, ...]:
+        """The operators that `find` calls."""
+        return tuple(call.op for call in self.told.calls)
+
+    @cached_property
+    def needs(self) -> frozenset[Any]:
+        """Operators that must make an operand of the first root, however it is spelled; casts may be left out."""
+        return frozenset(a.op for a in self.roots[0].args if isinstance(a, Term) and a.op is not CAST)
+
+
+def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:
+    """A value for every tensor argument; without a shape it is a square matrix."""
+    sizes = sample_sizes(shapes, other)
+    dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
+    found: dict[str, Value] = {}
+    for name in variant.tensors:
+        shape = shapes.get(name)
+        dims = shape.sized(sizes) if shape else (6, 6) if other else (4, 4)
+        found[name] = Value(name, dims, dtypes[shape.kind if shape else "float"])
+    return found
+
+
+def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """One value for every argument of a rule."""
+    steps = {a.name: StepName(a.name, a.of) for a in variant.steps}
+    return {
+        **variant.given,
+        **{a.name: a.samples[0] for a in variant.attributes},
+        **steps,
+        **stand_ins(variant, shapes),
+    }
+
+
+def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str, Shape], rule: str) -> Pattern:
+    """The pattern of a variant: `find` is called once, and once more for each thing that may differ."""
+    given = sample_arguments(variant, shapes)
+    told = watch(find, given)
+    others: list[tuple[str, Any, Any, Told]] = []
+    for a in variant.attributes:
+        others.append((a.name, a.samples[0], a.samples[1], watch(find, given | {a.name: a.samples[1]})))
+    resized = watch(find, given | stand_ins(variant, shapes, other=True))
+    others.append(("", None, None, resized))
+    for name, _, _, other in others:
+        if [c.op for c in other.calls] != [c.op for c in told.calls]:
+            raise RewriteError(
+                f"rule {rule}", f"other operators for another {name or 'shape'}", "a pattern is one set of operators",
+                "an argument with options, `kind: Literal['relu', 'gelu']`, where `find` branches",
+            )  # fmt: skip
+    return _Maker(told, others, rule).made(variant)
+
+
+@dataclass(slots=True)
+class _Maker:
+    told: Told
+    others: list[tuple[str, Any, Any, Told]]
+    rule: str
+    terms: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    producers: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    numbers: dict[int, int] = field(default_factory=dict[int, int])
+
+    def made(self, variant: Variant) -> Pattern:
+        for number, call in enumerate(self.told.calls):
+            marked = self._marked_call(number, call)
+            self.numbers[id(marked)] = number
+            self.producers.update((v, marked) for v in call.outs)
+        reader = Reader(self.producers.get)
+        out = self.told.out
+        results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        roots = tuple(self._term(reader, v) for v in results)
+        if not roots or not all(isinstance(r, Term) for r in roots):
+            raise RewriteError(
+                f"rule {self.rule}", f"find gives {out!r}", "every result of find is made by an operator",
+                "the result of the last operator to look for, or a tuple of results",
+            )  # fmt: skip
+        self._check_names(variant, roots)
+        return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
+
+    def _marked_call(self, number: int, call: Node) -> Node:
+        kwargs = {k: self._marked((number, k), call.kwargs[k]) for k in call.kwargs}
+        args = tuple(self._marked((number, at), a) for at, a in enumerate(call.args))
+        return Node(call.op, args, kwargs, call.out)
+
+    def _marked(self, at: tuple[Any, ...], tree: Any) -> Any:
+        """`tree` with names for the constants that differ in other calls of `find`."""
+        if isinstance(tree, Value):
+            return tree
+        seen = [(name, a, b, constant_at(other, at)) for name, a, b, other in self.others]
+        changed = [entry for entry in seen if not _same_tree(entry[3], tree)]
+        if not changed:
+            return tree
+        name, a, b, found = changed[0]
+        if len(changed) == 1 and name and _same_tree(tree, a) and _same_tree(found, b):
+            return Constant(name, at)
+        whole = [entry[3] for entry in changed]
+        if isinstance(tree, (list, tuple)) and all(isinstance(t, (list, tuple)) and len(t) == len(tree) for t in whole):
+            return type(tree)([self._marked((*at, i), item) for i, item in enumerate(tree)])
+        return Constant("", at)
+
+    def _term(self, reader: Reader, v: Any) -> Any:
+        if isinstance(v, (list, tuple)):
+            return type(v)([self._term(reader, item) for item in v])
+        if not isinstance(v, (Value, Said)):
+            return v
+        if v not in self.terms:
+            reading = reader.normal(v)
+            if reading is None:
+                assert isinstance(v, Value)
+                self.terms[v] = Name(v.name)
+            else:
+                args = tuple(self._term(reader, a) for a in reading.args)
+                self.terms[v] = Term(reading.op, args, reading.place, self.numbers.get(id(reading.call), -1))
+        return self.terms[v]
+
+    def _check_names(self, variant: Variant, roots: tuple[Term, ...]) -> None:
+        used = {leaf.name for leaf in leaves(roots) if isinstance(leaf, (Name, Constant))}
+        used |= {t.op.name for t in self.terms.values() if isinstance(t, Term) and isinstance(t.op, StepName)}
+        wanted = {*variant.tensors, *(a.name for a in (*variant.attributes, *variant.steps))}
+        if wanted - used:
+            raise RewriteError(
+                f"rule {self.rule}", f"find does not use {', '.join(sorted(wanted - used))}",
+                "what find does not show cannot be found", "arguments that stand in an operator as they are",
+            )  # fmt: skip
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The names and constants below terms."""
+    if isinstance(tree, Term):
+        yield from leaves(tree.args)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def constant_at(told: Told, at: tuple[Any, ...]) -> Any:
+    """What stands at a place of a call."""
+    call = told.calls[at[0]]
+    found: Any = call.kwargs.get(at[1]) if isinstance(at[1], str) else call.args[at[1]]
+    for step in at[2:]:
+        found = found[step]
+    return found
+
+
+def _same_tree(a: Any, b: Any) -> bool:
+    if isinstance(a, Value) or isinstance(b, Value):
+        return isinstance(a, Value) and isinstance(b, Value)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_tree, a, b))
+    return type(a) is type(b) and a == b

@@ -1,0 +1,266 @@
+"""Reading a node as a matcher does: its arguments in full, casts that change nothing left out, other spellings tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from ._node import Carry, Op, Value
+from .torch_hooks import Operator
+
+aten = torch.ops.aten
+CAST = aten.to.dtype
+"""How all casts are read: with one argument, since the dtype stands at the result."""
+
+CASTS = {CAST, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default}
+SAME_OPERATOR = {
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.mm.default: aten.matmul.default,
+    aten.bmm.default: aten.matmul.default,
+    aten.swapaxes.default: aten.transpose.int,
+    aten.swapdims.default: aten.transpose.int,
+    aten.logical_not.default: aten.bitwise_not.default,
+    aten._unsafe_view.default: aten.view.default,
+}
+"""Overloads and operators that take the same arguments and mean the same."""
+
+
+class Call(Protocol):
+    """A node of a program or of a draft."""
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> Any: ...
+    @property
+    def outs(self) -> tuple[Value, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """A value that no node makes, but that another spelling of the program would: `op(*args)`."""
+
+    op: Operator
+    args: tuple[Any, ...]
+    shape: tuple[Any, ...]
+    dtype: Any
+    device: str
+
+
+Operand = Value | Said
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One way to read a value: result `place` of `op(*args)`; `call` is the node, None for what is only said."""
+
+    op: Op
+    args: tuple[Any, ...]
+    place: int = 0
+    call: Any = None
+
+
+Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
+"""From a reader, the result and the full arguments to the arguments of the other operator, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The same computation, written with another operator."""
+
+    gives: Operator
+    spell: Spell
+
+
+SPELLINGS: dict[Operator, list[Spelling]] = {}
+
+
+def spelled(op: Any, gives: Any) -> Callable[[Spell], Spell]:
+    """Enters a function into the table: a call of `op` can be read as one of `gives`."""
+
+    def enter(spell: Spell) -> Spell:
+        SPELLINGS.setdefault(op, []).append(Spelling(gives, spell))
+        return spell
+
+    return enter
+
+
+class Reader:
+    """Reads values whose nodes `producer` finds."""
+
+    def __init__(self, producer: Callable[[Value], Any]) -> None:
+        self._producer = producer
+        self._full: dict[Any, tuple[Any, Any, Reading]] = {}
+
+    def own(self, v: Operand) -> Reading | None:
+        """The operator that makes `v`, with all arguments; None for an input."""
+        if isinstance(v, Said):
+            return Reading(*canonical(v.op, v.args, v))
+        call = self._producer(v)
+        if call is None:
+            return None
+        known = self._full.get(v)
+        if known is not None and known[0] is call.args and known[1] is call:
+            return known[2]
+        place = 0 if call.out is v else call.outs.index(v)
+        reading = Reading(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, call)
+        self._full[v] = (call.args, call, reading)
+        return reading
+
+    def read(self, v: Operand, op: Op) -> Iterator[Reading]:
+        """Every way to read `v` as a call of `op`."""
+        own = self.own(v)
+        if own is None:
+            return
+        if own.op == op:
+            yield own
+        for other in SPELLINGS.get(own.op, ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if other.gives == op:
+                args = other.spell(self, v, own.args)
+                if args is not None:
+                    yield Reading(op, args, own.place, own.call)
+
+    def as_call(self, v: Any, op: Op) -> tuple[Any, ...] | None:
+        """The arguments of `v` read as a call of `op`, the first way that there is."""
+        if not isinstance(v, (Value, Said)):
+            return None
+        return next((reading.args for reading in self.read(self.base(v), op)), None)
+
+    def normal(self, v: Operand) -> Reading | None:
+        """`v` as the rules read it: by the last spelling that applies, again and again."""
+        own = self.own(v)
+        while own is not None:
+            for other in reversed(SPELLINGS.get(own.op, ())):  # pyright: ignore[reportArgumentType, reportCallIssue]
+                args = other.spell(self, v, own.args) if other.gives != own.op else None
+                if args is not None:
+                    own = Reading(other.gives, args, own.place, own.call)
+                    break
+            else:
+                return own
+        return None
+
+    def base(self, v: Operand, passed: list[Any] | None = None) -> Operand:
+        """What `v` is a copy of: casts to the same dtype, dropout that drops nothing; their nodes go to `passed`."""
+        while (own := self.own(v)) is not None and _changes_nothing(own, v):
+            if passed is not None and own.call is not None:
+                passed.append(own.call)
+            v = own.args[0]
+        return v
+
+    def alike(self, a: Any, b: Any, depth: int = 6) -> bool:
+        """True when both are one value, or made by the same operators of the same values."""
+        if not isinstance(a, (Value, Said)) or not isinstance(b, (Value, Said)):
+            return same_constant(a, b)
+        a, b = self.base(a), self.base(b)
+        if a is b:
+            return True
+        ours, theirs = self.own(a), self.own(b)
+        if not depth or ours is None or theirs is None or ours.place != theirs.place:
+            return False
+        if ours.op != theirs.op or a.dtype != b.dtype or len(ours.args) != len(theirs.args):
+            return False
+        return is_repeatable(ours.op) and all(
+            self.alike(x, y, depth - 1) for x, y in zip(_flat(ours.args), _flat(theirs.args), strict=False)
+        )
+
+
+def is_repeatable(op: Op) -> bool:
+    """True when two calls with the same arguments give the same."""
+    return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded not in op.tags
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """True for equal constants; floats that were computed in two ways may differ in the last digits."""
+    if type(a) is float and type(b) is float:
+        return a == b or abs(a - b) <= 1e-7 * max(abs(a), abs(b))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_constant, a, b))
+    return type(a) is type(b) and a == b if isinstance(a, bool) or isinstance(b, bool) else a == b
+
+
+def inverse(c: Any) -> Any:
+    """1 / c of a number, or of a name that stands for one."""
+    return 1 / c if isinstance(c, (int, float)) else c.flipped()
+
+
+@lru_cache(maxsize=4096)
+def _schema(op: Operator) -> tuple[tuple[str, Any], ...]:
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in op._schema.arguments)
+
+
+@lru_cache(maxsize=4096)
+def argument_names(op: Op) -> tuple[str, ...]:
+    """Names of an operator's arguments, in order."""
+    return tuple(name for name, _ in _schema(op)) if isinstance(op, Operator) else ()
+
+
+def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+    """All arguments in the order of the schema, with defaults where they are left out."""
+    if not isinstance(op, Operator):
+        return (*args, *kwargs.values())
+    schema = _schema(op)
+    if len(args) == len(schema):
+        return args
+    return (*args, *(kwargs.get(name, default) for name, default in schema[len(args) :]))
+
+
+def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[Any, ...]]:
+    """The operator under the name that rules know, with its arguments in their usual form."""
+    if isinstance(op, Carry):
+        return op, args
+    op = SAME_OPERATOR.get(op, op)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if op in CASTS and args[0].device == out.device:
+        return CAST, args[:1]
+    if op == aten.transpose.int:
+        ndim = len(args[0].shape)
+        if not all(isinstance(d, int) for d in args[1:3]):
+            return op, args
+        return op, (args[0], *sorted(d % ndim - ndim for d in args[1:3]))
+    return op, args
+
+
+def _changes_nothing(own: Reading, v: Operand) -> bool:
+    """True when the result is the first argument: same numbers, same dtype."""
+    test = _NOTHING.get(own.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if test is None:
+        return False
+    x = own.args[0]
+    return isinstance(x, (Value, Said)) and x.dtype == v.dtype and test(own.args, v)
+
+
+def _same_shape(args: tuple[Any, ...], v: Operand) -> bool:
+    return tuple(map(str, args[0].shape)) == tuple(map(str, v.shape))
+
+
+def _is_one(x: Any) -> bool:
+    return isinstance(x, (int, float)) and x == 1
+
+
+_NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
+    CAST: lambda args, v: True,
+    aten.dropout.default: lambda args, v: args[1] == 0 or args[2] is False,
+    aten.mul.Tensor: lambda args, v: _is_one(args[1]),
+    aten.div.Tensor: lambda args, v: _is_one(args[1]),
+    aten.contiguous.default: lambda args, v: True,
+    aten.view.default: _same_shape,
+    aten.reshape.default: _same_shape,
+    aten.expand.default: _same_shape,
+}
+
+
+def _flat(tree: Sequence[Any]) -> Iterator[Any]:
+    for item in tree:
+        if isinstance(item, (list, tuple)):
+            yield len(item)
+            yield from _flat(item)
+        else:
+            yield item

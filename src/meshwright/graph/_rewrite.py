@@ -1,0 +1,89 @@
+"""Rewrites as data: two functions of the same arguments, what to find and what to put; and functions on single nodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ._arguments import Argument, Shape, arguments_of, parse_shapes, tensor_names, variants_of
+from ._errors import RewriteError
+from ._pattern import Pattern, make_pattern, sample_arguments
+from ._watch import Told, watch
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What `find` computes is computed by `put`: both are plain torch functions of arguments with the same names.
+
+    An argument is a tensor; with `= None` one that may be left out; a number by its default value or annotation (`eps=1e-6`,
+    `dim: int`), found as a constant; a choice with `Literal[...]` or `bool`; a step of a conversion with its class.
+    `shapes` says how the tensors' shapes hang together ("... d, d"), and is held against what is found. `where` may
+    refuse: it gets the arguments that it names, tensors as values, and `match` for the match itself. `samples` gives
+    two values for a constant where none can be guessed. Rules of more `benefit` are tried everywhere first.
+    """
+
+    name: str
+    find: Callable[..., Any]
+    put: Callable[..., Any]
+    shapes: str = ""
+    where: Callable[..., bool] | None = None
+    samples: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    benefit: int = 0
+
+    def __post_init__(self) -> None:
+        sides = [list(inspect.signature(fn).parameters) for fn in (self.find, self.put)]
+        if sides[0] != sides[1]:
+            raise RewriteError(
+                f"rule {self.name}", f"find({', '.join(sides[0])}) and put({', '.join(sides[1])})",
+                "both sides are about the same things", f"def put({', '.join(sides[0])}): ...",
+            )  # fmt: skip
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        return arguments_of(self.find, self.samples)
+
+    @cached_property
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """Tensor argument → its shape, where the rule says one."""
+        return parse_shapes(self.shapes, tensor_names(self.arguments))
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """What to look for, one pattern per choice; the largest first."""
+        found = [
+            make_pattern(self.find, variant, self.tensor_shapes, self.name) for variant in variants_of(self.arguments)
+        ]
+        return tuple(sorted(found, key=lambda p: -len(p.ops)))
+
+    def is_met(self, arguments: Mapping[str, Any], match: Any = None) -> bool:
+        """What `where` says of these arguments."""
+        if self.where is None:
+            return True
+        wanted = inspect.signature(self.where).parameters
+        return bool(self.where(**{name: v for name, v in {**arguments, "match": match}.items() if name in wanted}))
+
+    def told_to_put(self, pattern: Pattern) -> Told | None:
+        """The calls of `put` for sample arguments; None where it needs more than samples, such as steps."""
+        if pattern.variant.steps:
+            return None
+        return watch(self.put, sample_arguments(pattern.variant, self.tensor_shapes))
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """What a rule cannot say: `apply(edit, spot)` looks at one node and changes the program around it.
+
+    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; every node when
+    it is empty.
+    """
+
+    name: str
+    apply: Callable[[Any, Any], str | None]
+    on: tuple[Any, ...] = ()
+    benefit: int = 0
+
+
+AnyRewrite = Rewrite | Rewriter
