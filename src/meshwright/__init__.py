@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.comm import simulate as simulate
     from meshwright.engine import DistModel as DistModel
     from meshwright.engine import LocalLayer as LocalLayer
+    from meshwright.engine import Strategy as Strategy
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -52,6 +53,7 @@ __all__ = [
     "ProcessMesh",
     "Replicate",
     "Shard",
+    "Strategy",
     "__version__",
     "dtensor_from_fn",
     "dtensor_from_local",
@@ -83,7 +85,7 @@ _ROOMS = {
     "engine": [
         "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
         "LocalLayer", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
-        "DistModel", "to_static", "to_torch_dtensor", "unshard_dtensor",
+        "DistModel", "Strategy", "to_static", "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

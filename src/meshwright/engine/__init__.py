@@ -8,6 +8,7 @@ from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
 from ._optimizer import shard_optimizer
 from ._static import DistModel, to_static
+from ._strategy import Strategy
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 
@@ -19,6 +20,7 @@ __all__ = [
     "LocalMapError",
     "ShardDataLoader",
     "StaticError",
+    "Strategy",
     "TorchDTensorError",
     "dtensor_from_fn",
     "dtensor_from_local",

@@ -18,6 +18,7 @@ from meshwright.graph import (
     Run,
     Slot,
     StateKey,
+    apply_passes,
     capture,
     joined,
     record_forward,
@@ -31,6 +32,7 @@ from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, local_parts, stamp
 
 from ._errors import StaticError
+from ._strategy import Strategy
 
 Mode = Literal["train", "eval", "predict"]
 
@@ -51,14 +53,14 @@ def to_static(
     loader: Iterable[Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: Optimizer | None = None,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
 ) -> DistModel:
     """`layer`, whose training step (forward, loss, backward, update) runs as one program recorded for every rank.
 
     Programs are recorded at the first call for a batch of new shapes. `layer` and `optimizer` stay what they are and
     share their tensors with the programs: going on eagerly is a matter of calling them.
     """
-    return DistModel(layer, loader, loss, optimizer)
+    return DistModel(layer, loader, loss, optimizer, strategy or Strategy())
 
 
 class DistModel:
@@ -74,7 +76,9 @@ class DistModel:
         loader: Iterable[Any] | None,
         loss: Callable[..., Tensor] | None,
         optimizer: Optimizer | None,
+        strategy: Strategy,
     ) -> None:
+        self.strategy = strategy
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
@@ -162,8 +166,7 @@ class DistModel:
 
     def _compile(self, batch: Sequence[Any]) -> Compiled:
         captured = capture(self.network, self._call, batch)
-        program = self._recorded(captured)
-        verify(program)
+        program = apply_passes(verify(self._recorded(captured)), self.strategy.passes)
         sources = _Sources(captured.slots, self.optimizer)
         writes = {given.value: at for at, given in enumerate(program.inputs)}
         return Compiled(

@@ -2,16 +2,32 @@
 
 from ._capture import Capture, Slot, capture, slots_of
 from ._draft import Draft, Spot
+from ._driver import Edit, rewrite
 from ._effects import draws, is_pure, is_view, writes_to
 from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
 from ._join import joined
+from ._match import Match
+from ._measure import Measure, measure_of
 from ._node import Carry, Node, Op, Origin, Value, map_values, name_of, size_hint, values_in
+from ._pass import (
+    OwnRules,
+    Pass,
+    apply_passes,
+    register_pass,
+    register_rewrite,
+    registered_passes,
+    registered_rewrites,
+)
+from ._pass import Pass, apply_passes, register_pass
 from ._program import Change, Input, Program, communication, communication_text, count_ops
 from ._record import record_forward, record_gradients
+from ._rewrite import Rewrite, Rewriter
+from ._rule_test import check_rule, check_steps
 from ._text import node_text, type_text
 from ._update import StateKey, record_update
 from ._verify import verify
+from ._watch import carry
 
 __all__ = [
     "Capture",
@@ -19,20 +35,33 @@ __all__ = [
     "Carry",
     "Change",
     "Draft",
+    "Edit",
     "Input",
+    "Match",
+    "Measure",
     "Node",
     "Op",
     "Origin",
+    "Pass",
+    "OwnRules",
+    "Pass",
     "Program",
     "ProgramError",
+    "Rewrite",
     "RewriteError",
+    "Rewriter",
     "Run",
     "SideEffectError",
     "Slot",
     "Spot",
     "StateKey",
     "Value",
+    "apply_passes",
+    "apply_passes",
     "capture",
+    "carry",
+    "check_rule",
+    "check_steps",
     "communication",
     "communication_text",
     "count_ops",
@@ -41,12 +70,19 @@ __all__ = [
     "is_view",
     "joined",
     "map_values",
+    "measure_of",
     "name_of",
     "node_text",
     "numbers_of",
     "record_forward",
     "record_gradients",
     "record_update",
+    "register_pass",
+    "register_rewrite",
+    "registered_passes",
+    "registered_rewrites",
+    "rewrite",
+    "register_pass",
     "runner",
     "size_hint",
     "slots_of",

@@ -50,6 +50,8 @@ class Confirmed:
 
     def template(self, match: Match) -> Template | None:
         """What to put for a match; None where `find` would do something else for exactly these arguments."""
+        if not _fit(self.rule.tensor_shapes, match.arguments) or not self.rule.is_met(match.arguments, match):
+            return None
         modes = origin_modes(next(iter(match.spots)).origin)[1]
         specs = specs_of(match)
         look = (
@@ -64,12 +66,10 @@ class Confirmed:
             return None
         if not all(_is_computed(c, found, sides.find) for c, found in match.computed):
             return None
-        return sides.template if self.rule.is_met(match.arguments, match) else None
+        return sides.template
 
     def _both(self, match: Match, modes: Modes, specs: Mapping[str, Spec]) -> _Sides | None:
         given = {name: stand_in(name, v) for name, v in match.arguments.items()}
-        if not _fit(self.rule.tensor_shapes, given):
-            return None
         lie = {given[name]: spec for name, spec in specs.items()}
         try:
             find = watch(self.rule.find, given, self.rank, modes, lie)
@@ -77,7 +77,7 @@ class Confirmed:
             raise
         except Exception:  # torch refuses such shapes, in many ways: so find does not compute this
             return None
-        if len(find.calls) != len(self.pattern.told.calls) or not self.rule.is_met(match.arguments, match):
+        if len(find.calls) != len(self.pattern.told.calls):
             return None
         return _Sides(find, self._template(find, given, modes, lie))
 
@@ -132,7 +132,7 @@ def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
     return all(
         shape.fits(v.shape, sizes)
         for name, shape in shapes.items()
-        if isinstance(v := given.get(name), Value)
+        if isinstance(v := given.get(name), (Value, Said))
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class Draft:
         self._uses: dict[Value, _Uses] = {}
         self._outputs: Any = program.outputs
         self._writes = list(program.writes)
+        self._results = set(self.results)
         self._ends = (_end(), _end())
         self._ends[0].after, self._ends[1].before = self._ends[1], self._ends[0]
         for node in program.nodes:
@@ -88,7 +89,7 @@ class Draft:
         return tuple(found.spots) if found else ()
 
     def is_result(self, value: Value) -> bool:
-        return any(v is value for v in self.results)
+        return value in self._results
 
     def add(self, op: Op, *args: Any, before: Spot, origin: Origin | None = None, **kwargs: Any) -> Any:
         """A new node `op(*args, **kwargs)` before a node: its values, of shapes that are inferred."""
@@ -117,8 +118,10 @@ class Draft:
             self._unread(spot)
             spot.args, spot.kwargs = map_values(lambda v: new if v is old else v, (spot.args, spot.kwargs))
             self._read(spot)
-        self._outputs = map_values(lambda v: new if v is old else v, self._outputs)
-        self._writes = [(x, new if v is old else v) for x, v in self._writes]
+        if old in self._results:
+            self._outputs = map_values(lambda v: new if v is old else v, self._outputs)
+            self._writes = [(x, new if v is old else v) for x, v in self._writes]
+            self._results = (self._results - {old}) | {new}
 
     def set_args(self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Other arguments for a node; what it gives is taken to stay."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from meshwright.reshard import Exchange
+
 from ._node import Carry, OnCopy, Op, Value, values_in
 from .torch_hooks import Operator
 
@@ -34,6 +36,11 @@ def is_pure(op: Op) -> bool:
     return not writes_to(op) and not draws(op) and not asserts(op)
 
 
+def crosses(op: Op) -> bool:
+    """True for steps from one mesh to another."""
+    return isinstance(op, Carry) and isinstance(op.step, Exchange)
+
+
 def asserts(op: Op) -> bool:
     """True for operators that are there to fail."""
     return isinstance(op, Operator) and "assert" in op._schema.name
@@ -51,9 +58,10 @@ def is_view(op: Op) -> bool:
 def is_needed(op: Op, args: Sequence[Any], outs: Sequence[Value], needed: Container[Value]) -> bool:
     """True when a node must stay, where `needed` are the values that are read behind it or are results.
 
-    A drawing stays, since those behind it would draw other numbers without it.
+    A drawing stays, since those behind it would draw other numbers without it; so does what goes to another mesh,
+    whose ranks have programs of their own.
     """
-    if draws(op) or asserts(op) or any(v in needed for v in outs):
+    if draws(op) or asserts(op) or crosses(op) or any(v in needed for v in outs):
         return True
     written = [args[at] for at in writes_to(op) if isinstance(at, int) and at < len(args)]
     return any(v in needed for v in values_in(written)) or bool(writes_to(op) and not written)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._draft import Draft, Spot
 from ._effects import draws, is_view, writes_to
+from ._known import known_tensor
 from ._node import Carry, Value
 from ._pattern import Constant, Name, Pattern, Term
 from ._reader import CAST, CASTS, Operand, Reader, Reading, Said, argument_names, same_constant
@@ -37,6 +39,7 @@ class Match:
     """What the names of a pattern stand for at one place; `spots` are the nodes that were found."""
 
     pattern: Pattern
+    draft: Draft
     names: dict[str, Any] = field(default_factory=dict[str, Any])
     values: dict[Term, Operand] = field(default_factory=dict[Term, Operand])
     spots: dict[Spot, None] = field(default_factory=dict[Spot, None])
@@ -53,6 +56,10 @@ class Match:
         """Argument of the rule → what it stands for: a value, a constant, a step."""
         return {**self.pattern.variant.given, **self.names}
 
+    def known(self, v: Any) -> Tensor | None:
+        """The tensor that `v` is on every run; None where it depends on an input."""
+        return known_tensor(self.draft, v)
+
 
 Accept = Callable[[Match], bool]
 
@@ -60,7 +67,7 @@ Accept = Callable[[Match], bool]
 def find_match(pattern: Pattern, spot: Spot, draft: Draft, reader: Reader, accept: Accept) -> Match | None:
     """The first match whose first root is made by `spot`, that nothing speaks against and that `accept` takes."""
     for v in spot.outs:
-        search = _Search(Match(pattern), draft, reader, accept)
+        search = _Search(Match(pattern, draft), draft, reader, accept)
         if search.solve(((pattern.roots[0], v), None)):
             return search.match
     return None
@@ -93,6 +100,8 @@ class _Search:
         base = self.reader.base(v, passed)
         mark = len(self.trail)
         for reading in self._readings(term, base):
+            if term.op is CAST and len(term.args) == 2:
+                reading = replace(reading, args=(*reading.args, base.dtype))
             if reading.place != term.place or len(reading.args) != len(term.args):
                 continue
             for args in _orders(term, reading.args):
@@ -102,7 +111,7 @@ class _Search:
                 self._undo(mark)
         if term.op is CAST:
             self._hold(term, base, ())
-            if self.solve(((term.args[0], base), goals)):
+            if self.solve(_ahead(zip(term.args, (base, base.dtype), strict=False), goals)):
                 return True
             self._undo(mark)
         return False

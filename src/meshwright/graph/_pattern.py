@@ -12,7 +12,7 @@ import torch
 from ._arguments import Shape, Variant, sample_sizes
 from ._errors import RewriteError
 from ._node import Node, Op, Value, name_of
-from ._reader import CAST, Reader, Said
+from ._reader import CAST, Reader, Reading, Said, full_arguments
 from ._spellings import aten
 from ._watch import StepName, Told, watch
 
@@ -163,9 +163,8 @@ class _Maker:
         return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
 
     def _marked_call(self, number: int, call: Node) -> Node:
-        kwargs = {k: self._marked((number, k), call.kwargs[k]) for k in call.kwargs}
-        args = tuple(self._marked((number, at), a) for at, a in enumerate(call.args))
-        return Node(call.op, args, kwargs, call.out)
+        full = full_arguments(call.op, call.args, call.kwargs)
+        return Node(call.op, tuple(self._marked((number, at), a) for at, a in enumerate(full)), {}, call.out)
 
     def _marked(self, at: tuple[Any, ...], tree: Any) -> Any:
         """`tree` with names for the constants that differ in other calls of `find`."""
@@ -194,7 +193,7 @@ class _Maker:
                 assert isinstance(v, Value)
                 self.terms[v] = Name(v.name)
             else:
-                args = tuple(self._term(reader, a) for a in reading.args)
+                args = tuple(self._term(reader, a) for a in (*reading.args, *_named_dtype(reading)))
                 self.terms[v] = Term(reading.op, args, reading.place, self.numbers.get(id(reading.call), -1))
         return self.terms[v]
 
@@ -207,6 +206,13 @@ class _Maker:
                 f"rule {self.rule}", f"find does not use {', '.join(sorted(wanted - used))}",
                 "what find does not show cannot be found", "arguments that stand in an operator as they are",
             )  # fmt: skip
+
+
+def _named_dtype(reading: Reading) -> tuple[Constant, ...]:
+    """The dtype of a cast, where it is an argument of the rule."""
+    if reading.op is not CAST or reading.call is None:
+        return ()
+    return tuple(a for a in reading.call.args if isinstance(a, Constant) and a.name)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -223,7 +229,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 def constant_at(told: Told, at: tuple[Any, ...]) -> Any:
     """What stands at a place of a call."""
     call = told.calls[at[0]]
-    found: Any = call.kwargs.get(at[1]) if isinstance(at[1], str) else call.args[at[1]]
+    found: Any = full_arguments(call.op, call.args, call.kwargs)[at[1]]
     for step in at[2:]:
         found = found[step]
     return found

@@ -230,7 +230,7 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
 
 def _changes_nothing(own: Reading, v: Operand) -> bool:
     """True when the result is the first argument: same numbers, same dtype."""
-    test = _NOTHING.get(own.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    test = NOTHING.get(own.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if test is None:
         return False
     x = own.args[0]
@@ -245,7 +245,7 @@ def _is_one(x: Any) -> bool:
     return isinstance(x, (int, float)) and x == 1
 
 
-_NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
+NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
     CAST: lambda args, v: True,
     aten.dropout.default: lambda args, v: args[1] == 0 or args[2] is False,
     aten.mul.Tensor: lambda args, v: _is_one(args[1]),
@@ -255,6 +255,7 @@ _NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
     aten.reshape.default: _same_shape,
     aten.expand.default: _same_shape,
 }
+"""Operators that may leave their first argument as it is, and when they do."""
 
 
 def _flat(tree: Sequence[Any]) -> Iterator[Any]:

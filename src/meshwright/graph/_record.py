@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Recorded, use
-from meshwright.layout import replicated
 from meshwright.reshard import Exchange, Plan, Relabel
-from meshwright.tensor import DistTensor, redistribute, stamp
+from meshwright.tensor import stamp, whole
 
 from ._capture import Capture
 from ._draft import Draft
@@ -161,7 +160,7 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         with torch.no_grad():
             _write_back(captured.program, given, known)
-            out = _whole(loss.detach())
+            out = whole(loss.detach())
     found = {name: g for name, g in zip(trained, grads, strict=True) if cast(Any, g) is not None}
     return recorder.finish({"out": out, "grads": found})
 
@@ -173,7 +172,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         _write_back(captured.program, given, known)
-        out = _tree(_whole, map_values(lambda v: known[v], captured.program.outputs))
+        out = _tree(whole, map_values(lambda v: known[v], captured.program.outputs))
     return recorder.finish({"out": out})
 
 
@@ -186,13 +185,6 @@ def _loss(out: Any) -> Tensor:
         "gradients are those of one number that depends on parameters",
         "loss=a function of the model's output and the labels that gives a mean or a sum",
     )  # fmt: skip
-
-
-def _whole(x: Tensor) -> Tensor:
-    """The local tensor that is whole on every rank."""
-    if not isinstance(x, DistTensor):
-        return x
-    return redistribute(x, x.mesh, replicated(x.ndim))
 
 
 def _write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:

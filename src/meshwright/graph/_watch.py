@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +139,16 @@ def carry(step: Any, x: Any) -> Any:
         f"carry({step!r}, x)", "a call outside of a rule", "a step is carried out where all ranks are",
         "mw.reshard(x, mesh, placements)",
     )  # fmt: skip
+
+
+@contextmanager
+def carrying(run: Callable[[Step, Any], Any]) -> Generator[None]:
+    """Inside, `carry(step, x)` is `run(step, x)`."""
+    token = _carrying.set(run)
+    try:
+        yield
+    finally:
+        _carrying.reset(token)
 
 
 def watch(

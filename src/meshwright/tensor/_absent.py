@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.layout import Spec
 
 from ._dist_tensor import DistTensor, stamp
-from .torch_hooks import no_interception
+from .torch_hooks import FakeTensor, no_interception
 
 
 class Absent(DistTensor):
@@ -24,10 +24,14 @@ class Absent(DistTensor):
     _away = True
 
 
+class FakeAbsent(Absent, FakeTensor):
+    """An absent tensor while operators are recorded."""
+
+
 def absent(local: Tensor, spec: Spec) -> Absent:
     """`local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
     out = stamp(local, spec)
-    out.__class__ = Absent
+    out.__class__ = FakeAbsent if isinstance(out, FakeTensor) else Absent
     return out  # pyright: ignore[reportReturnType]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, replicated
 
-from ._dist_tensor import DistTensor, stamp
+from ._dist_tensor import DistTensor, FakeDistTensor, stamp
 from ._local import spec_of, whole_local, write_into
 from ._tree import map_tensors, tensors_in
 from ._whole import call_whole, put_back
@@ -41,6 +41,7 @@ class DistView(DistTensor):
     A local view of it (a slice along a dim that is not cut, say) is one too, with the same `_outer`.
     """
 
+    _viewing = True
     _source: Source
     _outer: DistView
 
@@ -48,8 +49,13 @@ class DistView(DistTensor):
         _refresh(self._outer)
 
 
-def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int) -> DistView:
-    """`x`, the result number `at` of a call that takes a view of `base`, made a view of it."""
+def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int) -> DistTensor:
+    """`x`, the result number `at` of a call that takes a view of `base`, made a view of it.
+
+    A fake tensor stays what it is: programs do not write.
+    """
+    if type(x) is FakeDistTensor:
+        return x
     x.__class__ = DistView
     x._source = Source(base, func, args, kwargs, at, version_of(base))  # pyright: ignore[reportAttributeAccessIssue]
     x._outer = x  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,7 +80,7 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
-    if any(type(t) is Absent for t in tensors):
+    if any(isinstance(t, Absent) for t in tensors):
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)

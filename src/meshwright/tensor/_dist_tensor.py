@@ -40,6 +40,8 @@ class DistTensor(Tensor):
     _spec: Spec
     _away = False
     """True for tensors on a rank outside the mesh."""
+    _viewing = False
+    """True for views whose base has other parts on this rank than the view."""
     _is_param: bool
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import swap_tensors
 
-from ._absent import Absent, absent
+from ._absent import absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import OperationError
@@ -53,7 +53,7 @@ def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
 def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    if type(x) not in (DistTensor, Absent):
+    if x._viewing:
         return NotImplemented
     if func == _T.data.__get__:
         x.__dict__.pop("_shared", None)
@@ -61,7 +61,7 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     out = call_plain(func, types, args, kwargs)
     if out is x:
         return x
-    return absent(out, x._spec) if type(x) is Absent else stamp(out, x._spec)
+    return absent(out, x._spec) if x._away else stamp(out, x._spec)
 
 
 @handles(_T.data.__set__)
@@ -86,7 +86,7 @@ def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     named = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, (str, torch.device))]
-    if type(x) is not DistTensor or not named or x._spec.layout.partial:
+    if not isinstance(x, DistTensor) or not _is_here(x) or not named or x._spec.layout.partial:
         return NotImplemented
     out = call_plain(func, types, args, kwargs)
     return x if out is x else stamp(out, x._spec.with_dtype(plain_dtype(out)))
@@ -121,16 +121,21 @@ def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Decided by the part's own memory: the planner sees only whole tensors that are contiguous."""
     x = args[0]
-    if type(x) is Absent:
+    if x._away:
         return NotImplemented
     out = call_plain(func, types, args, kwargs)
     return x if out is x else stamp(out, x._spec)
 
 
+def _is_here(x: Tensor) -> bool:
+    """True for plain tensors, and for distributed ones that are neither absent nor looked at through others."""
+    return not isinstance(x, DistTensor) or not (x._away or x._viewing)
+
+
 @handles(Tensor.copy_)
 def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
-    if type(x) is not DistTensor or not isinstance(new, Tensor) or type(new) not in (DistTensor, Tensor):
+    if not isinstance(x, DistTensor) or not isinstance(new, Tensor) or not (_is_here(x) and _is_here(new)):
         return NotImplemented
     return write_into(x, new)
 
@@ -147,7 +152,7 @@ def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Training writes to the running statistics, on every rank alike: parts are made whole, and written back."""
     first = _STATISTICS[func]
     given = [args[first + i] if len(args) > first + i else kwargs.get(n) for i, n in enumerate(_RUNNING)]
-    parts = [t for t in given if type(t) is DistTensor and whole_spec(t._spec) != t._spec]
+    parts = [t for t in given if isinstance(t, DistTensor) and _is_here(t) and whole_spec(t._spec) != t._spec]
     if not parts or not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training")):
         return NotImplemented
     with torch.no_grad():
@@ -177,9 +182,9 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]
     new = getattr(Tensor, name[:-1])(*args, **kwargs)
-    if type(x) not in (DistTensor, Absent) or not isinstance(new, DistTensor):
+    if x._viewing or not isinstance(new, DistTensor):
         return NotImplemented
-    if type(x) is Absent:
+    if x._away:
         pass
     elif set(new._spec.layout.axes) != set(x._spec.layout.axes):
         return _moved_into(x, new, name)

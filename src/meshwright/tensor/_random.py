@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 
-from ._absent import Absent, make_absent
+from ._absent import make_absent
 from ._convert import convert_local
 from ._counter import DISTRIBUTIONS, counted, draw_key, is_counted
 from ._dist_tensor import DistTensor, local_rank, rank_or_none, stamp
@@ -118,7 +118,7 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> Tensor:
     if source == "rank":
         return draw.fill(_empty(x, spec, current().local_shape(spec)))
     whole = draw.fill(_empty(x, spec, spec.shape))
-    if type(x) is Absent:
+    if x._away:
         return whole
     return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
 
@@ -138,7 +138,7 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     with no_interception():
         local = _drawn(x, x._spec, Draw(func.__name__, tuple(rest), kwargs))
-        if type(x) is not Absent:
+        if not x._away:
             x.copy_(local)
     return x
 
@@ -160,7 +160,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with no_interception():
         local = _drawn(x, spec, draw)
         spec = spec.with_dtype(local.dtype)
-    return make_absent([spec], [x])[0] if type(x) is Absent else stamp(local, spec)
+    return make_absent([spec], [x])[0] if x._away else stamp(local, spec)
 
 
 def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
@@ -187,7 +187,7 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
     with no_interception():
         mask = _drawn(x, spec, Draw("dropout", (p,)))
-    if type(x) is Absent:
+    if x._away:
         return make_absent([spec], [x])[0]
     if spec is not x._spec:
         x = stamp(convert_local(x, x._spec, spec), spec)

@@ -1,0 +1,374 @@
+"""Rewriting a program until no rule applies: who is asked at which node, in which order, and when it ends."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ._confirm import Confirmed, Template
+from ._draft import Draft, Spot
+from ._errors import RewriteError
+from ._known import known_tensor
+from ._match import Match, find_match
+from ._measure import Measure, measure_of
+from ._node import Carry, Value, map_values, name_of, values_in
+from ._program import Change, Program
+from ._reader import CAST, CASTS, NOTHING, SAME_OPERATOR, SPELLINGS, Reader, Said, full_arguments
+from ._rewrite import AnyRewrite, Rewrite, Rewriter
+from ._watch import StepName
+
+AROUND = 3
+"""How far from a change, in nodes, others are looked at again at once; the rest is met in the next round."""
+
+
+def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", limit: int | None = None) -> Program:
+    """The program after all rules, to the point where none applies; what was done stands in its changes.
+
+    It comes to an end since every step makes the program lighter (`measure_of(rules)` finds the weights). Steps that do not
+    are counted: RewriteError after `limit` of them, by default four per node and a hundred.
+    """
+    run = _Run(program, tuple(rules), by, 100 + 4 * len(program.nodes) if limit is None else limit)
+    run.to_the_end()
+    return run.draft.finish(*run.changes, *run.summary()) if run.changes else program
+
+
+@dataclass(slots=True, eq=False)
+class Edit:
+    """What a pattern rewriter may do: everything that a draft can, beside one node."""
+
+    draft: Draft
+    reader: Reader
+    spot: Spot
+    added: list[Spot] = field(default_factory=list[Spot])
+    replaced: bool = False
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the node in the order of its operator's schema, with defaults where they are left out."""
+        return full_arguments(self.spot.op, self.spot.args, self.spot.kwargs)
+
+    @property
+    def unchanged(self) -> Value | None:
+        """The operand that the node's result is a copy of; None where it computes something."""
+        if len(self.spot.outs) != 1:
+            return None
+        base = self.reader.base(self.spot.outs[0])
+        return base if isinstance(base, Value) and base is not self.spot.outs[0] else None
+
+    def producer(self, v: Value) -> Spot | None:
+        return self.draft.producer(v)
+
+    def users(self, v: Value) -> tuple[Spot, ...]:
+        return self.draft.users(v)
+
+    def is_result(self, v: Value) -> bool:
+        return self.draft.is_result(v)
+
+    def operands(self, v: Value, op: Any) -> tuple[Any, ...] | None:
+        """The arguments of `v` read as a call of `op`, in any spelling; None when it cannot be read so."""
+        return self.reader.as_call(v, op)
+
+    def known(self, v: Any) -> Any:
+        """The tensor itself, where `v` depends on no input."""
+        return known_tensor(self.draft, v)
+
+    def match(self, rule: Rewrite) -> Match | None:
+        """Where the node is the first result of what a rule finds: its names."""
+        for pattern in rule.patterns:
+            confirmed = Confirmed(rule, pattern, self.draft.program.rank)
+            found = find_match(
+                pattern, self.spot, self.draft, self.reader, lambda m, c=confirmed: c.template(m) is not None
+            )
+            if found is not None:
+                return found
+        return None
+
+    def add(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new node before this one."""
+        out = self.draft.add(op, *args, before=self.spot, origin=self.spot.origin, **kwargs)
+        ahead = self.spot.before
+        assert ahead is not None
+        self.added.append(ahead)
+        return out
+
+    def replace(self, *new: Value) -> None:
+        """The values of this node by others, one for each."""
+        for old, v in zip(self.spot.outs, new, strict=True):
+            self.draft.replace(old, v)
+        self.replaced = True
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One pattern of a rule, or a rewriter, as it stands in the index."""
+
+    rule: AnyRewrite
+    confirmed: Confirmed | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.confirmed.pattern.ops) if self.confirmed else 0
+
+    def keys(self) -> tuple[Any, ...]:
+        """Operators and classes of steps at whose nodes this is tried; None for all."""
+        if self.confirmed is None:
+            assert isinstance(self.rule, Rewriter)
+            return self.rule.on or (None,)
+        op = self.confirmed.pattern.roots[0].op
+        return (op.kind if isinstance(op, StepName) else op,)
+
+
+@dataclass(slots=True)
+class _Run:
+    program: Program
+    rules: tuple[AnyRewrite, ...]
+    by: str
+    limit: int
+    draft: Draft = field(init=False)
+    reader: Reader = field(init=False)
+    measure: Measure = field(init=False)
+    changes: list[Change] = field(default_factory=list[Change])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    heavier: int = 0
+
+    def __post_init__(self) -> None:
+        self.draft = Draft(self.program)
+        self.reader = Reader(self.draft.producer)
+        self.measure = measure_of(self.rules)
+
+    def to_the_end(self) -> None:
+        """Rules of more benefit go first, everywhere, and again whenever one of less benefit changed something."""
+        tiers = [
+            _index(self.program.rank, list(tier))
+            for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
+        ]
+        at = 0
+        while at < len(tiers):
+            at = 0 if self._round(tiers[at]) and (at or len(tiers) > 1) else at + 1
+
+    def summary(self) -> Iterator[Change]:
+        told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
+        bound = f"; {self.heavier} of at most {self.limit} other steps" if self.measure.unproved or self.heavier else ""
+        yield Change(self.by, f"{told}; at rest, since {self.measure}{bound}")
+
+    def _round(self, index: _Index) -> bool:
+        """True when something changed; nothing is left to do for the rules of this index afterwards."""
+        changed = False
+        while self._sweep(index):
+            changed = True
+        return changed
+
+    def _sweep(self, index: _Index) -> bool:
+        changed = False
+        waiting = deque(self.draft)
+        queued = set(waiting)
+        while waiting:
+            spot = waiting.popleft()
+            queued.discard(spot)
+            if spot.gone:
+                continue
+            for entry in index.at(spot, self.draft):
+                touched = self._try(entry, spot)
+                if touched is not None:
+                    changed = True
+                    again = [s for s in self._around(touched) if s not in queued]
+                    waiting.extend(again)
+                    queued.update(again)
+                    break
+        return changed
+
+    def _try(self, entry: _Entry, spot: Spot) -> list[Spot] | None:
+        """The new nodes after a change at `spot`, None when nothing was changed."""
+        if entry.confirmed is None:
+            return self._apply_rewriter(entry.rule, spot)
+        confirmed, found = entry.confirmed, list[Template]()
+
+        def accept(match: Match) -> bool:
+            template = confirmed.template(match)
+            if template is None or not self._moves_on(match, template):
+                return False
+            found.append(template)
+            return True
+
+        match = find_match(confirmed.pattern, spot, self.draft, self.reader, accept)
+        return None if match is None else self._apply(entry.rule, match, found[-1])
+
+    def _moves_on(self, match: Match, template: Template) -> bool:
+        """False for what would put the operators that it found, and for results that are read too early."""
+        found = Counter(s.op for s in match.spots)
+        if found == Counter(call.op for call in template.calls):
+            return False
+        return self._place(match) is not None
+
+    def _place(self, match: Match) -> Spot | None:
+        """The node to put before: behind all that is needed, before all that need it; None when there is none."""
+        roots = [p for v in match.roots if (p := self.draft.producer(v)) is not None]
+        if len(match.pattern.roots) == 1:
+            return roots[0]
+        order = {spot: at for at, spot in enumerate(self.draft)}
+        needed = [v for found in match.names.values() for v in _values_below(found)]
+        behind = max((order[p] + 1 for v in needed if (p := self.draft.producer(v)) is not None), default=0)
+        place = max(behind, min(order[r] for r in roots))
+        outside = (u for v in match.roots for u in self.draft.users(v) if u not in match.spots)
+        if any(order[u] < place for u in outside):
+            return None
+        return next((spot for spot, at in order.items() if at == place), self.draft.end)
+
+    def _apply(self, rule: AnyRewrite, match: Match, template: Template) -> list[Spot]:
+        place = self._place(match)
+        origin = self.draft.producer(match.roots[0])
+        assert place is not None and origin is not None
+        new: list[Spot] = []
+        outs = self._put(match, template, place, origin, new)
+        for old, v in zip(match.roots, outs, strict=True):
+            self.draft.replace(old, v)
+        gone = self._clear(match.spots)
+        self._count(rule.name, gone, new, origin)
+        return new
+
+    def _put(self, match: Match, template: Template, place: Spot, like: Spot, new: list[Spot]) -> list[Value]:
+        """Adds what `put` does before `place`; the values of its results."""
+
+        def add(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
+            self.draft.add_as(op, args, kwargs, out, place, like.origin)
+            assert place.before is not None
+            new.append(place.before)
+            return out
+
+        def real(v: Any) -> Value:
+            """The value itself; what is only said is made."""
+            if isinstance(v, Value):
+                return v
+            args = tuple(real(a) if isinstance(a, Said) else a for a in v.args)
+            return add(v.op, args, {}, self._fresh(v.op, v))
+
+        here = {value: real(match.names[name]) for name, value in template.inputs.items()}
+        for call in template.calls:
+            out = map_values(lambda v, op=call.op: here.setdefault(v, self._fresh(op, v)), call.out)
+            add(call.op, *map_values(here.__getitem__, (call.args, dict(call.kwargs))), out)
+        return [here[v] for v in template.outs]
+
+    def _fresh(self, op: Any, looks: Any) -> Value:
+        stem = looks.name.rstrip("_0123456789") if isinstance(looks, Value) else name_of(op).split(".")[1]
+        return Value(self.draft.names.fresh(stem), tuple(looks.shape), looks.dtype, looks.device)
+
+    def _clear(self, spots: Iterator[Spot] | Any) -> list[Spot]:
+        """Takes out those of the found nodes that nothing reads any more."""
+        left, gone = list(spots), list[Spot]()
+        while True:
+            dead = [s for s in left if not any(self.draft.users(v) or self.draft.is_result(v) for v in s.outs)]
+            if not dead:
+                return gone
+            for spot in dead:
+                self.draft.remove(spot)
+            gone += dead
+            left = [s for s in left if not s.gone]
+
+    def _apply_rewriter(self, rule: Any, spot: Spot) -> list[Spot] | None:
+        edit = Edit(self.draft, self.reader, spot)
+        what = rule.apply(edit, spot)
+        if not what:
+            return None
+        gone = self._clear([spot]) if edit.replaced else []
+        self._count(rule.name, gone, edit.added, spot, what)
+        return edit.added or [spot]
+
+    def _count(self, name: str, gone: Sequence[Spot], new: Sequence[Spot], at: Spot, what: str = "") -> None:
+        self.counts[name] += 1
+        where = " ".join(filter(None, [at.origin.layer, at.origin.where]))
+        what = what or f"{len(gone)} operators become {', '.join(name_of(s.op) for s in new) or 'none'}"
+        self.changes.append(Change(self.by, f"{name}: {what}", where, {"operators": len(gone) - len(new)}))
+        if self.measure.weight(s.op for s in gone) > self.measure.weight(s.op for s in new):
+            return
+        self.heavier += 1
+        if self.heavier > self.limit:
+            often = ", ".join(f"{name} ({n} times)" for name, n in self.counts.most_common(3))
+            raise RewriteError(
+                f"{self.by} of {len(self.program.nodes)} operators", f"{self.heavier} steps that take nothing away: {often}",
+                "rules that undo each other never come to an end",
+                "a where=... that refuses what another rule puts, or limit=... when so many steps are right",
+            )  # fmt: skip
+
+    def _around(self, touched: Sequence[Spot]) -> list[Spot]:
+        """The nodes and those that read them, a few steps on."""
+        found = dict.fromkeys(s for s in touched if not s.gone)
+        edge = list(found)
+        for _ in range(AROUND):
+            edge = [u for s in edge for v in s.outs for u in self.draft.users(v)[:8] if u not in found]
+            found.update(dict.fromkeys(edge))
+        return list(found)
+
+
+@dataclass(slots=True)
+class _Index:
+    """Which entries are worth trying at a node: by its operator, then by the operators that make its operands."""
+
+    by_op: dict[Any, list[tuple[frozenset[Any], list[_Entry]]]]
+
+    def at(self, spot: Spot, draft: Draft) -> list[_Entry]:
+        """The entries whose first root this node may be, in the order to try."""
+        own = _own_op(spot)
+        found: list[_Entry] = []
+        groups = [g for key in _keys(spot, own) for g in self.by_op.get(key, ())]
+        if groups:
+            below = _ops_below(spot, draft)
+            found += [e for needs, entries in groups if needs <= below for e in entries]
+        for other in SPELLINGS.get(own, ()):
+            if other.gives != own:
+                found += [e for _, entries in self.by_op.get(other.gives, ()) for e in entries]
+        return sorted(found, key=lambda e: -e.size) if len(found) > 1 else found
+
+
+def _index(rank: int, rules: Sequence[AnyRewrite]) -> _Index:
+    groups: dict[Any, dict[frozenset[Any], list[_Entry]]] = {}
+    for rule in rules:
+        entries = [_Entry(rule, Confirmed(rule, p, rank)) for p in rule.patterns] if isinstance(rule, Rewrite) else [_Entry(rule)]
+        for entry in entries:
+            needs = entry.confirmed.pattern.needs if entry.confirmed else frozenset[Any]()
+            for key in entry.keys():
+                groups.setdefault(key, {}).setdefault(_plain(needs), []).append(entry)
+    return _Index({op: list(found.items()) for op, found in groups.items()})
+
+
+def _plain(needs: frozenset[Any]) -> frozenset[Any]:
+    return frozenset(op for op in needs if not isinstance(op, StepName))
+
+
+def _own_op(spot: Spot) -> Any:
+    op = SAME_OPERATOR.get(spot.op, spot.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return CAST if op in CASTS else op
+
+
+def _keys(spot: Spot, own: Any) -> Iterator[Any]:
+    if isinstance(spot.op, Carry):
+        yield from type(spot.op.step).__mro__
+    else:
+        yield own
+    yield None
+
+
+def _ops_below(spot: Spot, draft: Draft) -> set[Any]:
+    """Operators by which the operands can be read, also behind what changes nothing."""
+    found: set[Any] = set()
+    waiting = list(spot.ins)
+    while waiting:
+        maker = draft.producer(waiting.pop())
+        if maker is None:
+            continue
+        own = _own_op(maker)
+        found.add(own)
+        found.update(other.gives for other in SPELLINGS.get(own, ()))
+        if own in NOTHING and maker.ins:
+            waiting.append(maker.ins[0])
+    return found
+
+
+def _values_below(found: Any) -> Iterator[Value]:
+    if isinstance(found, Said):
+        for a in found.args:
+            yield from _values_below(a)
+    else:
+        yield from values_in(found)

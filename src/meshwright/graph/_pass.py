@@ -1,0 +1,112 @@
+"""Passes: frozen dataclasses from program to program, with a name, options as fields, and a record of what they did."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, ClassVar, TypeVar
+
+from ._driver import rewrite
+from ._errors import RewriteError
+from ._node import map_values
+from ._program import Change, Program
+from ._rewrite import AnyRewrite
+from ._text import type_text
+from ._verify import verify
+
+P = TypeVar("P", bound="type[Pass]")
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A change of programs: `run` makes the new program; calling the pass also checks it, before and after.
+
+    `deep` runs every operator of the new program on fake tensors to see that shapes and dtypes are what it says.
+    """
+
+    name: ClassVar[str] = ""
+
+    @abstractmethod
+    def run(self, program: Program) -> Program:
+        """The new program, or `program` itself where there is nothing to do."""
+
+    def __call__(self, program: Program, deep: bool = False) -> Program:
+        """The new program, which keeps the laws, takes and gives what the old one does, and tells what was changed."""
+        verify(program)
+        out = self.run(program)
+        if out is program:
+            return out
+        verify(out, by=repr(self), deep=deep)
+        if _door(out) != _door(program):
+            raise RewriteError(
+                f"{self!r}", f"{_door(out)}, before {_door(program)}", "a pass keeps what a program takes and gives",
+                "draft.replace(old, new) with values of the same type",
+            )  # fmt: skip
+        return out if len(out.changes) > len(program.changes) else out.with_changes(Change(self.name, f"{self!r}"))
+
+
+def _door(program: Program) -> Any:
+    """What a program takes and gives, by types."""
+    types = map_values(type_text, (program.outputs, [v for _, v in program.writes]))
+    return [(i.name, type_text(i.value)) for i in program.inputs], types
+
+
+def apply_passes(program: Program, passes: Sequence[Pass], deep: bool = False) -> Program:
+    """The program after all passes, in order."""
+    for each in passes:
+        program = each(program, deep)
+    return program
+
+
+def _taken(asked: str, name: str, taken: bool) -> None:
+    if taken:
+        raise RewriteError(
+            f"{asked}({name!r})", "another one of that name", "names tell what changed a program", "a name of its own"
+        )
+
+
+_PASSES: dict[str, type[Pass]] = {}
+_RULES: dict[str, list[AnyRewrite]] = {}
+
+
+def register_pass(cls: P) -> P:
+    """Makes a pass known by its name: a frozen dataclass below `Pass`."""
+    if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue]
+        raise RewriteError(
+            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named, compared and printed",
+            '@register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
+        )  # fmt: skip
+    _taken("register_pass", cls.name, _PASSES.get(cls.name) is not None and _PASSES[cls.name].__qualname__ != cls.__qualname__)
+    _PASSES[cls.name] = cls
+    return cls
+
+
+def registered_passes() -> dict[str, type[Pass]]:
+    """Name → pass."""
+    return dict(_PASSES)
+
+
+def register_rewrite(rule: AnyRewrite, into: str = "own") -> AnyRewrite:
+    """Adds a rule to a set; every set has a name, and the pass of that name applies it ("own" is for `OwnRules`)."""
+    rules = _RULES.setdefault(into, [])
+    _taken("register_rewrite", rule.name, any(r.name == rule.name for r in rules))
+    rules.append(rule)
+    return rule
+
+
+def registered_rewrites(of: str = "own") -> tuple[AnyRewrite, ...]:
+    """The rules of a set, in the order in which they came."""
+    return tuple(_RULES.get(of, ()))
+
+
+@register_pass
+@dataclass(frozen=True)
+class OwnRules(Pass):
+    """Applies the rules that were registered into one set."""
+
+    name: ClassVar[str] = "own"
+    rules: str = "own"
+
+    def run(self, program: Program) -> Program:
+        return rewrite(program, registered_rewrites(self.rules), by=self.name)

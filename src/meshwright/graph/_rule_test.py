@@ -1,0 +1,167 @@
+"""A rule as its own test: both sides on random numbers, values and gradients, in every dtype and for every choice.
+
+Both sides are held against `find` in float64: `put` may be as far from it as a few roundings, or as `find` itself is, no farther.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current, simulate
+from meshwright.layout import Spec
+from meshwright.reshard import Plan, Step, execute
+
+from ._arguments import Shape, Variant, sample_sizes, variants_of
+from ._confirm import results
+from ._errors import RewriteError
+from ._node import Value
+from ._rewrite import Rewrite
+from ._watch import carrying
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+ROUNDINGS = 16
+"""How many roundings of the dtype, at the size of the largest number, two right ways to compute may lie apart."""
+
+Outcome = tuple[Tensor | None, ...]
+
+
+def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> int:
+    """How many cases both sides agree on; raises RewriteError for the first on which they do not.
+
+    Rules about steps are checked by `check_steps`.
+    """
+    torch.manual_seed(seed)
+    done = 0
+    for variant in variants_of(rule.arguments):
+        for other in (False, True):
+            sizes = sample_sizes(rule.tensor_shapes, other)
+            for dtype in dtypes:
+                for attributes in zip(*(a.samples for a in variant.attributes), strict=True) if variant.attributes else [()]:
+                    named = {a.name: v for a, v in zip(variant.attributes, attributes, strict=True)}
+                    given = {**variant.given, **named, **_tensors(variant, rule.tensor_shapes, sizes, dtype)}
+                    if rule.is_met({k: _as_value(k, v) for k, v in given.items()}):
+                        _compare(rule, given, dtype)
+                        done += 1
+    if not done:
+        raise RewriteError(
+            f"check of rule {rule.name}", "where=... refuses every sample", "nothing was compared",
+            "shapes and samples that the rule is for",
+        )  # fmt: skip
+    return done
+
+
+def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0) -> None:
+    """Both sides of a rule about steps on all ranks of the mesh, on a tensor that lies as `x` says.
+
+    Every tensor argument is such a tensor. Gradients need no test: they follow the steps' transposes.
+    """
+
+    def side(fn: Any) -> list[list[float]]:
+        def rank() -> list[float]:
+            torch.manual_seed(seed + current().rank)
+            part = torch.randn(x.local_shape(current().rank), dtype=x.dtype)
+            lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
+
+            def run(step: Step, t: Tensor) -> Tensor:
+                src = lie[id(t)][0]
+                out = execute(Plan(src, step.apply(src), (step,)), t, current())
+                lie[id(out)] = (step.apply(src), out)
+                return out
+
+            given = {a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}
+            with carrying(run):
+                return [v for out in results(fn(**given)) for v in out.flatten().tolist()]
+
+        return simulate(rank, x.mesh.size)
+
+    found, put = side(rule.find), side(rule.put)
+    if [len(v) for v in found] != [len(v) for v in put] or not torch.allclose(
+        torch.tensor(sum(found, [])), torch.tensor(sum(put, []))
+    ):
+        raise RewriteError(
+            f"check of rule {rule.name} for {dict(steps)} of {x}", f"find gives {found}, put {put}", "a rule changes no number",
+            "a where=... that refuses such steps",
+        )  # fmt: skip
+
+
+def _tensors(variant: Variant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in variant.tensors:
+        shape = shapes.get(name, Shape(("4", "4")))
+        dims = shape.sized(sizes)
+        if shape.kind == "float":
+            found[name] = torch.randn(dims, dtype=torch.float64).to(dtype)
+        else:
+            below = 2 if shape.kind == "bool" else sizes[shape.below] if shape.below else 4
+            found[name] = torch.randint(0, below, dims).to(torch.bool if shape.kind == "bool" else torch.int64)
+    return found
+
+
+def _as_value(name: str, v: Any) -> Any:
+    return Value(name, tuple(v.shape), v.dtype, str(v.device)) if isinstance(v, Tensor) else v
+
+
+def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> None:
+    exact, found, put = _run(rule.find, given, torch.float64), _run(rule.find, given), _run(rule.put, given)
+    names = [f"result {i}" for i in range(len(results(rule.find(**given))))]
+    names += [f"the gradient of {k}" for k, v in given.items() if _is_real(v)]
+    if len(found) != len(put):
+        raise _differ(rule, given, f"{len(found)} results and gradients of find, {len(put)} of put")
+    for name, truth, ours, theirs in zip(names, exact, put, found, strict=True):
+        if ours is None or theirs is None or truth is None:
+            if ours is not theirs:
+                raise _differ(rule, given, f"{name}: only one side has it")
+            continue
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            raise _differ(rule, given, f"{name}: {_type(theirs)} of find, {_type(ours)} of put")
+        allowed = max(_distance(theirs, truth), ROUNDINGS * _epsilon(dtype, ours) * _size(truth))
+        if not _distance(ours, truth) <= allowed:
+            raise _differ(rule, given, f"{name}: {_distance(ours, truth):.3g} off, where {allowed:.3g} is rounding")
+
+
+def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
+    """What a side gives, then the gradients of its real arguments for a fixed random cotangent."""
+    args = {k: v.to(dtype or v.dtype).detach().requires_grad_() if _is_real(v) else v for k, v in given.items()}
+    outs = results(fn(**args))
+    wanted = [v for v in args.values() if _is_real(v)]
+    sources = [v for v in outs if v.requires_grad]
+    drawn = torch.Generator().manual_seed(1)
+    seeds = [torch.randn(v.shape, generator=drawn, dtype=torch.float64).to(v.dtype) for v in sources]
+    grads = torch.autograd.grad(sources, wanted, seeds, allow_unused=True) if sources and wanted else (None,) * len(wanted)
+    return (*(v.detach() for v in outs), *grads)
+
+
+def _is_real(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.is_floating_point()
+
+
+def _epsilon(dtype: torch.dtype, x: Tensor) -> float:
+    """The coarser of the arguments' rounding and the result's."""
+    return max(torch.finfo(dtype).eps, torch.finfo(x.dtype).eps) if x.is_floating_point() else 0.0
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference; infinite where one side has a number and the other has none."""
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf)).max()) if a.numel() else 0.0
+
+
+def _size(x: Tensor) -> float:
+    return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
+
+
+def _type(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
+
+
+def _differ(rule: Rewrite, given: Mapping[str, Any], found: str) -> RewriteError:
+    about = ", ".join(f"{k}: {_type(v) if isinstance(v, Tensor) else v!r}" for k, v in given.items())
+    return RewriteError(
+        f"check of rule {rule.name} for {about}", found, "both sides of a rule are the same computation",
+        "a put that computes what find does, or a where=... that refuses such arguments",
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Attention written out by hand becomes `scaled_dot_product_attention`, and a mask that is causal is only said to be so.
+
+Scores may be scaled or not, a mask added or scores filled where it is true, the softmax taken in float32. Where a row is
+masked as a whole, attention by hand gives NaN; the operator gives zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.graph import (
+    Edit,
+    Pass,
+    Program,
+    Rewrite,
+    Rewriter,
+    Spot,
+    register_pass,
+    register_rewrite,
+    registered_rewrites,
+    rewrite,
+)
+
+aten = torch.ops.aten
+NEVER = -1e9
+"""Scores from here down have no weight beside any other."""
+
+SHAPES = "... s d, ... t d, ... t e, * s t"
+
+
+def attend(scores: Tensor, v: Tensor, upcast: bool) -> Tensor:
+    weights = F.softmax(scores.float(), -1).to(v.dtype) if upcast else F.softmax(scores, -1)
+    return weights @ v
+
+
+def added(scores: Tensor, mask: Tensor | None) -> Tensor:
+    return scores if mask is None else scores + mask
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
+def _is_empty(fill: float, mask: Any, match: Any) -> bool:
+    """True when what is filled has no weight at all: -inf, or a very small number where each row keeps something."""
+    if fill == -math.inf:
+        return True
+    known = match.known(mask) if match is not None and fill <= NEVER else None
+    return known is not None and not bool(known.all(-1).any())
+
+
+RULES = (
+    Rewrite(
+        "attention",
+        find=lambda q, k, v, mask=None, upcast=False, scale=0.5: attend(added(q @ k.mT * scale, mask), v, upcast),
+        put=lambda q, k, v, mask=None, upcast=False, scale=0.5: fused(q, k, v, mask, scale),
+        shapes=SHAPES,
+    ),
+    Rewrite(
+        "attention without a scale",
+        find=lambda q, k, v, mask=None, upcast=False: attend(added(q @ k.mT, mask), v, upcast),
+        put=lambda q, k, v, mask=None, upcast=False: fused(q, k, v, mask, 1.0),
+        shapes=SHAPES,
+    ),
+    Rewrite(
+        "attention with scores filled",
+        find=lambda q, k, v, mask, fill, upcast=False, scale=0.5: attend(
+            (q @ k.mT * scale).masked_fill(mask, fill), v, upcast
+        ),
+        put=lambda q, k, v, mask, fill, upcast=False, scale=0.5: fused(q, k, v, ~mask, scale),
+        shapes=SHAPES.replace("*", "bool *"),
+        where=_is_empty,
+        samples={"fill": (-math.inf, NEVER)},
+    ),
+    Rewrite(
+        "attention without a scale, with scores filled",
+        find=lambda q, k, v, mask, fill, upcast=False: attend((q @ k.mT).masked_fill(mask, fill), v, upcast),
+        put=lambda q, k, v, mask, fill, upcast=False: fused(q, k, v, ~mask, 1.0),
+        shapes=SHAPES.replace("*", "bool *"),
+        where=_is_empty,
+        samples={"fill": (-math.inf, NEVER)},
+    ),
+)
+
+
+def _say_causal(edit: Edit, spot: Spot) -> str | None:
+    """A mask that is known, and lets every position see itself and those before, becomes `is_causal`."""
+    q, k, v, mask, dropout, causal = edit.arguments[:6]
+    known = None if mask is None or causal else edit.known(mask)
+    if known is None or not _is_causal(known):
+        return None
+    edit.replace(edit.add(spot.op, q, k, v, None, dropout, True, **spot.kwargs))
+    return "the mask is causal"
+
+
+def _is_causal(mask: Tensor) -> bool:
+    if any(n != 1 for n in mask.shape[:-2]) or mask.shape[-1] != mask.shape[-2]:
+        return False
+    past = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    if mask.dtype == torch.bool:
+        return torch.equal(mask.reshape(past.shape), past)
+    flat = mask.reshape(past.shape)
+    return not bool(flat[past].any()) and bool((flat[~past] <= NEVER).all())
+
+
+for _rule in RULES:
+    register_rewrite(_rule, into="fuse_attention")
+register_rewrite(Rewriter("causal attention", _say_causal, (aten.scaled_dot_product_attention.default,)), "fuse_attention")
+
+
+@register_pass
+@dataclass(frozen=True)
+class FuseAttention(Pass):
+    """Products, softmax and product become `scaled_dot_product_attention`."""
+
+    name: ClassVar[str] = "fuse_attention"
+
+    def run(self, program: Program) -> Program:
+        return rewrite(program, registered_rewrites(self.name), by=self.name)

@@ -1,0 +1,121 @@
+"""Norms written out by hand become one operator: RMS norm and layer norm, with or without weight and bias.
+
+Each rule is one small step, and a style of writing is a way through them. Where a number is rounded on the way, as in
+`w * norm(x.float()).to(x.dtype)` of a 16-bit x, it still is: the weight stays outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.graph import Pass, Program, Rewrite, register_pass, register_rewrite, registered_rewrites, rewrite
+
+COARSE = (torch.bfloat16, torch.float16)
+
+
+def _is_fine(x: Any) -> bool:
+    """True where no rounding gets lost when an operator computes more at once."""
+    return x.dtype not in COARSE
+
+
+def _is_coarse(x: Any) -> bool:
+    return x.dtype in COARSE
+
+
+def rms(x: Tensor, w: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def layer(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+RMS = (
+    Rewrite(
+        "rms_norm",
+        find=lambda x, eps=1e-6: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
+        put=lambda x, eps=1e-6: rms(x, None, eps),
+        shapes="... d",
+    ),
+    Rewrite(
+        "rms_norm of a cast",
+        find=lambda x, eps=1e-6: rms(x.float(), None, eps).to(x.dtype),
+        put=lambda x, eps=1e-6: rms(x, None, eps),
+        shapes="... d",
+        where=_is_coarse,
+    ),
+    Rewrite(
+        "rms_norm with a weight",
+        find=lambda x, w, eps=1e-6: rms(x, None, eps) * w,
+        put=lambda x, w, eps=1e-6: rms(x, w, eps),
+        shapes="... d, d",
+        where=lambda x, w: _is_fine(x) and w.dtype == x.dtype,
+    ),
+    Rewrite(
+        "rms_norm of casts with a weight",
+        find=lambda x, w, eps=1e-6: rms(x.float(), w.float(), eps).to(x.dtype),
+        put=lambda x, w, eps=1e-6: rms(x, w, eps),
+        shapes="... d, d",
+        where=lambda x, w: _is_coarse(x) and w.dtype == x.dtype,
+    ),
+)
+
+LAYER = (
+    Rewrite(
+        "layer_norm",
+        find=lambda x, eps=1e-5: centred(x) * torch.rsqrt(centred(x).square().mean(-1, keepdim=True) + eps),
+        put=lambda x, eps=1e-5: layer(x, None, None, eps),
+        shapes="... d",
+    ),
+    Rewrite(
+        "layer_norm of a cast",
+        find=lambda x, eps=1e-5: layer(x.float(), None, None, eps).to(x.dtype),
+        put=lambda x, eps=1e-5: layer(x, None, None, eps),
+        shapes="... d",
+        where=_is_coarse,
+    ),
+    Rewrite(
+        "layer_norm with a weight",
+        find=lambda x, w, eps=1e-5: layer(x, None, None, eps) * w,
+        put=lambda x, w, eps=1e-5: layer(x, w, None, eps),
+        shapes="... d, d",
+        where=lambda x, w: _is_fine(x) and w.dtype == x.dtype,
+    ),
+    Rewrite(
+        "layer_norm with a bias",
+        find=lambda x, b, w=None, eps=1e-5: layer(x, w, None, eps) + b,
+        put=lambda x, b, w=None, eps=1e-5: layer(x, w, b, eps),
+        shapes="... d, d, d",
+        where=lambda x, b: _is_fine(x) and b.dtype == x.dtype,
+    ),
+    Rewrite(
+        "layer_norm of casts with weight and bias",
+        find=lambda x, w, b, eps=1e-5: layer(x.float(), w.float(), b.float(), eps).to(x.dtype),
+        put=lambda x, w, b, eps=1e-5: layer(x, w, b, eps),
+        shapes="... d, d, d",
+        where=lambda x, w, b: _is_coarse(x) and w.dtype == b.dtype == x.dtype,
+    ),
+)  # fmt: skip
+
+for _rule in (*RMS, *LAYER):
+    register_rewrite(_rule, into="fuse_norm")
+
+
+@register_pass
+@dataclass(frozen=True)
+class FuseNorm(Pass):
+    """RMS norms and layer norms that are written out become `rms_norm` and `layer_norm`."""
+
+    name: ClassVar[str] = "fuse_norm"
+
+    def run(self, program: Program) -> Program:
+        return rewrite(program, registered_rewrites(self.name), by=self.name)
