@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,22 +14,26 @@ from meshwright.comm import current
 from meshwright.graph import (
     Capture,
     Input,
+    Layouts,
     Program,
     Run,
     Slot,
     StateKey,
     apply_passes,
     capture,
+    complete,
     joined,
+    lies_as,
     record_forward,
     record_gradients,
     record_update,
     runner,
     slots_of,
     verify,
+    with_layouts,
 )
-from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, local_parts, stamp
+from meshwright.layout import Spec, placements_of
+from meshwright.tensor import DistTensor, distribute, lay, local_parts, stamp
 
 from ._errors import StaticError
 from ._strategy import Strategy
@@ -82,6 +86,8 @@ class DistModel:
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
+        self.layouts: Layouts | None = None
+        """How the values of the captured model lie, once it was called."""
         self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
 
     @property
@@ -166,7 +172,11 @@ class DistModel:
 
     def _compile(self, batch: Sequence[Any]) -> Compiled:
         captured = capture(self.network, self._call, batch)
+        layouts = complete(captured.program, self.strategy.layouts)
+        captured = replace(captured, program=with_layouts(captured.program, layouts))
         program = apply_passes(verify(self._recorded(captured)), self.strategy.passes)
+        self._lay(captured)
+        self.layouts = layouts
         sources = _Sources(captured.slots, self.optimizer)
         writes = {given.value: at for at, given in enumerate(program.inputs)}
         return Compiled(
@@ -175,6 +185,20 @@ class DistModel:
             tuple(sources.of(given) for given in program.inputs),
             tuple(writes[x] for x, _ in program.writes),
         )
+
+    def _lay(self, captured: Capture) -> None:
+        """Unmarked parameters, buffers and states become parts, as the completed layouts say."""
+        inputs = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
+        for slot in captured.slots:
+            given = inputs[slot.name]
+            if given.spec is None or isinstance(slot.tensor, DistTensor):
+                continue
+            states = self.optimizer.state.get(slot.tensor, {}) if self.optimizer is not None else {}
+            for key, value in states.items():
+                spec = lies_as(value, given) if isinstance(value, Tensor) else None
+                if spec is not None and not isinstance(value, DistTensor):
+                    states[key] = lay(value, spec)
+            lay(slot.tensor, given.spec)
 
     def _call(self, *batch: Any) -> Any:
         if self._mode == "predict" or self.loss is None:
@@ -213,8 +237,7 @@ class _Sources:
             tensor = self.by_name[given.name]
             return lambda leaves: tensor
         if given.role == "batch":
-            at: int = given.source
-            return lambda leaves: leaves[at]
+            return _batch_source(given.source, given.spec)
         if given.role == "constant":
             constant = given.source
             return lambda leaves: constant
@@ -228,6 +251,18 @@ class _Sources:
         name, key = given.source
         states = self.optimizer.state[self.by_name[name]]
         return lambda leaves: states[key]
+
+
+def _batch_source(at: int, spec: Spec | None) -> Callable[[Sequence[Any]], Any]:
+    """A leaf of the batch; a plain tensor, which every rank has whole, is laid over the mesh."""
+
+    def fetch(leaves: Sequence[Any]) -> Any:
+        x = leaves[at]
+        if spec is None or isinstance(x, DistTensor):
+            return x
+        return distribute(x, spec.mesh, placements_of(spec.layout, spec.mesh))
+
+    return fetch
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -247,7 +282,3 @@ def _signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return (tuple(x.shape), x.dtype, x.device)
     return (type(x), x)
-
-
-def specs_of(program: Program) -> Mapping[str, Spec]:
-    return {v.name: spec for v, spec in program.specs.items()}

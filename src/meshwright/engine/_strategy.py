@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.graph import Pass
+from meshwright.layout import Spec
 
 
 @dataclass(frozen=True)
@@ -12,3 +14,4 @@ class Strategy:
     """The options of `to_static`; `passes` are applied to the recorded program, behind those that options name."""
 
     passes: tuple[Pass, ...] = ()
+    layouts: Mapping[str, Spec] | None = None

@@ -1,12 +1,14 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
 from ._capture import Capture, Slot, capture, slots_of
+from ._complete import complete, with_layouts
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
 from ._effects import draws, is_pure, is_view, writes_to
 from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
 from ._join import joined
+from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
 from ._node import Carry, Node, Op, Origin, Value, map_values, name_of, size_hint, values_in
@@ -19,17 +21,17 @@ from ._pass import (
     registered_passes,
     registered_rewrites,
 )
-from ._pass import Pass, apply_passes, register_pass
 from ._program import Change, Input, Program, communication, communication_text, count_ops
 from ._record import record_forward, record_gradients
-from ._rewrite import Rewrite, Rewriter
+from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._text import node_text, type_text
-from ._update import StateKey, record_update
+from ._update import StateKey, lies_as, record_update
 from ._verify import verify
 from ._watch import carry
 
 __all__ = [
+    "AnyRewrite",
     "Capture",
     "CaptureError",
     "Carry",
@@ -37,12 +39,12 @@ __all__ = [
     "Draft",
     "Edit",
     "Input",
+    "Layouts",
     "Match",
     "Measure",
     "Node",
     "Op",
     "Origin",
-    "Pass",
     "OwnRules",
     "Pass",
     "Program",
@@ -57,23 +59,25 @@ __all__ = [
     "StateKey",
     "Value",
     "apply_passes",
-    "apply_passes",
     "capture",
     "carry",
     "check_rule",
     "check_steps",
     "communication",
     "communication_text",
+    "complete",
     "count_ops",
     "draws",
     "is_pure",
     "is_view",
     "joined",
+    "lies_as",
     "map_values",
     "measure_of",
     "name_of",
     "node_text",
     "numbers_of",
+    "parse_layouts",
     "record_forward",
     "record_gradients",
     "record_update",
@@ -82,7 +86,6 @@ __all__ = [
     "registered_passes",
     "registered_rewrites",
     "rewrite",
-    "register_pass",
     "runner",
     "size_hint",
     "slots_of",
@@ -90,5 +93,6 @@ __all__ = [
     "type_text",
     "values_in",
     "verify",
+    "with_layouts",
     "writes_to",
 ]

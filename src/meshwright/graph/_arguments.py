@@ -69,6 +69,11 @@ class Shape:
         return True
 
 
+def kind_of_dtype(dtype: torch.dtype) -> str:
+    """The word of the notation for a dtype."""
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+
+
 def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
     """Argument → shape.
 
@@ -169,9 +174,9 @@ def _argument(name: str, hint: Any, default: Any, samples: Sequence[Any] | None)
         return Argument(name, "choice", (Tensor, None))
     if isinstance(hint, type) and issubclass(hint, Step):
         return Argument(name, "step", hint)
-    if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty:
+    if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty and samples is None:
         return Argument(name, "tensor")
-    kind: Any = hint if hint is not None else type(default)
+    kind: Any = hint if hint is not None else type(samples[0] if samples else default)
     return Argument(name, "attribute", kind, _samples(name, kind, None if empty else default, samples))
 
 

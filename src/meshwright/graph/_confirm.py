@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.layout import Spec
 
-from ._arguments import Shape
+from ._arguments import Shape, kind_of_dtype
 from ._errors import RewriteError
 from ._match import Match
 from ._node import Carry, Node, Value
@@ -130,7 +130,7 @@ def specs_of(match: Match) -> dict[str, Spec]:
 def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
     sizes: dict[str, Any] = {}
     return all(
-        shape.fits(v.shape, sizes)
+        shape.fits(v.shape, sizes) and kind_of_dtype(v.dtype) == shape.kind
         for name, shape in shapes.items()
         if isinstance(v := given.get(name), (Value, Said))
     )  # fmt: skip

@@ -28,11 +28,17 @@ class Spot:
 
     @property
     def ins(self) -> tuple[Value, ...]:
-        return tuple(values_in((self.args, self.kwargs)))
+        found: list[Value] = []
+        for a in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(a) is Value:
+                found.append(a)
+            elif isinstance(a, (tuple, list, dict, slice)):
+                found += values_in(a)
+        return tuple(found)
 
     @property
     def outs(self) -> tuple[Value, ...]:
-        return tuple(values_in(self.out))
+        return (self.out,) if type(self.out) is Value else tuple(values_in(self.out))
 
 
 @dataclass(slots=True)

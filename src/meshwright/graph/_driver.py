@@ -10,13 +10,14 @@ from typing import Any
 
 from ._confirm import Confirmed, Template
 from ._draft import Draft, Spot
+from ._effects import writes_to
 from ._errors import RewriteError
 from ._known import known_tensor
 from ._match import Match, find_match
 from ._measure import Measure, measure_of
 from ._node import Carry, Value, map_values, name_of, values_in
 from ._program import Change, Program
-from ._reader import CAST, CASTS, NOTHING, SAME_OPERATOR, SPELLINGS, Reader, Said, full_arguments
+from ._reader import Reader, Reading, Said, full_arguments
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._watch import StepName
 
@@ -69,7 +70,8 @@ class Edit:
 
     def operands(self, v: Value, op: Any) -> tuple[Any, ...] | None:
         """The arguments of `v` read as a call of `op`, in any spelling; None when it cannot be read so."""
-        return self.reader.as_call(v, op)
+        reading = next(self.reader.read(self.reader.base(v), op), None)
+        return None if reading is None else reading.args
 
     def known(self, v: Any) -> Any:
         """The tensor itself, where `v` depends on no input."""
@@ -107,10 +109,7 @@ class _Entry:
 
     rule: AnyRewrite
     confirmed: Confirmed | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.confirmed.pattern.ops) if self.confirmed else 0
+    size: int = 0
 
     def keys(self) -> tuple[Any, ...]:
         """Operators and classes of steps at whose nodes this is tried; None for all."""
@@ -133,33 +132,29 @@ class _Run:
     changes: list[Change] = field(default_factory=list[Change])
     counts: Counter[str] = field(default_factory=Counter[str])
     heavier: int = 0
+    written: frozenset[Value] = frozenset()
 
     def __post_init__(self) -> None:
         self.draft = Draft(self.program)
         self.reader = Reader(self.draft.producer)
         self.measure = measure_of(self.rules)
+        self.written = frozenset(v for node in self.program.nodes if writes_to(node.op) for v in node.ins)
 
     def to_the_end(self) -> None:
         """Rules of more benefit go first, everywhere, and again whenever one of less benefit changed something."""
         tiers = [
-            _index(self.program.rank, list(tier))
+            _index(self.reader, self.program.rank, list(tier))
             for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
         ]
         at = 0
         while at < len(tiers):
-            at = 0 if self._round(tiers[at]) and (at or len(tiers) > 1) else at + 1
+            changed = self._sweep(tiers[at])
+            at = 0 if changed else at + 1
 
     def summary(self) -> Iterator[Change]:
         told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
         bound = f"; {self.heavier} of at most {self.limit} other steps" if self.measure.unproved or self.heavier else ""
         yield Change(self.by, f"{told}; at rest, since {self.measure}{bound}")
-
-    def _round(self, index: _Index) -> bool:
-        """True when something changed; nothing is left to do for the rules of this index afterwards."""
-        changed = False
-        while self._sweep(index):
-            changed = True
-        return changed
 
     def _sweep(self, index: _Index) -> bool:
         changed = False
@@ -170,7 +165,7 @@ class _Run:
             queued.discard(spot)
             if spot.gone:
                 continue
-            for entry in index.at(spot, self.draft):
+            for entry in index.at(spot):
                 touched = self._try(entry, spot)
                 if touched is not None:
                     changed = True
@@ -193,13 +188,13 @@ class _Run:
             found.append(template)
             return True
 
-        match = find_match(confirmed.pattern, spot, self.draft, self.reader, accept)
+        match = find_match(confirmed.pattern, spot, self.draft, self.reader, accept, self.written)
         return None if match is None else self._apply(entry.rule, match, found[-1])
 
     def _moves_on(self, match: Match, template: Template) -> bool:
         """False for what would put the operators that it found, and for results that are read too early."""
-        found = Counter(s.op for s in match.spots)
-        if found == Counter(call.op for call in template.calls):
+        same = len(match.spots) == len(template.calls)
+        if same and Counter(s.op for s in match.spots) == Counter(call.op for call in template.calls):
             return False
         return self._place(match) is not None
 
@@ -302,68 +297,73 @@ class _Run:
         return list(found)
 
 
+Group = tuple[frozenset[int], list[_Entry]]
+
+
 @dataclass(slots=True)
 class _Index:
     """Which entries are worth trying at a node: by its operator, then by the operators that make its operands."""
 
-    by_op: dict[Any, list[tuple[frozenset[Any], list[_Entry]]]]
+    by_op: dict[Any, list[Group]]
+    reader: Reader
 
-    def at(self, spot: Spot, draft: Draft) -> list[_Entry]:
+    def at(self, spot: Spot) -> list[_Entry]:
         """The entries whose first root this node may be, in the order to try."""
-        own = _own_op(spot)
         found: list[_Entry] = []
+        outs = spot.outs
+        own = self.reader.own(outs[0]) if outs else None
         groups = [g for key in _keys(spot, own) for g in self.by_op.get(key, ())]
         if groups:
-            below = _ops_below(spot, draft)
-            found += [e for needs, entries in groups if needs <= below for e in entries]
-        for other in SPELLINGS.get(own, ()):
-            if other.gives != own:
-                found += [e for _, entries in self.by_op.get(other.gives, ()) for e in entries]
-        return sorted(found, key=lambda e: -e.size) if len(found) > 1 else found
+            found += self._fitting(groups, spot.ins)
+        for other in own.others if own is not None else ():
+            groups = self.by_op.get(other.gives, ()) if other.gives is not own.op else ()
+            reading = self.reader.spelled(other, outs[0], own) if groups else None
+            if reading is not None:
+                found += self._fitting(groups, reading.args)
+        return sorted(found, key=_size) if len(found) > 1 else found
+
+    def _fitting(self, groups: Sequence[Group], operands: Sequence[Any]) -> Iterator[_Entry]:
+        below = self._ops_below(operands)
+        for needs, entries in groups:
+            if needs <= below:
+                yield from entries
+
+    def _ops_below(self, operands: Sequence[Any]) -> set[int]:
+        """Ids of the operators by which the operands can be read."""
+        found: set[int] = set()
+        for x in operands:
+            own = self.reader.own(self.reader.base(x)) if isinstance(x, (Value, Said)) else None
+            if own is not None:
+                found.add(id(own.op))
+                found.update([id(other.gives) for other in own.others])
+        return found
 
 
-def _index(rank: int, rules: Sequence[AnyRewrite]) -> _Index:
-    groups: dict[Any, dict[frozenset[Any], list[_Entry]]] = {}
-    for rule in rules:
-        entries = [_Entry(rule, Confirmed(rule, p, rank)) for p in rule.patterns] if isinstance(rule, Rewrite) else [_Entry(rule)]
-        for entry in entries:
-            needs = entry.confirmed.pattern.needs if entry.confirmed else frozenset[Any]()
-            for key in entry.keys():
-                groups.setdefault(key, {}).setdefault(_plain(needs), []).append(entry)
-    return _Index({op: list(found.items()) for op, found in groups.items()})
+def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
+    groups: dict[Any, dict[frozenset[int], list[_Entry]]] = {}
+    for entry in (entry for rule in rules for entry in _entries(rank, rule)):
+        needs = entry.confirmed.pattern.needs if entry.confirmed else frozenset[int]()
+        for key in entry.keys():
+            groups.setdefault(key, {}).setdefault(needs, []).append(entry)
+    return _Index({op: list(found.items()) for op, found in groups.items()}, reader)
 
 
-def _plain(needs: frozenset[Any]) -> frozenset[Any]:
-    return frozenset(op for op in needs if not isinstance(op, StepName))
+def _entries(rank: int, rule: AnyRewrite) -> list[_Entry]:
+    if isinstance(rule, Rewriter):
+        return [_Entry(rule)]
+    return [_Entry(rule, Confirmed(rule, p, rank), len(p.ops)) for p in rule.patterns]
 
 
-def _own_op(spot: Spot) -> Any:
-    op = SAME_OPERATOR.get(spot.op, spot.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return CAST if op in CASTS else op
+def _size(entry: _Entry) -> int:
+    return -entry.size
 
 
-def _keys(spot: Spot, own: Any) -> Iterator[Any]:
+def _keys(spot: Spot, own: Reading | None) -> Iterator[Any]:
     if isinstance(spot.op, Carry):
         yield from type(spot.op.step).__mro__
     else:
-        yield own
+        yield spot.op if own is None else own.op
     yield None
-
-
-def _ops_below(spot: Spot, draft: Draft) -> set[Any]:
-    """Operators by which the operands can be read, also behind what changes nothing."""
-    found: set[Any] = set()
-    waiting = list(spot.ins)
-    while waiting:
-        maker = draft.producer(waiting.pop())
-        if maker is None:
-            continue
-        own = _own_op(maker)
-        found.add(own)
-        found.update(other.gives for other in SPELLINGS.get(own, ()))
-        if own in NOTHING and maker.ins:
-            waiting.append(maker.ins[0])
-    return found
 
 
 def _values_below(found: Any) -> Iterator[Value]:

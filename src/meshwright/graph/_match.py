@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._draft import Draft, Spot
-from ._effects import draws, is_view, writes_to
+from ._effects import draws, is_view
 from ._known import known_tensor
 from ._node import Carry, Value
 from ._pattern import Constant, Name, Pattern, Term
@@ -64,10 +64,15 @@ class Match:
 Accept = Callable[[Match], bool]
 
 
-def find_match(pattern: Pattern, spot: Spot, draft: Draft, reader: Reader, accept: Accept) -> Match | None:
-    """The first match whose first root is made by `spot`, that nothing speaks against and that `accept` takes."""
+def find_match(
+    pattern: Pattern, spot: Spot, draft: Draft, reader: Reader, accept: Accept, written: Set[Value] = frozenset()
+) -> Match | None:
+    """The first match whose first root is made by `spot`, that nothing speaks against and that `accept` takes.
+
+    Values in `written` change in place: what reads them is left alone.
+    """
     for v in spot.outs:
-        search = _Search(Match(pattern, draft), draft, reader, accept)
+        search = _Search(Match(pattern, draft), draft, reader, accept, written)
         if search.solve(((pattern.roots[0], v), None)):
             return search.match
     return None
@@ -79,6 +84,7 @@ class _Search:
     draft: Draft
     reader: Reader
     accept: Accept
+    written: Set[Value]
     trail: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
     def solve(self, goals: Goals) -> bool:
@@ -105,12 +111,12 @@ class _Search:
             if reading.place != term.place or len(reading.args) != len(term.args):
                 continue
             for args in _orders(term, reading.args):
-                self._hold(term, base if reading.call is None else v, (*passed, reading.call))
+                self._hold(term, base if reading.call is None else v, (*passed, *reading.calls))
                 if self._operator(term, reading) and self.solve(self._goals(term, args, goals)):
                     return True
                 self._undo(mark)
         if term.op is CAST:
-            self._hold(term, base, ())
+            self._hold(term, base, passed)
             if self.solve(_ahead(zip(term.args, (base, base.dtype), strict=False), goals)):
                 return True
             self._undo(mark)
@@ -173,7 +179,7 @@ class _Search:
             self.match.values[term] = v
             self.trail.append((self.match.values, term))
         for spot in calls:
-            if spot is not None and spot not in self.match.spots:
+            if spot not in self.match.spots:
                 self.match.spots[spot] = None
                 self.trail.append((self.match.spots, spot))
 
@@ -189,7 +195,7 @@ class _Search:
         values = self.match.values
         root = next((r for r in self.match.pattern.roots if r not in values), None)
         if root is None:
-            return stands_alone(self.match, self.draft) and self.accept(self.match)
+            return stands_alone(self.match, self.draft, self.written) and self.accept(self.match)
         taken = {id(values[r]) for r in self.match.pattern.roots if r in values}
         mark = len(self.trail)
         for v in candidates(root, self.match, self.draft):
@@ -224,7 +230,7 @@ def _way_up(term: Term, match: Match) -> tuple[Operand, list[Term]] | None:
     return None
 
 
-def stands_alone(match: Match, draft: Draft) -> bool:
+def stands_alone(match: Match, draft: Draft, written: Set[Value]) -> bool:
     """True when nothing else needs what would go: inner values are read inside, all nodes ran in the same modes.
 
     Casts, views and what is made of nothing may be read elsewhere: they stay, and cost nothing.
@@ -235,11 +241,12 @@ def stands_alone(match: Match, draft: Draft) -> bool:
     roots = {id(v) for v in match.roots}
     free: dict[Spot, bool] = {}
     for spot in spots:
-        if writes_to(spot.op) or any(writes_to(user.op) for v in spot.ins for user in draft.users(v)):
+        if written and any(v in written for v in spot.ins):
             return False
         for v in spot.outs:
-            inside = id(v) in roots or (all(u in spots for u in draft.users(v)) and not draft.is_result(v))
-            if not inside and not _is_free(spot, spots, draft, free):
+            if id(v) in roots or (not draft.is_result(v) and all(u in spots for u in draft.users(v))):
+                continue
+            if not _is_free(spot, spots, draft, free):
                 return False
     return True
 

@@ -69,8 +69,7 @@ def _lost(weights: Mapping[str, int], difference: Mapping[str, int]) -> int:
 
 def _differences(rule: Rewrite) -> Iterable[Mapping[str, int] | None]:
     """Per pattern: how many of each operator the rule takes away for sure, less those that it adds."""
-    for pattern in rule.patterns:
-        put = rule.told_to_put(pattern)
+    for pattern, put in zip(rule.patterns, rule.puts, strict=True):
         if put is None:
             yield None
             continue

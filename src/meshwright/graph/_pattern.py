@@ -84,15 +84,16 @@ class Pattern:
     told: Told
     terms: tuple[Term, ...] = field(repr=False)
 
-    @property
+    @cached_property
     def ops(self) -> tuple[Op | StepName, ...]:
         """The operators that `find` calls."""
         return tuple(call.op for call in self.told.calls)
 
     @cached_property
-    def needs(self) -> frozenset[Any]:
-        """Operators that must make an operand of the first root, however it is spelled; casts may be left out."""
-        return frozenset(a.op for a in self.roots[0].args if isinstance(a, Term) and a.op is not CAST)
+    def needs(self) -> frozenset[int]:
+        """Ids of operators that must make an operand of the first root, however it is spelled; casts may be left out."""
+        below = (a.op for a in self.roots[0].args if isinstance(a, Term) and not isinstance(a.op, StepName))
+        return frozenset(id(op) for op in below if op is not CAST)
 
 
 def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from meshwright.layout import Spec
 
+from ._layouts import Layouts
 from ._node import Carry, Node, Value, name_of, values_in
 from ._text import node_text, tree_text, type_text
 
@@ -82,6 +83,11 @@ class Program:
     def results(self) -> tuple[Value, ...]:
         """The values that must be there at the end: outputs, and what is written back."""
         return (*values_in(self.outputs), *(v for _, v in self.writes))
+
+    @property
+    def layouts(self) -> Layouts:
+        """How the whole tensors lie of which values are parts: a table, where that is known."""
+        return Layouts({v.name: spec for v, spec in self.specs.items()})
 
     def __str__(self) -> str:
         return self.text()

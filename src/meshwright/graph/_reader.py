@@ -61,12 +61,22 @@ Operand = Value | Said
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """One way to read a value: result `place` of `op(*args)`; `call` is the node, None for what is only said."""
+    """One way to read a value: result `place` of `op(*args)`; `calls` are the nodes that it stands for.
+
+    `others` are the spellings that may say the same; `idle` tells whether the first argument is the result.
+    """
 
     op: Op
     args: tuple[Any, ...]
     place: int = 0
-    call: Any = None
+    calls: tuple[Any, ...] = ()
+    others: tuple[Spelling, ...] = ()
+    idle: Callable[[tuple[Any, ...], Any], bool] | None = None
+
+    @property
+    def call(self) -> Any:
+        """The node that makes the value; None for what is only said."""
+        return self.calls[0] if self.calls else None
 
 
 Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
@@ -100,11 +110,12 @@ class Reader:
     def __init__(self, producer: Callable[[Value], Any]) -> None:
         self._producer = producer
         self._full: dict[Any, tuple[Any, Any, Reading]] = {}
+        self._through: list[Any] = []
 
     def own(self, v: Operand) -> Reading | None:
         """The operator that makes `v`, with all arguments; None for an input."""
         if isinstance(v, Said):
-            return Reading(*canonical(v.op, v.args, v))
+            return _own(*canonical(v.op, v.args, v), 0, ())
         call = self._producer(v)
         if call is None:
             return None
@@ -112,7 +123,7 @@ class Reader:
         if known is not None and known[0] is call.args and known[1] is call:
             return known[2]
         place = 0 if call.out is v else call.outs.index(v)
-        reading = Reading(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, call)
+        reading = _own(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
         self._full[v] = (call.args, call, reading)
         return reading
 
@@ -121,28 +132,41 @@ class Reader:
         own = self.own(v)
         if own is None:
             return
-        if own.op == op:
+        if own.op is op:
             yield own
-        for other in SPELLINGS.get(own.op, ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
-            if other.gives == op:
-                args = other.spell(self, v, own.args)
-                if args is not None:
-                    yield Reading(op, args, own.place, own.call)
+        for other in own.others:
+            if other.gives is op:
+                reading = self.spelled(other, v, own)
+                if reading is not None:
+                    yield reading
+
+    def spelled(self, other: Spelling, v: Operand, own: Reading) -> Reading | None:
+        """`own` in another spelling, with the nodes that were looked through for it."""
+        mark = len(self._through)
+        args = other.spell(self, v, own.args)
+        through = self._through[mark:]
+        del self._through[mark:]
+        return None if args is None else _own(other.gives, args, own.place, (*own.calls, *through))
 
     def as_call(self, v: Any, op: Op) -> tuple[Any, ...] | None:
         """The arguments of `v` read as a call of `op`, the first way that there is."""
         if not isinstance(v, (Value, Said)):
             return None
-        return next((reading.args for reading in self.read(self.base(v), op)), None)
+        passed: list[Any] = []
+        reading = next(self.read(self.base(v, passed), op), None)
+        if reading is None:
+            return None
+        self._through += (*passed, *reading.calls)
+        return reading.args
 
     def normal(self, v: Operand) -> Reading | None:
         """`v` as the rules read it: by the last spelling that applies, again and again."""
         own = self.own(v)
         while own is not None:
-            for other in reversed(SPELLINGS.get(own.op, ())):  # pyright: ignore[reportArgumentType, reportCallIssue]
-                args = other.spell(self, v, own.args) if other.gives != own.op else None
-                if args is not None:
-                    own = Reading(other.gives, args, own.place, own.call)
+            for other in reversed(own.others):
+                reading = self.spelled(other, v, own) if other.gives is not own.op else None
+                if reading is not None:
+                    own = reading
                     break
             else:
                 return own
@@ -171,6 +195,11 @@ class Reader:
         return is_repeatable(ours.op) and all(
             self.alike(x, y, depth - 1) for x, y in zip(_flat(ours.args), _flat(theirs.args), strict=False)
         )
+
+
+def _own(op: Any, args: tuple[Any, ...], place: int, calls: tuple[Any, ...]) -> Reading:
+    """A reading beside what the tables know of its operator."""
+    return Reading(op, args, place, calls, tuple(SPELLINGS.get(op, ())), NOTHING.get(op))
 
 
 def is_repeatable(op: Op) -> bool:
@@ -230,11 +259,10 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
 
 def _changes_nothing(own: Reading, v: Operand) -> bool:
     """True when the result is the first argument: same numbers, same dtype."""
-    test = NOTHING.get(own.op)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    if test is None:
+    if own.idle is None:
         return False
     x = own.args[0]
-    return isinstance(x, (Value, Said)) and x.dtype == v.dtype and test(own.args, v)
+    return isinstance(x, (Value, Said)) and x.dtype == v.dtype and own.idle(own.args, v)
 
 
 def _same_shape(args: tuple[Any, ...], v: Operand) -> bool:

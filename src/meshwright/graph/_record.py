@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Recorded, use
+from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Exchange, Plan, Relabel
 from meshwright.tensor import stamp, whole
 
@@ -24,7 +25,8 @@ from ._errors import CaptureError
 from ._node import Carry, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._recording import Recording
-from .torch_hooks import FakeMode, Modes, Operator, ShapeEnv, interception_off, symbolic_float, unrecorded
+from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
+from .torch_hooks import FakeMode, Modes, Operator, ShapeEnv, interception_off, symbolic_float, symbolic_int, unrecorded
 
 
 class RecordingCarrier(Recorded):
@@ -33,6 +35,15 @@ class RecordingCarrier(Recorded):
     def __init__(self, rank: int, size: int, recorder: Recorder) -> None:
         super().__init__(rank, size)
         self._recorder = recorder
+
+    def offset(self, spec: Spec, dim: int) -> int:
+        if is_everywhere(spec.mesh, lambda rank: spec.offset(rank, dim)):
+            return spec.offset(self.rank, dim)
+        return self._recorder.add_rank_number(Offset(spec, dim), spec.offset(self.rank, dim))
+
+    def place(self, mesh: ProcessMesh, axes: Sequence[str]) -> int:
+        number = RankPlace(mesh, tuple(axes))
+        return self._recorder.add_rank_number(number, super().place(mesh, axes)) if axes else 0
 
     def convert(self, way: Plan, x: Tensor) -> Tensor:
         for step, spec in way.walk():
@@ -51,6 +62,7 @@ class Recorder(Modes):
         self.recording = Recording(origin=lambda: self.origin)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
+        self._rank_numbers: dict[RankNumber, Any] = {}
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with interception_off():
@@ -93,8 +105,16 @@ class Recorder(Modes):
     def add_number(self, name: str, number: float, source: Any) -> Any:
         """A symbolic number, which becomes an input of the program."""
         symbol = symbolic_float(self.mode, name, number)
-        self.recording.add_number(symbol, name, source)
+        self.recording.add_number(symbol, "scalar", name, source)
         return symbol
+
+    def add_rank_number(self, number: RankNumber, here: int) -> Any:
+        """A number that depends on the rank, symbolic, as an input of the program; `here` is what it is on this rank."""
+        if number not in self._rank_numbers:
+            name = f"rank_number_{len(self._rank_numbers)}"
+            symbol = self._rank_numbers[number] = symbolic_int(self.mode, name, here)
+            self.recording.add_number(symbol, "number", name, number)
+        return self._rank_numbers[number]
 
     def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
         """The program recorded so far: `writes` are inputs, and the tensors whose values they take over."""

@@ -57,10 +57,10 @@ class Recording:
         self._bind(x, Cell(value, Memory(), x))
         return value
 
-    def add_number(self, symbol: Any, name: str, source: Any) -> Value:
+    def add_number(self, symbol: Any, role: Role, name: str, source: Any) -> Value:
         """A symbolic number becomes an input of the program."""
         value = Value(self.names.fresh(name), (), float if isinstance(symbol, torch.SymFloat) else int)
-        self.inputs.append(Input(value, "scalar", name, None, source))
+        self.inputs.append(Input(value, role, name, None, source))
         self.numbers.bind(symbol, value)
         return value
 

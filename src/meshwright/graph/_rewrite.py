@@ -58,18 +58,24 @@ class Rewrite:
         ]
         return tuple(sorted(found, key=lambda p: -len(p.ops)))
 
+    @cached_property
+    def _asked(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.where).parameters) if self.where is not None else ()
+
     def is_met(self, arguments: Mapping[str, Any], match: Any = None) -> bool:
         """What `where` says of these arguments."""
         if self.where is None:
             return True
-        wanted = inspect.signature(self.where).parameters
-        return bool(self.where(**{name: v for name, v in {**arguments, "match": match}.items() if name in wanted}))
+        known = {**arguments, "match": match}
+        return bool(self.where(**{name: known.get(name) for name in self._asked}))
 
-    def told_to_put(self, pattern: Pattern) -> Told | None:
-        """The calls of `put` for sample arguments; None where it needs more than samples, such as steps."""
-        if pattern.variant.steps:
-            return None
-        return watch(self.put, sample_arguments(pattern.variant, self.tensor_shapes))
+    @cached_property
+    def puts(self) -> tuple[Told | None, ...]:
+        """The calls of `put` beside each pattern, for sample arguments; None where it needs more, such as real steps."""
+        return tuple(
+            None if p.variant.steps else watch(self.put, sample_arguments(p.variant, self.tensor_shapes))
+            for p in self.patterns
+        )
 
 
 @dataclass(frozen=True)

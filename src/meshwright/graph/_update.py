@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshwright.layout import Spec
 from meshwright.tensor import DistTensor
 
 from ._errors import CaptureError
@@ -39,11 +40,14 @@ def record_update(
     learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes.
     """
     recorder = Recorder(rank, size)
+    by_name = {i.name: i for i in trained}
     with recorder.recording_as("update"), torch.no_grad():
         parameters = {i.name: recorder.add(i) for i in trained}
         for i in trained:
             parameters[i.name].grad = recorder.add(_gradient(i))
-        given: dict[StateKey, Any] = {key: _stand_in(recorder, key, value) for key, value in states.items()}
+        given: dict[StateKey, Any] = {
+            key: _stand_in(recorder, key, value, by_name.get(key[0])) for key, value in states.items()
+        }
         twin = _twin_of(optimizer, names, parameters, given, recorder)
         with symbolic_extrema(type(optimizer)):
             twin.step()
@@ -65,16 +69,23 @@ def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[
     return recorder.finish({"state": made}, [(x, v) for x, v in writes if x is not v])
 
 
+def lies_as(state: Tensor, parameter: Input | None) -> Spec | None:
+    """How a state that is whole is to lie: as its parameter, where it has the parameter's shape."""
+    spec = None if parameter is None else parameter.spec
+    fits = spec is not None and tuple(spec.shape) == tuple(state.shape) and state.dim() > 0
+    return spec.with_dtype(state.dtype) if spec is not None and fits else None
+
+
 def _gradient(parameter: Input) -> Input:
     v, spec = parameter.value, parameter.spec
     value = Value(f"{v.name}_grad", v.shape, v.dtype, v.device)
     return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
 
 
-def _stand_in(recorder: Recorder, key: StateKey, value: Any) -> Any:
+def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    spec = value.spec if isinstance(value, DistTensor) else None
+    spec = value.spec if isinstance(value, DistTensor) else lies_as(value, parameter)
     name = ".".join(key)
     return recorder.add(
         Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)

@@ -57,7 +57,18 @@ ShapeEnv = symbolic_shapes.ShapeEnv
 
 def symbolic_float(mode: FakeTensorMode, name: str, hint: float) -> Any:
     """A float that is not known yet, in the world of `mode`."""
-    env, source = mode.shape_env, ConstantSource(name)
-    assert env is not None
+    env, source = _world(mode), ConstantSource(name)
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=hint, source=source)
+
+
+def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> Any:
+    """An integer that is not known yet, in the world of `mode`."""
+    env, source = _world(mode), ConstantSource(name)
+    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
+    assert mode.shape_env is not None
+    return mode.shape_env

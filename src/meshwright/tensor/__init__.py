@@ -1,6 +1,7 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
 from . import _dispatch
+from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
@@ -13,7 +14,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
-from ._make import Mark, distribute, from_local, redistribute, whole
+from ._make import Mark, distribute, from_local, lay, redistribute, whole
 from ._marks import capturing
 from ._random import random_source
 from .torch_hooks import no_interception as local_parts
@@ -25,6 +26,7 @@ __all__ = [
     "RAN_WHOLE",
     "AbsentError",
     "Decided",
+    "Decision",
     "DistTensor",
     "LocalShapeError",
     "Mark",
@@ -35,9 +37,11 @@ __all__ = [
     "RanWholeWarning",
     "RandomSourceError",
     "capturing",
+    "decide",
     "decisions",
     "distribute",
     "from_local",
+    "lay",
     "local_parts",
     "operators_recorded",
     "random_source",

@@ -5,11 +5,12 @@ Nothing is sliced that nobody asked to slice, and terms stay pending while that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
-from meshwright.layout import Dim, Layout, Spec
+from meshwright.layout import Dim, Layout, ProcessMesh, Spec
 from meshwright.spmd import (
     REPEATED,
     Bound,
@@ -17,6 +18,7 @@ from meshwright.spmd import (
     Choice,
     Held,
     choices,
+    cut_choices,
     dim_of,
     factor_axes,
 )
@@ -45,15 +47,22 @@ class _Picked:
     gathers: bool = False
 
 
-def decide(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
-    """How `call` lies on the mesh of its operands; None when an operand that is written to would have to move."""
+def decide(
+    call: Call, specs: Sequence[Spec | None], free: Set[int] = frozenset(), wish: Layout | None = None
+) -> Decision | None:
+    """How `call` lies on the mesh of its operands; None when an operand that is written to would have to move.
+
+    Operands in `free` take any layout at no cost; `wish` is how the first result is wanted.
+    """
     bound = call.bound
-    mesh = next(s.mesh for s in specs if s is not None)
+    wanted = factor_axes(bound.outs[0], wish, bound, _mesh(specs).sizes) if wish is not None else {}
+    mesh = _mesh(specs)
     axes = [factor_axes(d, s.layout, bound, mesh.sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
     picked = _Picked({}, [[] for _ in specs], [[] for _ in bound.outs], [])
     for axis, ranks in mesh.sizes.items():
         held = [_held(axis, a, s) for a, s in zip(axes, specs, strict=True)]
-        choice = _pick(call, specs, held, ranks, axis, picked.form)
+        want = _held_by(axis, wanted, wish) if wish is not None else None
+        choice = _pick(call, specs, held, ranks, axis, picked.form, free, want)
         if choice is None:
             return None
         _note(picked, choice, held, axis, specs, call)
@@ -61,31 +70,45 @@ def decide(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
     return decision if all(decision.ins[i] is specs[i] for i in call.mutated) else None
 
 
+def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
+    return next(s.mesh for s in specs if s is not None)
+
+
 def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> Held:
-    if spec is None:
-        return REPEATED
+    return REPEATED if spec is None else _held_by(axis, axes, spec.layout)
+
+
+def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> Held:
     for factor, names in axes.items():
         if axis in names:
             return factor
-    for name, op in spec.layout.partial:
+    for name, op in layout.partial:
         if name == axis:
             return op
     return REPEATED
 
 
 def _pick(
-    call: Call, specs: Sequence[Spec | None], held: Sequence[Held], ranks: int, axis: str, form: str | None
+    call: Call,
+    specs: Sequence[Spec | None],
+    held: Sequence[Held],
+    ranks: int,
+    axis: str,
+    form: str | None,
+    free: Set[int],
+    want: Held | None,
 ) -> Choice | None:
     """The cheapest choice for one axis."""
     bound = call.bound
-    if all(h == REPEATED for h in held):
+    wished = cut_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
+    if all(h == REPEATED for h in held) and not wished:
         return Choice((REPEATED,) * len(held), (REPEATED,) * len(bound.outs))
     best: tuple[float, int, float] | None = None
     found = None
-    for choice in choices(bound, held):
+    for choice in chain(wished, choices(bound, held)):
         if not _keeps_written(call, choice, held) or not _one_form(bound, choice, form):
             continue
-        price = _price(bound, choice, specs, held, ranks, axis)
+        price = _price(bound, choice, specs, held, ranks, axis, free, want)
         if best is None or price < best:
             best, found = price, choice
     return found
@@ -103,12 +126,19 @@ def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:
 
 
 def _price(
-    bound: Bound, choice: Choice, specs: Sequence[Spec | None], held: Sequence[Held], ranks: int, axis: str
+    bound: Bound,
+    choice: Choice,
+    specs: Sequence[Spec | None],
+    held: Sequence[Held],
+    ranks: int,
+    axis: str,
+    free: Set[int],
+    want: Held | None,
 ) -> tuple[float, int, float]:
     """Bytes that move, operands that change, bytes that change; pending sums that grow count as moved."""
     moved, changed, touched, pending = 0.0, 0, 0.0, 0.0
-    for spec, have, need in zip(specs, held, choice.ins, strict=True):
-        if spec is None:
+    for at, (spec, have, need) in enumerate(zip(specs, held, choice.ins, strict=True)):
+        if spec is None or at in free:
             continue
         size = _bytes_here(spec, axis)
         pending += size if have == "sum" else 0.0
@@ -116,6 +146,9 @@ def _price(
             moved += size * traffic(have, need, ranks)
             changed += 1
             touched += size
+    if want is not None and choice.outs and choice.outs[0] != want:
+        moved += _result_bytes(bound, specs, axis) * traffic(choice.outs[0], want, ranks)
+        changed += 1
     if choice.factor is None and pending and choice.outs and choice.outs[0] == "sum":
         moved += max(0.0, _result_bytes(bound, specs, axis) - pending) * traffic("sum", REPEATED, ranks)
     return moved, changed, touched

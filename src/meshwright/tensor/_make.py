@@ -48,6 +48,23 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
     return out
 
 
+def lay(x: Tensor, spec: Spec) -> DistTensor:
+    """`x` itself, a leaf that every rank has whole, turned into this rank's part of it.
+
+    It stays the same object, so that modules and optimizers that hold it hold the part.
+    """
+    new = distribute(x, spec.mesh, placements_of(spec.layout, spec.mesh))
+    is_parameter = isinstance(x, nn.Parameter)
+    with no_interception():
+        x.data = plain_view(new.detach())
+    if new._away:
+        return absent(x, spec)
+    out = stamp(x, spec)
+    if is_parameter:
+        out._is_param = True
+    return out
+
+
 def _present(local: Tensor, spec: Spec) -> DistTensor:
     """The distributed tensor with this local part, or without any on a rank outside the mesh."""
     with no_interception():

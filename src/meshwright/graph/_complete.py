@@ -1,0 +1,194 @@
+"""Completing layouts: what is marked tells how everything else lies, forward and backward, until nothing changes.
+
+Marks are inputs with a spec and `reshard` calls. Forward, each operator lies as eager mode would decide, with unmarked
+operands free to take what is cheapest; backward, how a result is known to lie tells how unmarked operands are wanted.
+Where uses want an unmarked tensor differently, the layout that moves fewest bytes is taken, gradients included; the
+order of nodes decides nothing but ties. What no mark reaches is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from meshwright.layout import Layout, ProcessMesh, Spec, replicated
+from meshwright.reshard import plan, transposed
+from meshwright.spmd import RuleError, describe, refined
+from meshwright.tensor import Decision, Mark, decide
+
+from ._layouts import Layouts
+from ._node import Node, Value, map_values, tensor_dtype, values_in
+from ._program import Program
+from .torch_hooks import Operator
+
+
+def complete(program: Program, given: Mapping[str, Spec] | None = None) -> Layouts:
+    """How every value of the captured `program` lies; `given`, by name, overrules and adds to its marks."""
+    state = _State(program)
+    for node in program.nodes:
+        if isinstance(node.op, Mark):
+            (out,) = node.outs
+            state.know(out, Spec(node.op.mesh, node.op.layout, out.shape, tensor_dtype(out)), "mark")
+    for i in program.inputs:
+        spec = (given or {}).get(i.value.name, i.spec)
+        if spec is not None:
+            state.know(i.value, spec, "mark")
+    while state.sweep() or state.settle():
+        pass
+    state.default()
+    specs = {v.name: spec for v, spec in state.known.items()}
+    return Layouts(specs, {v.name: why for v, why in state.reasons.items()})
+
+
+def with_layouts(program: Program, layouts: Layouts) -> Program:
+    """The captured program, whose inputs lie as the completed layouts say."""
+    inputs = tuple(
+        replace(i, spec=layouts.specs.get(i.value.name, i.spec)) if i.role != "constant" else i for i in program.inputs
+    )
+    specs = {v: layouts.specs[v.name] for v in _all_values(program) if v.name in layouts.specs}
+    return replace(program, inputs=inputs, specs=specs)
+
+
+@dataclass(slots=True)
+class _State:
+    program: Program
+    known: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
+    reasons: dict[Value, str] = field(default_factory=dict[Value, str])
+    wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
+    stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
+
+    def know(self, v: Value, spec: Spec, why: str) -> None:
+        self.known[v], self.reasons[v] = spec, why
+
+    def sweep(self) -> bool:
+        """Forward over all nodes, then backward; True when a result became known."""
+        before = len(self.known)
+        for node in self.program.nodes:
+            self._forward(node)
+        for node in reversed(self.program.nodes):
+            self._backward(node)
+        return len(self.known) != before
+
+    def settle(self) -> bool:
+        """Gives the first unknown tensor that uses want somehow its cheapest layout; True when there was one."""
+        open_values = [v for v in self.wants if v not in self.known]
+        if not open_values:
+            return False
+        v = max(open_values, key=lambda v: (v not in self.program.producers, v.nbytes))
+        wants = list(self.wants.pop(v).values())
+        spec, why = min(_candidates(wants), key=lambda c: sum(_cost(c[0], need) for need, _ in wants))
+        self.know(v, spec, why)
+        return True
+
+    def default(self) -> None:
+        """What no mark reached is replicated, on the mesh that is there."""
+        meshes = {spec.mesh for spec in self.known.values()}
+        if len(meshes) != 1:
+            return
+        (mesh,) = meshes
+        for v in _all_values(self.program):
+            if v.is_tensor and v not in self.known:
+                self.know(v, Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v)), "default")
+
+    def _forward(self, node: Node) -> None:
+        if all(v in self.known for v in node.outs) or not any(v in self.known for v in node.ins):
+            return
+        found = self._decided(node, None)
+        mesh = next(self.known[v].mesh for v in node.ins if v in self.known)
+        layouts = found.outs if found is not None else ()
+        layouts = layouts if len(layouts) == len(node.outs) else layouts * len(node.outs)
+        for at, v in enumerate(node.outs):
+            if not v.is_tensor:
+                continue
+            fits = at < len(layouts) and layouts[at].ndim == len(v.shape)
+            layout = layouts[at] if fits else replicated(len(v.shape))
+            self.know(v, Spec(mesh, layout, v.shape, tensor_dtype(v)), "forward")
+
+    def _backward(self, node: Node) -> None:
+        unknown = [v for v in node.ins if v.is_tensor and v not in self.known]
+        if not unknown or not any(v in self.known for v in node.outs):
+            return
+        if isinstance(node.op, Mark):
+            (out,) = node.outs
+            self._want(unknown[0], node, self.known[out], "backward")
+            return
+        first = next(v for v in node.outs if v in self.known)
+        self._decided(node, self.known[first].layout)
+
+    def _want(self, v: Value, node: Node, spec: Spec, why: str) -> None:
+        wants = self.wants.setdefault(v, {})
+        if node not in wants or wants[node][0] is not spec:
+            wants[node] = (spec, why)
+
+    def _decided(self, node: Node, wish: Layout | None) -> Decision | None:
+        """How the operator lies; what it wants of unknown operands is noted."""
+        if not isinstance(node.op, Operator):
+            return None
+        args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
+        try:
+            call = describe(node.op, args, kwargs)
+        except RuleError:
+            return None
+        if call is None:
+            return None
+        operands = [_operand(node, place) for place in call.places]
+        near = next(self.known[v] for v in (*node.ins, *node.outs) if v in self.known)
+        ins = [self._spec(v, near.mesh) if v is not None else None for v in operands]
+        if all(s is None for s in ins) or any(s is not None and s.mesh is not near.mesh for s in ins):
+            return None
+        call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
+        free = frozenset(at for at, v in enumerate(operands) if v is not None and v not in self.known)
+        found = decide(call, ins, free, wish)
+        if found is not None:
+            for at in free:
+                v, need = operands[at], found.ins[at]
+                if v is not None and need is not None:
+                    self._want(v, node, _unpending(need), "forward" if wish is None else "backward")
+        return found
+
+    def _stand_in(self, v: Value) -> Any:
+        if not isinstance(v.dtype, torch.dtype):
+            return v.dtype(2)
+        if v not in self.stand:
+            self.stand[v] = torch.empty(v.shape, dtype=v.dtype, device="meta")
+        return self.stand[v]
+
+    def _spec(self, v: Value, mesh: ProcessMesh) -> Spec:
+        found = self.known.get(v)
+        return found if found is not None else Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v))
+
+
+def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Value | None:
+    if place is None:
+        return None
+    key, index = place
+    value = node.args[key] if isinstance(key, int) else node.kwargs[key]
+    return value if index is None else value[index]
+
+
+def _unpending(spec: Spec) -> Spec:
+    """What is given whole does not start as terms."""
+    return spec.with_layout(Layout(spec.layout.dims))
+
+
+def _candidates(wants: Sequence[tuple[Spec, str]]) -> list[tuple[Spec, str]]:
+    found = {spec: (spec, why) for spec, why in wants}
+    whole = [(s.with_layout(replicated(s.ndim)), "default") for s in list(found)[:1]]
+    return [*found.values(), *[w for w in whole if w[0] not in found]]
+
+
+def _cost(have: Spec, need: Spec) -> float:
+    """Bytes that a use moves, with those of the gradient."""
+    if have is need or have.mesh is not need.mesh:
+        return 0.0
+    return float(plan(have, need).busiest + plan(*transposed(have, need)).busiest)
+
+
+def _all_values(program: Program) -> Iterable[Value]:
+    for given in program.inputs:
+        yield given.value
+    for node in program.nodes:
+        yield from values_in(node.out)
