@@ -32,8 +32,9 @@ from meshwright.graph import (
     verify,
     with_layouts,
 )
-from meshwright.layout import Spec, placements_of
-from meshwright.tensor import DistTensor, distribute, lay, local_parts, stamp
+from meshwright.layout import Spec
+from meshwright.passes import ShardParameters, data_axes, shards
+from meshwright.tensor import DistTensor, lay, local_parts, place, stamp
 
 from ._errors import StaticError
 from ._strategy import Strategy
@@ -86,6 +87,7 @@ class DistModel:
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
         self._compiled: dict[Any, Compiled] = {}
         self._latest: Compiled | None = None
+        self._homes: dict[str, Spec] = {}
         self.layouts: Layouts | None = None
         """How the values of the captured model lie, once it was called."""
         self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
@@ -172,10 +174,15 @@ class DistModel:
 
     def _compile(self, batch: Sequence[Any]) -> Compiled:
         captured = capture(self.network, self._call, batch)
-        layouts = complete(captured.program, self.strategy.layouts)
-        captured = replace(captured, program=with_layouts(captured.program, layouts))
+        layouts = complete(captured.program, {**self._homes, **(self.strategy.layouts or {})})
+        forward = with_layouts(captured.program, layouts)
+        sharding = self.strategy.sharding
+        if sharding.enable and sharding.stage == 3:
+            forward = ShardParameters(sharding.axes, sharding.least)(forward)
+        captured = replace(captured, program=forward)
         program = apply_passes(verify(self._recorded(captured)), self.strategy.passes)
         self._lay(captured)
+        self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
         self.layouts = layouts
         sources = _Sources(captured.slots, self.optimizer)
         writes = {given.value: at for at, given in enumerate(program.inputs)}
@@ -191,12 +198,12 @@ class DistModel:
         inputs = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
         for slot in captured.slots:
             given = inputs[slot.name]
-            if given.spec is None or isinstance(slot.tensor, DistTensor):
+            if given.spec is None or (isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec):
                 continue
             states = self.optimizer.state.get(slot.tensor, {}) if self.optimizer is not None else {}
             for key, value in states.items():
                 spec = lies_as(value, given) if isinstance(value, Tensor) else None
-                if spec is not None and not isinstance(value, DistTensor):
+                if spec is not None:
                     states[key] = lay(value, spec)
             lay(slot.tensor, given.spec)
 
@@ -215,7 +222,11 @@ class DistModel:
         grads: Mapping[str, Any] = step.outputs["grads"]
         trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
         names = {id(s.tensor): s.name for s in captured.slots}
-        update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size)
+        sharding = self.strategy.sharding
+        cut: Mapping[str, Spec] = {}
+        if sharding.enable and sharding.stage < 3:
+            cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
+        update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size, cut)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], "state": b["state"]})
 
@@ -253,6 +264,11 @@ class _Sources:
         return lambda leaves: states[key]
 
 
+def _slot_values(program: Program) -> set[str]:
+    """Names of the values of parameters and buffers."""
+    return {i.value.name for i in program.inputs if i.role in ("parameter", "buffer")}
+
+
 def _batch_source(at: int, spec: Spec | None) -> Callable[[Sequence[Any]], Any]:
     """A leaf of the batch; a plain tensor, which every rank has whole, is laid over the mesh."""
 
@@ -260,7 +276,7 @@ def _batch_source(at: int, spec: Spec | None) -> Callable[[Sequence[Any]], Any]:
         x = leaves[at]
         if spec is None or isinstance(x, DistTensor):
             return x
-        return distribute(x, spec.mesh, placements_of(spec.layout, spec.mesh))
+        return place(x, spec.mesh, spec.layout)
 
     return fetch
 

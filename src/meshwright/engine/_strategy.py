@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from meshwright.graph import Pass
 from meshwright.layout import Spec
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut along the axes that cut the batch.
+
+    `axes` names other mesh axes; tensors of fewer than `least` elements stay whole.
+    """
+
+    enable: bool = False
+    stage: Literal[1, 2, 3] = 1
+    axes: tuple[str, ...] | None = None
+    least: int = 1024
+
+
+@dataclass(frozen=True)
 class Strategy:
     """The options of `to_static`; `passes` are applied to the recorded program, behind those that options name."""
 
+    sharding: Sharding = field(default_factory=Sharding)
     passes: tuple[Pass, ...] = ()
     layouts: Mapping[str, Spec] | None = None

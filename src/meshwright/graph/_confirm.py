@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from meshwright.layout import Spec
 
 from ._arguments import Shape, kind_of_dtype
@@ -130,7 +132,7 @@ def specs_of(match: Match) -> dict[str, Spec]:
 def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
     sizes: dict[str, Any] = {}
     return all(
-        shape.fits(v.shape, sizes) and kind_of_dtype(v.dtype) == shape.kind
+        shape.fits(v.shape, sizes) and isinstance(v.dtype, torch.dtype) and kind_of_dtype(v.dtype) == shape.kind
         for name, shape in shapes.items()
         if isinstance(v := given.get(name), (Value, Said))
     )  # fmt: skip

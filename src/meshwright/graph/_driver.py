@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,9 +17,10 @@ from ._match import Match, find_match
 from ._measure import Measure, measure_of
 from ._node import Carry, Value, map_values, name_of, values_in
 from ._program import Change, Program
-from ._reader import Reader, Reading, Said, full_arguments
+from ._reader import Reader, Reading, Said, Spelling, full_arguments
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._watch import StepName
+from .torch_hooks import Operator
 
 AROUND = 3
 """How far from a change, in nodes, others are looked at again at once; the rest is met in the next round."""
@@ -28,8 +29,8 @@ AROUND = 3
 def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", limit: int | None = None) -> Program:
     """The program after all rules, to the point where none applies; what was done stands in its changes.
 
-    It comes to an end since every step makes the program lighter (`measure_of(rules)` finds the weights). Steps that do not
-    are counted: RewriteError after `limit` of them, by default four per node and a hundred.
+    It comes to an end since every step makes the program lighter (`measure_of(rules)` finds the weights). Steps that do
+    not are counted: RewriteError after `limit` of them, by default four per node and a hundred.
     """
     run = _Run(program, tuple(rules), by, 100 + 4 * len(program.nodes) if limit is None else limit)
     run.to_the_end()
@@ -146,15 +147,17 @@ class _Run:
             _index(self.reader, self.program.rank, list(tier))
             for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
         ]
-        at = 0
-        while at < len(tiers):
-            changed = self._sweep(tiers[at])
-            at = 0 if changed else at + 1
+        changed = True
+        while changed:
+            changed = False
+            for tier in tiers:
+                changed = self._sweep(tier) or changed
 
     def summary(self) -> Iterator[Change]:
         told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
-        bound = f"; {self.heavier} of at most {self.limit} other steps" if self.measure.unproved or self.heavier else ""
-        yield Change(self.by, f"{told}; at rest, since {self.measure}{bound}")
+        used = f", which was so in {self.heavier} steps of at most {self.limit}"
+        bound = used if self.measure.unproved or self.heavier else ""
+        yield Change(self.by, f"{told}; then nothing is left to do: {self.measure}{bound}")
 
     def _sweep(self, index: _Index) -> bool:
         changed = False
@@ -215,7 +218,8 @@ class _Run:
     def _apply(self, rule: AnyRewrite, match: Match, template: Template) -> list[Spot]:
         place = self._place(match)
         origin = self.draft.producer(match.roots[0])
-        assert place is not None and origin is not None
+        assert place is not None
+        assert origin is not None
         new: list[Spot] = []
         outs = self._put(match, template, place, origin, new)
         for old, v in zip(match.roots, outs, strict=True):
@@ -240,9 +244,12 @@ class _Run:
             args = tuple(real(a) if isinstance(a, Said) else a for a in v.args)
             return add(v.op, args, {}, self._fresh(v.op, v))
 
+        def named(op: Any) -> Callable[[Value], Value]:
+            return lambda v: here.setdefault(v, self._fresh(op, v))
+
         here = {value: real(match.names[name]) for name, value in template.inputs.items()}
         for call in template.calls:
-            out = map_values(lambda v, op=call.op: here.setdefault(v, self._fresh(op, v)), call.out)
+            out = map_values(named(call.op), call.out)
             add(call.op, *map_values(here.__getitem__, (call.args, dict(call.kwargs))), out)
         return [here[v] for v in template.outs]
 
@@ -282,7 +289,7 @@ class _Run:
         if self.heavier > self.limit:
             often = ", ".join(f"{name} ({n} times)" for name, n in self.counts.most_common(3))
             raise RewriteError(
-                f"{self.by} of {len(self.program.nodes)} operators", f"{self.heavier} steps that take nothing away: {often}",
+                f"{self.by} of {len(self.program.nodes)} operators", f"{self.heavier} steps that take nothing: {often}",
                 "rules that undo each other never come to an end",
                 "a where=... that refuses what another rule puts, or limit=... when so many steps are right",
             )  # fmt: skip
@@ -297,7 +304,9 @@ class _Run:
         return list(found)
 
 
-Group = tuple[frozenset[int], list[_Entry]]
+Needs = frozenset[frozenset[int]]
+Group = tuple[Needs, list[_Entry]]
+Plan = tuple[list[Group], list[tuple[Spelling, list[Group]]]]
 
 
 @dataclass(slots=True)
@@ -306,26 +315,36 @@ class _Index:
 
     by_op: dict[Any, list[Group]]
     reader: Reader
+    plans: dict[int, Plan] = field(default_factory=dict[int, "Plan"])
 
     def at(self, spot: Spot) -> list[_Entry]:
         """The entries whose first root this node may be, in the order to try."""
-        found: list[_Entry] = []
-        outs = spot.outs
-        own = self.reader.own(outs[0]) if outs else None
-        groups = [g for key in _keys(spot, own) for g in self.by_op.get(key, ())]
-        if groups:
-            found += self._fitting(groups, spot.ins)
-        for other in own.others if own is not None else ():
-            groups = self.by_op.get(other.gives, ()) if other.gives is not own.op else ()
-            reading = self.reader.spelled(other, outs[0], own) if groups else None
+        known = self.plans.get(id(spot.op)) if isinstance(spot.op, Operator) else self._plan(spot)
+        if known is None:
+            known = self.plans[id(spot.op)] = self._plan(spot)
+        groups, others = known
+        found = list(self._fitting(groups, spot.ins)) if groups else []
+        for other, groups in others:
+            v = spot.outs[0]
+            own = self.reader.own(v)
+            reading = self.reader.spelled(other, v, own) if own is not None else None
             if reading is not None:
                 found += self._fitting(groups, reading.args)
         return sorted(found, key=_size) if len(found) > 1 else found
 
+    def _plan(self, spot: Spot) -> Plan:
+        """The groups for an operator itself, and those for each of its other spellings."""
+        own = self.reader.own(spot.outs[0]) if spot.outs else None
+        groups = [g for key in _keys(spot, own) for g in self.by_op.get(key, ())]
+        if own is None:
+            return groups, []
+        others = [(other, self.by_op.get(other.gives, [])) for other in own.known.others if other.gives is not own.op]
+        return groups, [(other, found) for other, found in others if found]
+
     def _fitting(self, groups: Sequence[Group], operands: Sequence[Any]) -> Iterator[_Entry]:
         below = self._ops_below(operands)
         for needs, entries in groups:
-            if needs <= below:
+            if not any(makers.isdisjoint(below) for makers in needs):
                 yield from entries
 
     def _ops_below(self, operands: Sequence[Any]) -> set[int]:
@@ -334,15 +353,14 @@ class _Index:
         for x in operands:
             own = self.reader.own(self.reader.base(x)) if isinstance(x, (Value, Said)) else None
             if own is not None:
-                found.add(id(own.op))
-                found.update([id(other.gives) for other in own.others])
+                found |= own.known.readable
         return found
 
 
 def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
-    groups: dict[Any, dict[frozenset[int], list[_Entry]]] = {}
+    groups: dict[Any, dict[Needs, list[_Entry]]] = {}
     for entry in (entry for rule in rules for entry in _entries(rank, rule)):
-        needs = entry.confirmed.pattern.needs if entry.confirmed else frozenset[int]()
+        needs = entry.confirmed.pattern.needs if entry.confirmed else Needs()
         for key in entry.keys():
             groups.setdefault(key, {}).setdefault(needs, []).append(entry)
     return _Index({op: list(found.items()) for op, found in groups.items()}, reader)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._draft import Draft
 from ._effects import is_pure
-from ._node import Value, map_values
+from ._node import map_values
 from ._reader import Said
 from .torch_hooks import Operator, no_modes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +14,10 @@ from ._effects import draws, is_view
 from ._known import known_tensor
 from ._node import Carry, Value
 from ._pattern import Constant, Name, Pattern, Term
-from ._reader import CAST, CASTS, Operand, Reader, Reading, Said, argument_names, same_constant
+from ._reader import CAST, CASTS, Operand, Reader, Reading, Said, same_constant
 from ._watch import StepName, origin_modes
 
 aten = torch.ops.aten
-
-DIMS = {"dim", "dims", "dim0", "dim1", "axis"}
-"""Arguments that name dims: -1 and the last one are the same."""
-
-ANY = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
-"""Arguments that a rule says nothing about."""
 
 ADDS_A_DIM = {aten.unsqueeze.default}
 """Operators whose dim is one of the result."""
@@ -106,11 +100,10 @@ class _Search:
         base = self.reader.base(v, passed)
         mark = len(self.trail)
         for reading in self._readings(term, base):
-            if term.op is CAST and len(term.args) == 2:
-                reading = replace(reading, args=(*reading.args, base.dtype))
-            if reading.place != term.place or len(reading.args) != len(term.args):
+            shown = (*reading.args, base.dtype) if term.op is CAST and len(term.args) == 2 else reading.args
+            if reading.place != term.place or len(shown) != len(term.args):
                 continue
-            for args in _orders(term, reading.args):
+            for args in _orders(term, shown):
                 self._hold(term, base if reading.call is None else v, (*passed, *reading.calls))
                 if self._operator(term, reading) and self.solve(self._goals(term, args, goals)):
                     return True
@@ -138,17 +131,12 @@ class _Search:
 
     def _goals(self, term: Term, args: Sequence[Any], goals: Goals) -> Goals:
         """The arguments as goals; those that name dims are compared here, from the end."""
-        names = argument_names(term.op)
-        pairs: list[tuple[Any, Any]] = []
-        for at, (wanted, found) in enumerate(zip(term.args, args, strict=True)):
-            name = names[at] if at < len(names) else ""
-            if name in ANY:
-                continue
-            if name in DIMS and not isinstance(wanted, Constant):
-                pairs.append((_from_end(term.op, wanted, args[0]), _from_end(term.op, found, args[0])))
-            else:
-                pairs.append((wanted, found))
-        return _ahead(sorted(pairs, key=_cheap_first), goals)
+        for at, is_dim in reversed(term.order):
+            pair = (term.args[at], args[at])
+            if is_dim:
+                pair = (_from_end(term.op, pair[0], args[0]), _from_end(term.op, pair[1], args[0]))
+            goals = (pair, goals)
+        return goals
 
     def _leaf(self, wanted: Any, found: Any) -> bool:
         if isinstance(wanted, Name):
@@ -267,11 +255,6 @@ def _ahead(pairs: Any, goals: Goals) -> Goals:
     return goals
 
 
-def _cheap_first(pair: tuple[Any, Any]) -> int:
-    """Constants fail soonest, then operators, then names, which fit everything."""
-    return 2 if isinstance(pair[0], Name) else 1 if isinstance(pair[0], (Term, list, tuple)) else 0
-
-
 def _orders(term: Term, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
     swap = term.commutes and isinstance(args[1], (Value, Said))
     return (args, (args[1], args[0], *args[2:])) if swap else (args,)
@@ -297,5 +280,3 @@ def _is_of_kind(pattern: Pattern, name: str, found: Any) -> bool:
     if kind is int:
         return isinstance(found, int) and not isinstance(found, bool)
     return True
-
-

@@ -1,7 +1,7 @@
 """Why a set of rules comes to an end: a weight per operator under which every rule makes the program lighter.
 
-The weights are looked for with the rules' two sides, as a perceptron looks for a separating plane: a rule that does not make
-the program lighter yet pulls them its way. What is found is the proof. Where nothing is found, a bound holds instead.
+The weights are looked for with the rules' two sides, as a perceptron looks for a separating plane: a rule that does not
+make the program lighter yet pulls them its way. What is found is the proof. Where nothing is found, a bound holds instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Measure:
 
     def __str__(self) -> str:
         if self.unproved:
-            return f"no proof for {', '.join(self.unproved)}"
+            return f"{', '.join(self.unproved)} may make the program no lighter"
         heavy = sorted((f"{name} {w}" for name, w in self.weights.items() if w != 1), key=str)
         return "each rule makes the program lighter" + (f" ({', '.join(heavy)})" if heavy else "")
 
@@ -43,7 +43,7 @@ def kind_of(op: Any) -> str:
         return op.kind.__name__
     if isinstance(op, Carry):
         return type(op.step).__name__
-    return name_of(SAME_OPERATOR.get(op, op))
+    return name_of(SAME_OPERATOR[op] if op in SAME_OPERATOR else op)
 
 
 def measure_of(rules: Sequence[AnyRewrite]) -> Measure:
@@ -53,6 +53,7 @@ def measure_of(rules: Sequence[AnyRewrite]) -> Measure:
     unproved += [name for name, found in sides.items() if any(d is None for d in found)]
     weights: dict[str, int] = {}
     wanted = {name: [d for d in found if d] for name, found in sides.items() if name not in unproved}
+    heavier: list[tuple[str, Mapping[str, int]]] = []
     for _ in range(ROUNDS):
         heavier = [(name, d) for name, found in wanted.items() for d in found if _lost(weights, d) < 1]
         if not heavier:

@@ -74,10 +74,14 @@ def register_pass(cls: P) -> P:
     """Makes a pass known by its name: a frozen dataclass below `Pass`."""
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue]
         raise RewriteError(
-            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named, compared and printed",
+            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named and compared",
             '@register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
         )  # fmt: skip
-    _taken("register_pass", cls.name, _PASSES.get(cls.name) is not None and _PASSES[cls.name].__qualname__ != cls.__qualname__)
+    _taken(
+        "register_pass",
+        cls.name,
+        _PASSES.get(cls.name) is not None and _PASSES[cls.name].__qualname__ != cls.__qualname__,
+    )
     _PASSES[cls.name] = cls
     return cls
 

@@ -12,7 +12,7 @@ import torch
 from ._arguments import Shape, Variant, sample_sizes
 from ._errors import RewriteError
 from ._node import Node, Op, Value, name_of
-from ._reader import CAST, Reader, Reading, Said, full_arguments
+from ._reader import CAST, Reader, Reading, Said, argument_names, full_arguments
 from ._spellings import aten
 from ._watch import StepName, Told, watch
 
@@ -30,6 +30,13 @@ COMMUTE: set[Any] = {
     aten.logical_or.default,
 }
 """Operators whose first two arguments may change places."""
+
+
+DIMS = {"dim", "dims", "dim0", "dim1", "axis"}
+"""Arguments that name dims: -1 and the last one are the same."""
+
+ANY = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
+"""Arguments that a rule says nothing about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Constant:
         return 1 / found if self.flip else found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Term:
     """Result `place` of a call; `number` is that of the call in `find`, -1 where it was only read so."""
 
@@ -67,9 +74,25 @@ class Term:
     place: int
     number: int
 
-    @property
+    @cached_property
     def commutes(self) -> bool:
         return self.op in COMMUTE and self.args[2:] in ((), (1,))
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, bool], ...]:
+        """Places of the arguments to compare, and whether dims stand there: what fails soonest first.
+
+        Constants, then operators, then names, which fit everything.
+        """
+        names = argument_names(self.op)
+        places = [at for at in range(len(self.args)) if at >= len(names) or names[at] not in ANY]
+        cost = {
+            at: 2 if isinstance(a, Name) else int(isinstance(a, (Term, list, tuple))) for at, a in enumerate(self.args)
+        }
+        dims = {
+            at for at in places if at < len(names) and names[at] in DIMS and not isinstance(self.args[at], Constant)
+        }
+        return tuple((at, at in dims) for at in sorted(places, key=cost.__getitem__))
 
     def __repr__(self) -> str:
         return f"{self.op.name if isinstance(self.op, StepName) else name_of(self.op)}{self.args}"
@@ -90,10 +113,19 @@ class Pattern:
         return tuple(call.op for call in self.told.calls)
 
     @cached_property
-    def needs(self) -> frozenset[int]:
-        """Ids of operators that must make an operand of the first root, however it is spelled; casts may be left out."""
-        below = (a.op for a in self.roots[0].args if isinstance(a, Term) and not isinstance(a.op, StepName))
-        return frozenset(id(op) for op in below if op is not CAST)
+    def needs(self) -> frozenset[frozenset[int]]:
+        """What must make the operands of the first root: ids of operators, of which one is enough in each set."""
+        return frozenset(filter(None, map(_makers, self.roots[0].args)))
+
+
+def _makers(a: Any) -> frozenset[int]:
+    """Ids of the operators that may make an operand, empty for any; a cast may lack."""
+    if not isinstance(a, Term) or isinstance(a.op, StepName):
+        return frozenset()
+    if a.op is not CAST:
+        return frozenset([id(a.op)])
+    inner = _makers(a.args[0])
+    return inner | {id(CAST)} if inner else inner
 
 
 def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:

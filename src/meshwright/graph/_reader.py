@@ -1,4 +1,4 @@
-"""Reading a node as a matcher does: its arguments in full, casts that change nothing left out, other spellings tried."""
+"""Reading a node as a matcher does: all arguments, without casts that change nothing, in every spelling."""
 
 from __future__ import annotations
 
@@ -59,26 +59,6 @@ class Said:
 Operand = Value | Said
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """One way to read a value: result `place` of `op(*args)`; `calls` are the nodes that it stands for.
-
-    `others` are the spellings that may say the same; `idle` tells whether the first argument is the result.
-    """
-
-    op: Op
-    args: tuple[Any, ...]
-    place: int = 0
-    calls: tuple[Any, ...] = ()
-    others: tuple[Spelling, ...] = ()
-    idle: Callable[[tuple[Any, ...], Any], bool] | None = None
-
-    @property
-    def call(self) -> Any:
-        """The node that makes the value; None for what is only said."""
-        return self.calls[0] if self.calls else None
-
-
 Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
 """From a reader, the result and the full arguments to the arguments of the other operator, or None."""
 
@@ -89,6 +69,38 @@ class Spelling:
 
     gives: Operator
     spell: Spell
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What the tables say about an operator: its other spellings, whether it may change nothing, what it may be read as.
+
+    `readable` holds ids of operators. The spellings of an operator have to be entered before it is first met.
+    """
+
+    op: Op
+    others: tuple[Spelling, ...]
+    idle: Callable[[tuple[Any, ...], Any], bool] | None
+    readable: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One way to read a value: result `place` of `op(*args)`; `calls` are the nodes that it stands for.
+
+    `known` is what the tables say about the operator.
+    """
+
+    op: Op
+    args: tuple[Any, ...]
+    place: int
+    calls: tuple[Any, ...]
+    known: Known
+
+    @property
+    def call(self) -> Any:
+        """The node that makes the value; None for what is only said."""
+        return self.calls[0] if self.calls else None
 
 
 SPELLINGS: dict[Operator, list[Spelling]] = {}
@@ -114,14 +126,14 @@ class Reader:
 
     def own(self, v: Operand) -> Reading | None:
         """The operator that makes `v`, with all arguments; None for an input."""
+        known = self._full.get(v)
+        if known is not None and known[1].args is known[0]:
+            return known[2]
         if isinstance(v, Said):
             return _own(*canonical(v.op, v.args, v), 0, ())
         call = self._producer(v)
         if call is None:
             return None
-        known = self._full.get(v)
-        if known is not None and known[0] is call.args and known[1] is call:
-            return known[2]
         place = 0 if call.out is v else call.outs.index(v)
         reading = _own(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
         self._full[v] = (call.args, call, reading)
@@ -134,7 +146,7 @@ class Reader:
             return
         if own.op is op:
             yield own
-        for other in own.others:
+        for other in own.known.others:
             if other.gives is op:
                 reading = self.spelled(other, v, own)
                 if reading is not None:
@@ -163,7 +175,7 @@ class Reader:
         """`v` as the rules read it: by the last spelling that applies, again and again."""
         own = self.own(v)
         while own is not None:
-            for other in reversed(own.others):
+            for other in reversed(own.known.others):
                 reading = self.spelled(other, v, own) if other.gives is not own.op else None
                 if reading is not None:
                     own = reading
@@ -174,7 +186,7 @@ class Reader:
 
     def base(self, v: Operand, passed: list[Any] | None = None) -> Operand:
         """What `v` is a copy of: casts to the same dtype, dropout that drops nothing; their nodes go to `passed`."""
-        while (own := self.own(v)) is not None and _changes_nothing(own, v):
+        while (own := self.own(v)) is not None and own.known.idle is not None and _changes_nothing(own, v):
             if passed is not None and own.call is not None:
                 passed.append(own.call)
             v = own.args[0]
@@ -199,7 +211,18 @@ class Reader:
 
 def _own(op: Any, args: tuple[Any, ...], place: int, calls: tuple[Any, ...]) -> Reading:
     """A reading beside what the tables know of its operator."""
-    return Reading(op, args, place, calls, tuple(SPELLINGS.get(op, ())), NOTHING.get(op))
+    known = _KNOWN.get(id(op))
+    if known is None or known.op is not op:
+        known = _KNOWN[id(op)] = _look_up(op)
+    return Reading(op, args, place, calls, known)
+
+
+def _look_up(op: Any) -> Known:
+    others = tuple(SPELLINGS.get(op, ()))
+    return Known(op, others, NOTHING.get(op), frozenset([id(op), *(id(other.gives) for other in others)]))
+
+
+_KNOWN: dict[int, Known] = {}
 
 
 def is_repeatable(op: Op) -> bool:
@@ -259,10 +282,8 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
 
 def _changes_nothing(own: Reading, v: Operand) -> bool:
     """True when the result is the first argument: same numbers, same dtype."""
-    if own.idle is None:
-        return False
-    x = own.args[0]
-    return isinstance(x, (Value, Said)) and x.dtype == v.dtype and own.idle(own.args, v)
+    x, idle = own.args[0], own.known.idle
+    return idle is not None and isinstance(x, (Value, Said)) and x.dtype == v.dtype and idle(own.args, v)
 
 
 def _same_shape(args: tuple[Any, ...], v: Operand) -> bool:

@@ -1,4 +1,4 @@
-"""Rewrites as data: two functions of the same arguments, what to find and what to put; and functions on single nodes."""
+"""Rewrites as data: two functions of the same arguments, what to find and what to put; and functions on nodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ._watch import Told, watch
 class Rewrite:
     """What `find` computes is computed by `put`: both are plain torch functions of arguments with the same names.
 
-    An argument is a tensor; with `= None` one that may be left out; a number by its default value or annotation (`eps=1e-6`,
-    `dim: int`), found as a constant; a choice with `Literal[...]` or `bool`; a step of a conversion with its class.
+    An argument is a tensor; with `= None` one that may be left out; a number by its default value or annotation
+    (`eps=1e-6`, `dim: int`), found as a constant; a choice with `Literal[...]` or `bool`; a step of a conversion with
+    its class.
     `shapes` says how the tensors' shapes hang together ("... d, d"), and is held against what is found. `where` may
     refuse: it gets the arguments that it names, tensors as values, and `match` for the match itself. `samples` gives
     two values for a constant where none can be guessed. Rules of more `benefit` are tried everywhere first.
@@ -71,7 +72,7 @@ class Rewrite:
 
     @cached_property
     def puts(self) -> tuple[Told | None, ...]:
-        """The calls of `put` beside each pattern, for sample arguments; None where it needs more, such as real steps."""
+        """The calls of `put` beside each pattern, for sample arguments; None where it needs real steps."""
         return tuple(
             None if p.variant.steps else watch(self.put, sample_arguments(p.variant, self.tensor_shapes))
             for p in self.patterns
@@ -82,8 +83,8 @@ class Rewrite:
 class Rewriter:
     """What a rule cannot say: `apply(edit, spot)` looks at one node and changes the program around it.
 
-    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; every node when
-    it is empty.
+    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; every
+    node when it is empty.
     """
 
     name: str

@@ -1,11 +1,12 @@
 """A rule as its own test: both sides on random numbers, values and gradients, in every dtype and for every choice.
 
-Both sides are held against `find` in float64: `put` may be as far from it as a few roundings, or as `find` itself is, no farther.
+Both sides are held against `find` in float64: `put` may be as far from it as a few roundings, or as `find` itself is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,15 +38,10 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
     torch.manual_seed(seed)
     done = 0
     for variant in variants_of(rule.arguments):
-        for other in (False, True):
-            sizes = sample_sizes(rule.tensor_shapes, other)
-            for dtype in dtypes:
-                for attributes in zip(*(a.samples for a in variant.attributes), strict=True) if variant.attributes else [()]:
-                    named = {a.name: v for a, v in zip(variant.attributes, attributes, strict=True)}
-                    given = {**variant.given, **named, **_tensors(variant, rule.tensor_shapes, sizes, dtype)}
-                    if rule.is_met({k: _as_value(k, v) for k, v in given.items()}):
-                        _compare(rule, given, dtype)
-                        done += 1
+        for given, dtype in _cases(rule, variant, dtypes):
+            if rule.is_met({k: _as_value(k, v) for k, v in given.items()}):
+                _compare(rule, given, dtype)
+                done += 1
     if not done:
         raise RewriteError(
             f"check of rule {rule.name}", "where=... refuses every sample", "nothing was compared",
@@ -60,35 +56,55 @@ def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0
     Every tensor argument is such a tensor. Gradients need no test: they follow the steps' transposes.
     """
 
-    def side(fn: Any) -> list[list[float]]:
-        def rank() -> list[float]:
-            torch.manual_seed(seed + current().rank)
-            part = torch.randn(x.local_shape(current().rank), dtype=x.dtype)
-            lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
-
-            def run(step: Step, t: Tensor) -> Tensor:
-                src = lie[id(t)][0]
-                out = execute(Plan(src, step.apply(src), (step,)), t, current())
-                lie[id(out)] = (step.apply(src), out)
-                return out
-
-            given = {a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}
-            with carrying(run):
-                return [v for out in results(fn(**given)) for v in out.flatten().tolist()]
-
-        return simulate(rank, x.mesh.size)
-
-    found, put = side(rule.find), side(rule.put)
-    if [len(v) for v in found] != [len(v) for v in put] or not torch.allclose(
-        torch.tensor(sum(found, [])), torch.tensor(sum(put, []))
-    ):
-        raise RewriteError(
-            f"check of rule {rule.name} for {dict(steps)} of {x}", f"find gives {found}, put {put}", "a rule changes no number",
-            "a where=... that refuses such steps",
-        )  # fmt: skip
+    found, put = (_on_all_ranks(fn, rule, steps, x, seed) for fn in (rule.find, rule.put))
+    for rank, (theirs, ours) in enumerate(zip(found, put, strict=True)):
+        for a, b in zip(theirs, ours, strict=True):
+            if a.shape != b.shape or not torch.allclose(a, b):
+                raise RewriteError(
+                    f"check of rule {rule.name} for {', '.join(f'{k} {v!r}' for k, v in steps.items())} of {x}",
+                    f"on rank {rank} find gives {_type(a)}, put {_type(b)} of other numbers",
+                    "a rule changes no number", "a where=... that refuses such steps",
+                )  # fmt: skip
 
 
-def _tensors(variant: Variant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def _on_all_ranks(
+    fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int
+) -> list[tuple[Tensor, ...]]:
+    """What a side gives on each simulated rank, where all tensor arguments are one random tensor."""
+
+    def run() -> tuple[Tensor, ...]:
+        rank = current().rank
+        torch.manual_seed(seed + rank)
+        part = torch.randn(x.local_shape(rank), dtype=x.dtype)
+        lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
+
+        def carried(step: Step, t: Tensor) -> Tensor:
+            src = lie[id(t)][0]
+            out = execute(Plan(src, step.apply(src), (step,)), t, current())
+            lie[id(out)] = (step.apply(src), out)
+            return out
+
+        with carrying(carried):
+            return results(fn(**{a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}))
+
+    return simulate(run, x.mesh.size)
+
+
+def _cases(
+    rule: Rewrite, variant: Variant, dtypes: Sequence[torch.dtype]
+) -> Iterator[tuple[dict[str, Any], torch.dtype]]:
+    """Arguments of a rule: two sets of sizes, all dtypes, both samples of the constants."""
+    names = [a.name for a in variant.attributes]
+    constants = list(zip(*(a.samples for a in variant.attributes), strict=True)) or [()]
+    for other, dtype, chosen in product((False, True), dtypes, constants):
+        sizes = sample_sizes(rule.tensor_shapes, other)
+        named = dict(zip(names, chosen, strict=True))
+        yield {**variant.given, **named, **_tensors(variant, rule.tensor_shapes, sizes, dtype)}, dtype
+
+
+def _tensors(
+    variant: Variant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in variant.tensors:
         shape = shapes.get(name, Shape(("4", "4")))
@@ -131,7 +147,9 @@ def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) ->
     sources = [v for v in outs if v.requires_grad]
     drawn = torch.Generator().manual_seed(1)
     seeds = [torch.randn(v.shape, generator=drawn, dtype=torch.float64).to(v.dtype) for v in sources]
-    grads = torch.autograd.grad(sources, wanted, seeds, allow_unused=True) if sources and wanted else (None,) * len(wanted)
+    grads = (
+        torch.autograd.grad(sources, wanted, seeds, allow_unused=True) if sources and wanted else (None,) * len(wanted)
+    )
     return (*(v.detach() for v in outs), *grads)
 
 

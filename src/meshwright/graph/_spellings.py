@@ -214,4 +214,4 @@ def _biased(read: Reader, out: Operand, args: tuple[Any, ...]) -> Args:
 @spelled(aten.var.correction, gives=aten.mean.dim)
 def _uncorrected(read: Reader, out: Operand, args: tuple[Any, ...]) -> Args:
     x, dims, correction, keep = args
-    return _variance(read, x, dims, keep) if correction == 0 and correction is not None else None
+    return _variance(read, x, dims, keep) if correction == 0 else None

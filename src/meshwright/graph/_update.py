@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from inspect import unwrap
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, redistribute
 
 from ._errors import CaptureError
 from ._node import Value
@@ -33,27 +33,43 @@ def record_update(
     states: Mapping[StateKey, Any],
     rank: int,
     size: int,
+    shards: Mapping[str, Spec] | None = None,
 ) -> Program:
     """The program of one `optimizer.step()` on the parameters `trained`, which have gradients.
+
+    Of a parameter in `shards` each rank updates the part that the spec says, and the parts are gathered.
 
     Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
     learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes.
     """
     recorder = Recorder(rank, size)
-    by_name = {i.name: i for i in trained}
+    pieces = {i.name: replace(i, spec=(shards or {}).get(i.name, i.spec)) for i in trained}
     with recorder.recording_as("update"), torch.no_grad():
-        parameters = {i.name: recorder.add(i) for i in trained}
-        for i in trained:
-            parameters[i.name].grad = recorder.add(_gradient(i))
+        wholes = {i.name: recorder.add(i) for i in trained}
+        grads = {i.name: recorder.add(_gradient(i)) for i in trained}
+        parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
+        for name, x in parameters.items():
+            x.grad = grads[name]
         given: dict[StateKey, Any] = {
-            key: _stand_in(recorder, key, value, by_name.get(key[0])) for key, value in states.items()
+            key: _stand_in(recorder, key, value, pieces.get(key[0])) for key, value in states.items()
         }
         twin = _twin_of(optimizer, names, parameters, given, recorder)
         with symbolic_extrema(type(optimizer)):
             twin.step()
+        for name in shards or {}:
+            wholes[name].copy_(parameters[name])
     known = {x: name for name, x in parameters.items()}
     after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
     return _finished(recorder, given, after)
+
+
+def _piece(x: Tensor, spec: Spec | None) -> Tensor:
+    """The part of a parameter that is updated here, as a parameter of its own."""
+    if not isinstance(x, DistTensor) or spec is None or spec is x.spec:
+        return x
+    out = redistribute(x, spec.mesh, spec.layout)
+    out._is_param = True
+    return out
 
 
 def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
@@ -100,7 +116,8 @@ def _twin_of(
     recorder: Recorder,
 ) -> Optimizer:
     """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
-    twin = copy.copy(optimizer)
+    twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
+    twin.__dict__ |= optimizer.__dict__
     twin.param_groups = [
         _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
     ]

@@ -14,7 +14,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
-from ._make import Mark, distribute, from_local, lay, redistribute, whole
+from ._make import Mark, distribute, from_local, lay, place, redistribute, whole
 from ._marks import capturing
 from ._random import random_source
 from .torch_hooks import no_interception as local_parts
@@ -44,6 +44,7 @@ __all__ = [
     "lay",
     "local_parts",
     "operators_recorded",
+    "place",
     "random_source",
     "redistribute",
     "stamp",

@@ -24,7 +24,7 @@ class Absent(DistTensor):
     _away = True
 
 
-class FakeAbsent(Absent, FakeTensor):
+class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVariableOverride] - as FakeDistTensor
     """An absent tensor while operators are recorded."""
 
 

@@ -137,7 +137,7 @@ class DistTensor(Tensor):
         return self.shape[0]
 
 
-class FakeDistTensor(DistTensor, FakeTensor):
+class FakeDistTensor(DistTensor, FakeTensor):  # pyright: ignore[reportIncompatibleVariableOverride] - see `shape`
     """A distributed tensor whose part is a fake tensor: what is done to it is recorded, and nothing is computed."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, placements_of, replicated
+from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, replicated
 
 from ._absent import absent, make_absent
 from ._convert import convert_local
@@ -26,9 +26,13 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
 
     A leaf that requires a gradient becomes one; an `nn.Parameter` stays one. A distributed `x` is resharded.
     """
+    return place(x, mesh, layout_of(placements, x.ndim, mesh))
+
+
+def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
+    """As `distribute`, for a layout, which also tells in which order axes cut a dim."""
     if isinstance(x, DistTensor):
-        return redistribute(x, mesh, layout_of(placements, x.ndim, mesh))
-    layout = layout_of(placements, x.dim(), mesh)
+        return redistribute(x, mesh, layout)
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
@@ -53,7 +57,7 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
 
     It stays the same object, so that modules and optimizers that hold it hold the part.
     """
-    new = distribute(x, spec.mesh, placements_of(spec.layout, spec.mesh))
+    new = place(x, spec.mesh, spec.layout)
     is_parameter = isinstance(x, nn.Parameter)
     with no_interception():
         x.data = plain_view(new.detach())
@@ -126,9 +130,7 @@ class Mark:
     layout: Layout
 
     def __call__(self, x: Tensor) -> DistTensor:
-        if isinstance(x, DistTensor):
-            return redistribute(x, self.mesh, self.layout)
-        return distribute(x, self.mesh, placements_of(self.layout, self.mesh))
+        return place(x, self.mesh, self.layout)
 
     def __repr__(self) -> str:
         return f"reshard to {self.layout!r} on {self.mesh!r}"

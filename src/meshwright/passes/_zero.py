@@ -1,0 +1,104 @@
+"""ZeRO: parameters, gradients and optimizer states cut along the axes over which batches are cut.
+
+Stage 1 cuts the states: each rank updates its piece of a parameter and the pieces are gathered. Stage 2 receives only
+that piece of the gradient. In stage 3 a rank keeps only its piece of the parameter, and gathers it before each use.
+(Rajbhandari et al. 2020, ZeRO.) All three are layouts; the communication follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from meshwright.graph import Change, Draft, Input, Pass, Program, Value, map_values, register_pass
+from meshwright.layout import Layout, Spec
+from meshwright.tensor import Mark
+
+
+def data_axes(program: Program) -> tuple[str, ...]:
+    """The mesh axes that cut some batch."""
+    found = [a for i in program.inputs if i.role == "batch" and i.spec is not None for a in i.spec.layout.cut_axes]
+    return tuple(dict.fromkeys(found))
+
+
+def sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
+    """`spec` cut along the `axes` it is not cut along yet, on the first dim that they cut evenly.
+
+    A tensor of fewer than `least` elements, or with no such dim, stays as it is.
+    """
+    free = tuple(a for a in axes if a in spec.mesh.sizes and a not in spec.layout.axes)
+    ranks = 1
+    for axis in free:
+        ranks *= spec.mesh.sizes[axis]
+    if ranks == 1 or spec.shape.numel() < least or not spec.layout.is_simple:
+        return spec
+    for at, (n, dim) in enumerate(zip(spec.shape, spec.layout.dims, strict=True)):
+        held = 1
+        for axis in dim if isinstance(dim, tuple) else ():
+            held *= spec.mesh.sizes[axis]
+        if n % (held * ranks) == 0 and isinstance(dim, tuple):
+            dims = (*spec.layout.dims[:at], (*dim, *free), *spec.layout.dims[at + 1 :])
+            return spec.with_layout(Layout(dims, spec.layout.partial))
+    return spec
+
+
+def shards(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> Mapping[str, Spec]:
+    """Parameter → how its states are cut, of those that are cut further than they are."""
+    axes = tuple(axes)
+    found = {i.name: sharded(i.spec, axes, least) for i in trained if i.spec is not None}
+    return {i.name: found[i.name] for i in trained if i.name in found and found[i.name] is not i.spec}
+
+
+@register_pass
+@dataclass(frozen=True)
+class ShardParameters(Pass):
+    """Stage 3, on a captured program: parameters are kept cut along `axes`, and made whole along them at their use.
+
+    Without `axes`, those that cut some batch. Right because a conversion changes no value, and its gradient is the
+    transposed conversion: the gather's is a reduce-scatter.
+    """
+
+    name: ClassVar[str] = "shard_parameters"
+    axes: tuple[str, ...] | None = None
+    least: int = 1024
+
+    def run(self, program: Program) -> Program:
+        axes = data_axes(program) if self.axes is None else self.axes
+        draft = Draft(program)
+        cut: dict[str, Spec] = {}
+        changes: list[Change] = []
+        for given in program.inputs:
+            if given.role != "parameter" or given.spec is None:
+                continue
+            spec = sharded(given.spec, axes, self.least)
+            if spec is given.spec:
+                continue
+            cut[given.name] = spec
+            self._gather(draft, given, axes)
+            freed = given.spec.nbytes / _pieces(given.spec) - spec.nbytes / _pieces(spec)
+            changes.append(Change(self.name, f"kept as {spec!r}", given.name, {"bytes": freed}))
+        out = draft.finish(*changes)
+        inputs = tuple(replace(i, spec=cut.get(i.name, i.spec)) if i.role == "parameter" else i for i in out.inputs)
+        specs = {**out.specs, **{i.value: i.spec for i in inputs if i.name in cut and i.spec is not None}}
+        return replace(out, inputs=inputs, specs=specs)
+
+    def _gather(self, draft: Draft, given: Input, axes: Sequence[str]) -> None:
+        assert given.spec is not None
+        users = draft.users(given.value)
+        if not users:
+            return
+        v = given.value
+        whole = Value(draft.names.fresh(f"{v.name}_whole"), v.shape, v.dtype, v.device)
+        layout = replace(given.spec.layout, varying=tuple(a for a in axes if a not in given.spec.layout.axes))
+        draft.add_as(Mark(given.spec.mesh, layout), (v,), {}, whole, users[0])
+        for spot in users:
+            args, kwargs = map_values(lambda u: whole if u is v else u, (spot.args, spot.kwargs))
+            draft.set_args(spot, args, kwargs)
+
+
+def _pieces(spec: Spec) -> int:
+    total = 1
+    for axis in spec.layout.cut_axes:
+        total *= spec.mesh.sizes[axis]
+    return total
