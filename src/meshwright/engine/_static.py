@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.graph import (
     Capture,
+    Fits,
     Input,
     Layouts,
     Program,
@@ -21,6 +22,7 @@ from meshwright.graph import (
     StateKey,
     apply_passes,
     capture,
+    compiled,
     complete,
     joined,
     lies_as,
@@ -38,6 +40,7 @@ from meshwright.tensor import DistTensor, lay, local_parts, place, stamp
 
 from ._errors import StaticError
 from ._strategy import Strategy
+from ._variants import Dynamic, Variants
 
 Mode = Literal["train", "eval", "predict"]
 
@@ -85,7 +88,7 @@ class DistModel:
     ) -> None:
         self.strategy = strategy
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
-        self._compiled: dict[Any, Compiled] = {}
+        self._variants: Variants[Compiled] = Variants(strategy.max_programs)
         self._latest: Compiled | None = None
         self._homes: dict[str, Spec] = {}
         self.layouts: Layouts | None = None
@@ -122,10 +125,12 @@ class DistModel:
     def __call__(self, *batch: Any) -> Any:
         """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
         leaves = list(_leaves(batch))
-        key = (self._mode, self._states_made(), *[_signature(x) for x in leaves])
-        found = self._compiled.get(key)
+        key = (self._mode, self._states_made(), self._options())
+        found = self._variants.find(key, leaves)
         if found is None:
-            found = self._compiled[key] = self._compile(batch)
+            dynamic = self._variants.open_sizes(key, leaves)
+            found, fits = self._compile(batch, dynamic)
+            self._variants.add(key, leaves, found, dynamic, fits)
         self._latest = found
         return self._run(found, leaves)
 
@@ -134,10 +139,16 @@ class DistModel:
         """The program that ran last. Raises StaticError before the first call."""
         if self._latest is None:
             raise StaticError(
-                "dist_model.program", "a model that was not called yet", "programs are recorded for the shapes of a batch",
+                "dist_model.program", "a model that was not called yet",
+                "programs are recorded for the shapes of a batch",
                 "dist_model(*batch) first",
             )  # fmt: skip
         return self._latest.program
+
+    @property
+    def recordings(self) -> int:
+        """How many programs were recorded so far."""
+        return self._variants.count
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
         """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
@@ -148,14 +159,14 @@ class DistModel:
             found |= {f"{name}.{key}": value for (name, key), value in self._states().items()}
         return found
 
-    def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
+    def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
         with local_parts(), torch.no_grad():
-            given = [fetch(leaves) for fetch in compiled.fetch]
-            outputs, written = compiled.run(*given)
-            for at, value in zip(compiled.writes, written, strict=True):
+            given = [fetch(leaves) for fetch in found.fetch]
+            outputs, written = found.run(*given)
+            for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
         for key, value in outputs.get("state", {}).items():
-            self._keep_state(key, value, compiled.program)
+            self._keep_state(key, value, found.program)
         return outputs["out"]
 
     def _keep_state(self, key: StateKey, value: Tensor, program: Program) -> None:
@@ -163,6 +174,18 @@ class DistModel:
         spec = program.specs.get(program.outputs["state"][key])
         parameter = next(s.tensor for s in slots_of(self.network) if s.name == key[0])
         self.optimizer.state[parameter][key[1]] = value if spec is None else stamp(value, spec)
+
+    def _options(self) -> Any:
+        """What a program holds as constants: the optimizer's options beside learning rates."""
+        if self._mode != "train" or self.optimizer is None:
+            return ()
+        plain = (int, float, bool, str, tuple, type(None))
+        return tuple(
+            (at, key, value)
+            for at, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if key not in ("lr", "initial_lr", "params") and isinstance(value, plain)
+        )
 
     def _states_made(self) -> bool:
         return self._mode == "train" and self.optimizer is not None and bool(self.optimizer.state)
@@ -172,26 +195,30 @@ class DistModel:
         names = {id(s.tensor): s.name for s in slots_of(self.network)}
         return {(names[id(p)], k): v for p, state in self.optimizer.state.items() for k, v in state.items()}
 
-    def _compile(self, batch: Sequence[Any]) -> Compiled:
-        captured = capture(self.network, self._call, batch)
+    def _compile(self, batch: Sequence[Any], dynamic: Dynamic) -> tuple[Compiled, Fits]:
+        captured = capture(self.network, self._call, batch, dynamic)
         layouts = complete(captured.program, {**self._homes, **(self.strategy.layouts or {})})
         forward = with_layouts(captured.program, layouts)
         sharding = self.strategy.sharding
         if sharding.enable and sharding.stage == 3:
             forward = ShardParameters(sharding.axes, sharding.least)(forward)
+        forward = apply_passes(forward, self.strategy.passes_on("captured"))
         captured = replace(captured, program=forward)
-        program = apply_passes(verify(self._recorded(captured)), self.strategy.passes)
+        program = verify(self._recorded(captured)).with_changes(*forward.changes)
+        program = apply_passes(program, self.strategy.passes_on("recorded"))
         self._lay(captured)
         self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
         self.layouts = layouts
         sources = _Sources(captured.slots, self.optimizer)
         writes = {given.value: at for at, given in enumerate(program.inputs)}
-        return Compiled(
+        lowered = compiled(program, current()) if self.strategy.compiler == "inductor" else program
+        found = Compiled(
             program,
-            runner(program),
+            runner(lowered),
             tuple(sources.of(given) for given in program.inputs),
             tuple(writes[x] for x, _ in program.writes),
         )
+        return found, captured.fits()
 
     def _lay(self, captured: Capture) -> None:
         """Unmarked parameters, buffers and states become parts, as the completed layouts say."""
@@ -249,6 +276,8 @@ class _Sources:
             return lambda leaves: tensor
         if given.role == "batch":
             return _batch_source(given.source, given.spec)
+        if given.role == "size":
+            return given.source
         if given.role == "constant":
             constant = given.source
             return lambda leaves: constant
@@ -290,11 +319,3 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield tree
-
-
-def _signature(x: Any) -> Any:
-    if isinstance(x, DistTensor):
-        return x.spec
-    if isinstance(x, Tensor):
-        return (tuple(x.shape), x.dtype, x.device)
-    return (type(x), x)

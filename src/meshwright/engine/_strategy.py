@@ -25,8 +25,14 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The options of `to_static`; `passes` are applied to the recorded program, behind those that options name."""
+    """The options of `to_static`; `passes` are applied behind those that options name, each to the program it is for."""
 
     sharding: Sharding = field(default_factory=Sharding)
     passes: tuple[Pass, ...] = ()
+    compiler: Literal["none", "inductor"] = "none"
+    max_programs: int = 16
     layouts: Mapping[str, Spec] | None = None
+
+    def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:
+        """Those of `passes` that are for the captured, or for the recorded program."""
+        return tuple(each for each in self.passes if each.on == program)

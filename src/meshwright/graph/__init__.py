@@ -4,14 +4,17 @@ from ._capture import Capture, Slot, capture, slots_of
 from ._complete import complete, with_layouts
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
-from ._effects import draws, is_pure, is_view, writes_to
+from ._dynamic import Fits
+from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
 from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
+from ._inductor import Kernels, compiled
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
-from ._node import Carry, Node, Op, Origin, Value, map_values, name_of, size_hint, values_in
+from ._memory import LiveMemory, Memories, live_memory, looked_at, memories
+from ._node import Carry, Node, Op, Origin, Over, Value, map_values, name_of, size_hint, values_in
 from ._pass import (
     OwnRules,
     Pass,
@@ -29,6 +32,7 @@ from ._text import node_text, type_text
 from ._update import StateKey, lies_as, record_update
 from ._verify import verify
 from ._watch import carry
+from ._work import Work, work_of
 
 __all__ = [
     "AnyRewrite",
@@ -38,13 +42,18 @@ __all__ = [
     "Change",
     "Draft",
     "Edit",
+    "Fits",
     "Input",
+    "Kernels",
     "Layouts",
+    "LiveMemory",
     "Match",
     "Measure",
+    "Memories",
     "Node",
     "Op",
     "Origin",
+    "Over",
     "OwnRules",
     "Pass",
     "Program",
@@ -58,22 +67,30 @@ __all__ = [
     "Spot",
     "StateKey",
     "Value",
+    "Work",
     "apply_passes",
+    "asserts",
     "capture",
     "carry",
     "check_rule",
     "check_steps",
     "communication",
     "communication_text",
+    "compiled",
     "complete",
     "count_ops",
+    "crosses",
     "draws",
+    "is_drawing",
     "is_pure",
     "is_view",
     "joined",
     "lies_as",
+    "live_memory",
+    "looked_at",
     "map_values",
     "measure_of",
+    "memories",
     "name_of",
     "node_text",
     "numbers_of",
@@ -94,5 +111,6 @@ __all__ = [
     "values_in",
     "verify",
     "with_layouts",
+    "work_of",
     "writes_to",
 ]

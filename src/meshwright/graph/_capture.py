@@ -6,12 +6,10 @@ of nothing (`torch.arange`) are real when they are small, so that what a model k
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,12 +18,16 @@ from torch import Tensor, nn
 from meshwright.layout import MeshwrightError, Spec
 from meshwright.tensor import DistTensor, capturing, operators_recorded
 
+from ._dynamic import DynamicSizes, Fits, sizes_hold
+from ._effects import draws, writes_to
 from ._errors import CaptureError, SideEffectError
-from ._node import Origin
+from ._interception import check_hooks, intercepted
+from ._node import Origin, Value
 from ._program import Program
 from ._recording import Recording
 from ._side_effects import Snapshot
-from .torch_hooks import DataDependent, FakeMode, Operator, interception_off, unrecorded
+from ._where import user_frame, user_line
+from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, ShapeEnv, interception_off, unrecorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A captured forward pass: its program, and what stands for what."""
+    """A captured forward pass: its program, what stands for what, and the symbols that are inputs."""
 
     program: Program
     slots: tuple[Slot, ...]
-    outputs: Any = field(repr=False, default=None)
+    mode: FakeMode = field(repr=False)
+    symbols: Mapping[Value, Any] = field(repr=False)
+
+    def fits(self) -> Fits:
+        """Tells whether a batch has sizes that what was recorded so far is right for."""
+        sources = {i.value: i.source for i in self.program.inputs if i.role == "size"}
+        return sizes_hold(self.mode, self.symbols, sources)
 
 
 def slots_of(module: nn.Module) -> tuple[Slot, ...]:
@@ -64,15 +72,23 @@ def slots_of(module: nn.Module) -> tuple[Slot, ...]:
     return tuple(Slot(name, x, tuple(places), is_p) for name, x, is_p, places in found.values())
 
 
-def capture(module: nn.Module, call: Callable[..., Any], batch: Sequence[Any]) -> Capture:
+def capture(
+    module: nn.Module,
+    call: Callable[..., Any],
+    batch: Sequence[Any],
+    dynamic: Mapping[int, Collection[int]] | None = None,
+) -> Capture:
     """The program of `call(*batch)`, which runs `module`: parameters, buffers and batch are its inputs.
 
+    `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
     part of one program, and SideEffectError for a forward pass that changes what is no tensor.
     """
+    check_hooks(module)
     slots = slots_of(module)
-    recording = Recording()
-    stage = _Stage(module, FakeMode(allow_non_fake_inputs=True), recording)
+    recording = Recording(identities=frozenset({"lift_fresh"}))
+    mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    stage = _Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic or {}))
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _given_batch(stage, tuple(batch), count())
     snapshot = Snapshot.of(module)
@@ -86,7 +102,7 @@ def capture(module: nn.Module, call: Callable[..., Any], batch: Sequence[Any]) -
     outputs = recording.tree_of(out)
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
-    return Capture(Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items())), slots)
+    return Capture(Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items())), slots, mode, stage.sizes.values)
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -128,24 +144,46 @@ def _called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     except DataDependent as error:
         raise CaptureError(
             f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
-            "Python needs a tensor's numbers there, and while a model is captured there are none",
-            "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors, "
-            "or Strategy(full_graph=False), which runs that module eagerly",
+            "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
         ) from error  # fmt: skip
+    except AttributeError as error:
+        if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name):
+            raise
+        raise CaptureError(
+            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
+            "a model is captured as for one device: how its tensors lie is decided later",
+            "mw.reshard(x, mesh, placements) to say how x is to lie, mw.local_map for a function of local parts",
+        ) from error  # fmt: skip
+
+
+WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+
+
+def _check_whole(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, DistTensor):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"a distributed tensor {x.spec!r} of the caller's own",
+                "a model is captured as for one device, and only its parameters, buffers and batch are taken for whole",
+                "register_buffer for a tensor that the module keeps, or the tensor as part of the batch",
+            )  # fmt: skip
 
 
 class _Stage:
     """The setting in which a forward pass is captured."""
 
-    def __init__(self, module: nn.Module, mode: FakeMode, recording: Recording) -> None:
-        self.module, self.mode, self.recording = module, mode, recording
+    def __init__(self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes) -> None:
+        self.module, self.mode, self.recording, self.sizes = module, mode, recording, sizes
         self.path: list[str] = [""]
         recording.origin = self.origin
 
     def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
         """A fake whole tensor in the place of `x`."""
+        shape = self.sizes.of(x, source) if role == "batch" else tuple(x.shape)
+        if spec is not None and role == "batch":
+            spec = Spec(spec.mesh, spec.layout, shape, spec.dtype)
         with self.mode:
-            fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=_device(x))
+            fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -165,7 +203,8 @@ class _Stage:
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             stack.enter_context(capturing(self.opaque))
-            stack.enter_context(operators_recorded(self.note))
+            stack.enter_context(intercepted(self.opaque))
+            stack.enter_context(operators_recorded(self.note, self.run))
             yield
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -174,17 +213,50 @@ class _Stage:
     def _left(self) -> None:
         self.path.pop()
 
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carries an operator out; one that draws, or makes a tensor of symbolic sizes, makes a fake one."""
+        leaves = list(_plain_leaves((args, kwargs)))
+        _check_whole(leaves)
+        if draws(op) and isinstance(args[0], Tensor) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
+            return args[0]  # what it holds is not known before the program runs
+        if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+            return op(*args, **kwargs)
+        with self.mode:
+            return op(*args, **kwargs)
+
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
         with interception_off():
+            if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
+                return
             self.recording.note(op, args, kwargs, out)
+
+    def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True for what is asked of constants; raises CaptureError where the answer will be another one."""
+        values = [self.recording.value_of(a) for a in _plain_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if values and not all(self.recording.is_constant(v) for v in values):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor that is not known yet",
+                "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+            )  # fmt: skip
+        return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
         """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
-        with unrecorded():
+        with unrecorded(), self.mode:
             out = shown()
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
+
+
+def _plain_leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _plain_leaves(item)
+    elif isinstance(tree, dict):
+        yield from _plain_leaves(tuple(tree.values()))
+    else:
+        yield tree
 
 
 def _device(x: Tensor) -> torch.device:
@@ -212,31 +284,3 @@ def _swapped(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> Generator[None]:
             for table, key in slot.places:
                 table[key] = slot.tensor
 
-
-_OURS = __name__.rsplit(".", 2)[0] + "."
-
-
-def user_frame() -> str:
-    """`file:line` of the nearest caller outside of torch and of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame.f_globals.get("__name__", "")):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def user_line(trace: TracebackType | None) -> str:
-    """`file:line` of the innermost of the user's own frames in a traceback."""
-    found = ""
-    while trace is not None:
-        if _is_users(trace.tb_frame.f_globals.get("__name__", "")):
-            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
-def _is_users(module: str) -> bool:
-    if module.startswith(_OURS + "models"):
-        return True
-    return not module.startswith(("torch.", _OURS, "contextlib")) and module != "torch"

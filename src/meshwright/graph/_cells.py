@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from ._errors import CaptureError
 from ._node import Value
+from ._where import user_frame
 from .torch_hooks import Operator
 
 aten = torch.ops.aten
@@ -78,18 +80,54 @@ class Cell:
 
 def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """The value of what `child` is a view of, with the child's in the place that the view shows."""
-    value = child.value
+    value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
-    rest = view.args[1:]
+    if name in _THROUGH:
+        return _kept_gradient(base, value, like, emit) if like.requires_grad and name != "alias" else value
     if name in _SAME:
         op, args = _SAME[name](view)
-        return emit(op, (value, *args), {}, view.base.like)
+        return emit(op, (value, *args), {}, like)
     if name in _SCATTERS:
-        return emit(_SCATTERS[name], (base, value, *rest), view.kwargs, view.base.like)
-    x = child.like
-    args = (base, value, tuple(x.shape), tuple(x.stride()), x.storage_offset())
-    return emit(aten.as_strided_scatter.default, args, {}, view.base.like)
+        return emit(_SCATTERS[name], (base, value, *view.args[1:]), view.kwargs, like)
+    if like.dtype != child.like.dtype or (name == "as_strided" and not _is_plain(like)):
+        raise CaptureError(
+            f"to record {user_frame() or 'a program'}", f"a write to what {name} shows of a tensor",
+            "what it shows cannot be put back among the tensor's other elements",
+            "a new tensor (torch.where, torch.cat) instead of the write",
+        )  # fmt: skip
+    return _put_by_index(child, view, base, emit)
 
+
+def _is_plain(x: Any) -> bool:
+    return x.is_contiguous() and x.storage_offset() == 0
+
+
+def _kept_gradient(base: Value, value: Value, like: Any, emit: Emit) -> Value:
+    """`value`, with the gradient of `base`: what a write through `x.data` or `x.detach()` leaves of x."""
+    detached = emit(aten.detach.default, (base,), {}, like)
+    nothing = emit(aten.sub.Tensor, (base, detached), {}, like)
+    return emit(aten.add.Tensor, (value, nothing), {}, like)
+
+
+def _put_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+    """For views of any kind: the same view of the elements' numbers tells where the child's elements belong."""
+    like, size = view.base.like, view.base.like.numel()
+    numbers = torch.empty(size, dtype=torch.int64, device=like.device)
+    at = emit(aten.arange.default, (size,), {"device": like.device}, numbers)
+    at = emit(aten.reshape.default, (at, tuple(like.shape)), {}, numbers.reshape(like.shape))
+    shown = emit(view.op, (at, *view.args[1:]), view.kwargs, _as_numbers(view.shown))
+    at = shown if view.at is None else shown[view.at]
+    return emit(aten.put.default, (base, at, child.value), {}, like)
+
+
+def _as_numbers(shown: Any) -> Any:
+    if isinstance(shown, (tuple, list)):
+        return [_as_numbers(x) for x in shown]
+    return torch.empty(tuple(shown.shape), dtype=torch.int64, device=shown.device)
+
+
+_THROUGH = ("detach", "alias", "data")
+"""Views that are the tensor itself."""
 
 _SCATTERS: dict[str, Operator] = {
     "slice": aten.slice_scatter.default,
@@ -100,6 +138,8 @@ _SCATTERS: dict[str, Operator] = {
 
 
 def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
+    if view.op is aten.view.dtype:
+        return aten.view.dtype, (view.base.like.dtype,)
     return aten.reshape.default, (tuple(view.base.like.shape),)
 
 
@@ -113,8 +153,11 @@ _SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
     "squeeze": _reshaped,
     "view_as": _reshaped,
     "t": lambda view: (aten.t.default, ()),
+    "numpy_T": lambda view: (aten.permute.default, (tuple(reversed(range(view.base.like.dim()))),)),
     "transpose": lambda view: (aten.transpose.int, view.args[1:]),
     "permute": lambda view: (aten.permute.default, (_inverse(view.args[1]),)),
+    "view_as_real": lambda view: (aten.view_as_complex.default, ()),
+    "view_as_complex": lambda view: (aten.view_as_real.default, ()),
 }
 """Views that show every element, and how to look back."""
 
@@ -126,7 +169,7 @@ def _inverse(order: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-IDENTITIES = {"detach", "alias", "lift_fresh", "detach_"}
+IDENTITIES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 """Operators whose result is the argument itself, once gradients are explicit."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.layout import Layout, ProcessMesh, Spec, replicated
+from meshwright.layout import Layout, ProcessMesh, Spec, hint, replicated
 from meshwright.reshard import plan, transposed
 from meshwright.spmd import RuleError, describe, refined
 from meshwright.tensor import Decision, Mark, decide
@@ -141,19 +141,20 @@ class _State:
             return None
         call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
         free = frozenset(at for at, v in enumerate(operands) if v is not None and v not in self.known)
-        found = decide(call, ins, free, wish)
+        found = decide(call, [s.concrete if s is not None else None for s in ins], free, wish)
         if found is not None:
             for at in free:
                 v, need = operands[at], found.ins[at]
                 if v is not None and need is not None:
-                    self._want(v, node, _unpending(need), "forward" if wish is None else "backward")
+                    spec = self._spec(v, near.mesh).with_layout(Layout(need.layout.dims))
+                    self._want(v, node, spec, "forward" if wish is None else "backward")
         return found
 
     def _stand_in(self, v: Value) -> Any:
         if not isinstance(v.dtype, torch.dtype):
             return v.dtype(2)
         if v not in self.stand:
-            self.stand[v] = torch.empty(v.shape, dtype=v.dtype, device="meta")
+            self.stand[v] = torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
         return self.stand[v]
 
     def _spec(self, v: Value, mesh: ProcessMesh) -> Spec:
@@ -167,11 +168,6 @@ def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Value | 
     key, index = place
     value = node.args[key] if isinstance(key, int) else node.kwargs[key]
     return value if index is None else value[index]
-
-
-def _unpending(spec: Spec) -> Spec:
-    """What is given whole does not start as terms."""
-    return spec.with_layout(Layout(spec.layout.dims))
 
 
 def _candidates(wants: Sequence[tuple[Spec, str]]) -> list[tuple[Spec, str]]:

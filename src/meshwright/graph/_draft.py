@@ -22,8 +22,8 @@ class Spot:
     kwargs: dict[str, Any]
     out: Any
     origin: Origin
-    before: Spot | None = None
-    after: Spot | None = None
+    before: Spot | None = field(default=None, repr=False)
+    after: Spot | None = field(default=None, repr=False)
     gone: bool = False
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._confirm import Confirmed, Template
 from ._draft import Draft, Spot
-from ._effects import writes_to
+from ._effects import is_pure, writes_to
 from ._errors import RewriteError
 from ._known import known_tensor
 from ._match import Match, find_match
@@ -35,6 +35,9 @@ def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", 
     run = _Run(program, tuple(rules), by, 100 + 4 * len(program.nodes) if limit is None else limit)
     run.to_the_end()
     return run.draft.finish(*run.changes, *run.summary()) if run.changes else program
+
+
+Needs = frozenset[frozenset[int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,13 +115,14 @@ class _Entry:
     confirmed: Confirmed | None = None
     size: int = 0
 
-    def keys(self) -> tuple[Any, ...]:
-        """Operators and classes of steps at whose nodes this is tried; None for all."""
+    def entrances(self) -> Iterator[tuple[Any, Needs]]:
+        """Operators and classes of steps at whose nodes this is tried, None for all; and what makes their operands."""
         if self.confirmed is None:
             assert isinstance(self.rule, Rewriter)
-            return self.rule.on or (None,)
-        op = self.confirmed.pattern.roots[0].op
-        return (op.kind if isinstance(op, StepName) else op,)
+            yield from ((key, Needs()) for key in self.rule.on or (None,))
+            return
+        for op, needs in self.confirmed.pattern.entrances:
+            yield (op.kind if isinstance(op, StepName) else op), needs
 
 
 @dataclass(slots=True)
@@ -155,7 +159,7 @@ class _Run:
 
     def summary(self) -> Iterator[Change]:
         told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
-        used = f", which was so in {self.heavier} steps of at most {self.limit}"
+        used = f", {self.heavier} of at most {self.limit} steps took nothing away"
         bound = used if self.measure.unproved or self.heavier else ""
         yield Change(self.by, f"{told}; then nothing is left to do: {self.measure}{bound}")
 
@@ -269,12 +273,22 @@ class _Run:
             gone += dead
             left = [s for s in left if not s.gone]
 
+    def _clear_up(self, spots: list[Spot]) -> list[Spot]:
+        """Takes out nodes that nothing reads any more, and those above them that nothing reads then."""
+        gone: list[Spot] = []
+        while spots:
+            done = self._clear(spots)
+            gone += done
+            above = (self.draft.producer(v) for spot in done for v in spot.ins)
+            spots = [s for s in dict.fromkeys(above) if s is not None and is_pure(s.op)]
+        return gone
+
     def _apply_rewriter(self, rule: Any, spot: Spot) -> list[Spot] | None:
         edit = Edit(self.draft, self.reader, spot)
         what = rule.apply(edit, spot)
         if not what:
             return None
-        gone = self._clear([spot]) if edit.replaced else []
+        gone = self._clear_up([spot]) if edit.replaced else []
         self._count(rule.name, gone, edit.added, spot, what)
         return edit.added or [spot]
 
@@ -282,7 +296,8 @@ class _Run:
         self.counts[name] += 1
         where = " ".join(filter(None, [at.origin.layer, at.origin.where]))
         what = what or f"{len(gone)} operators become {', '.join(name_of(s.op) for s in new) or 'none'}"
-        self.changes.append(Change(self.by, f"{name}: {what}", where, {"operators": len(gone) - len(new)}))
+        saved = {"operators": float(len(gone) - len(new))} if len(gone) != len(new) else {}
+        self.changes.append(Change(self.by, f"{name}: {what}", where, saved))
         if self.measure.weight(s.op for s in gone) > self.measure.weight(s.op for s in new):
             return
         self.heavier += 1
@@ -304,18 +319,27 @@ class _Run:
         return list(found)
 
 
-Needs = frozenset[frozenset[int]]
-Group = tuple[Needs, list[_Entry]]
-Plan = tuple[list[Group], list[tuple[Spelling, list[Group]]]]
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Entries that begin at one operator and need the same of what makes its operands."""
+
+    needs: Needs
+    entries: list[_Entry] = field(default_factory=list[_Entry])
+
+
+Groups = dict[int, list[_Group]]
+"""Id of an operator that makes an operand → the groups that one of their needs leads there; 0 for those without needs."""
+
+Plan = tuple[Groups, list[tuple[Spelling, Groups]]]
 
 
 @dataclass(slots=True)
 class _Index:
     """Which entries are worth trying at a node: by its operator, then by the operators that make its operands."""
 
-    by_op: dict[Any, list[Group]]
     reader: Reader
-    plans: dict[int, Plan] = field(default_factory=dict[int, "Plan"])
+    by_op: dict[Any, Groups] = field(default_factory=dict[Any, Groups])
+    plans: dict[int, Plan] = field(default_factory=dict[int, Plan])
 
     def at(self, spot: Spot) -> list[_Entry]:
         """The entries whose first root this node may be, in the order to try."""
@@ -323,7 +347,7 @@ class _Index:
         if known is None:
             known = self.plans[id(spot.op)] = self._plan(spot)
         groups, others = known
-        found = list(self._fitting(groups, spot.ins)) if groups else []
+        found = self._fitting(groups, spot.ins) if groups else []
         for other, groups in others:
             v = spot.outs[0]
             own = self.reader.own(v)
@@ -335,17 +359,18 @@ class _Index:
     def _plan(self, spot: Spot) -> Plan:
         """The groups for an operator itself, and those for each of its other spellings."""
         own = self.reader.own(spot.outs[0]) if spot.outs else None
-        groups = [g for key in _keys(spot, own) for g in self.by_op.get(key, ())]
-        if own is None:
-            return groups, []
-        others = [(other, self.by_op.get(other.gives, [])) for other in own.known.others if other.gives is not own.op]
-        return groups, [(other, found) for other, found in others if found]
+        groups: Groups = {}
+        for key in _keys(spot, own):
+            for maker, found in self.by_op.get(key, {}).items():
+                groups.setdefault(maker, []).extend(found)
+        others = [other for other in own.known.others if other.gives is not own.op] if own is not None else []
+        return groups, [(other, self.by_op[other.gives]) for other in others if other.gives in self.by_op]
 
-    def _fitting(self, groups: Sequence[Group], operands: Sequence[Any]) -> Iterator[_Entry]:
+    def _fitting(self, groups: Groups, operands: Sequence[Any]) -> list[_Entry]:
         below = self._ops_below(operands)
-        for needs, entries in groups:
-            if not any(makers.isdisjoint(below) for makers in needs):
-                yield from entries
+        led = {id(group): group for maker in (0, *below) for group in groups.get(maker, ())}
+        fit = (g for g in led.values() if not any(makers.isdisjoint(below) for makers in g.needs))
+        return [entry for group in fit for entry in group.entries]
 
     def _ops_below(self, operands: Sequence[Any]) -> set[int]:
         """Ids of the operators by which the operands can be read."""
@@ -358,12 +383,16 @@ class _Index:
 
 
 def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
-    groups: dict[Any, dict[Needs, list[_Entry]]] = {}
+    index = _Index(reader)
+    groups: dict[Any, _Group] = {}
     for entry in (entry for rule in rules for entry in _entries(rank, rule)):
-        needs = entry.confirmed.pattern.needs if entry.confirmed else Needs()
-        for key in entry.keys():
-            groups.setdefault(key, {}).setdefault(needs, []).append(entry)
-    return _Index({op: list(found.items()) for op, found in groups.items()}, reader)
+        for key, needs in entry.entrances():
+            if (key, needs) not in groups:
+                group = groups[key, needs] = _Group(needs)
+                for maker in min(needs, key=len) if needs else (0,):
+                    index.by_op.setdefault(key, {}).setdefault(maker, []).append(group)
+            groups[key, needs].entries.append(entry)
+    return index
 
 
 def _entries(rank: int, rule: AnyRewrite) -> list[_Entry]:

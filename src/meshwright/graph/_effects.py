@@ -9,12 +9,14 @@ import torch
 
 from meshwright.reshard import Exchange
 
-from ._node import Carry, OnCopy, Op, Value, values_in
+from ._node import Carry, Node, OnCopy, Op, Over, Value, values_in
 from .torch_hooks import Operator
 
 
 def writes_to(op: Op) -> tuple[int | str, ...]:
     """The arguments of `op` that it writes to: places, or names of keyword arguments."""
+    if isinstance(op, Over):
+        return op.places
     if not isinstance(op, Operator):
         return ()
     found: list[int | str] = []
@@ -26,9 +28,18 @@ def writes_to(op: Op) -> tuple[int | str, ...]:
 
 def draws(op: Op) -> bool:
     """True when `op` draws random numbers: it keeps its place among those that do."""
-    if isinstance(op, OnCopy):
+    if isinstance(op, (OnCopy, Over)):
         return draws(op.op)
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_drawing(node: Node) -> bool:
+    """True when the call draws: attention that drops nothing does not, though its operator can."""
+    if not draws(node.op) or not isinstance(node.op, Operator):
+        return draws(node.op)
+    given = dict(zip((a.name for a in node.op._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    left = next((a for a in node.op._schema.arguments if a.name == "dropout_p"), None)
+    return left is None or given.get("dropout_p", left.default_value) != 0
 
 
 def is_pure(op: Op) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,32 @@ Run = Callable[..., tuple[Any, list[Any]]]
 """`run(*inputs)` gives the outputs, and the values that are written back, in the order of `program.writes`."""
 
 
-def to_fx(program: Program, op_of: Callable[[Any], Callable[..., Any]] | None = None) -> fx.GraphModule:
-    """The program as a torch.fx module: its results are the tuple (outputs, written values).
+def to_fx(
+    program: Program,
+    op_of: Callable[[Any], Callable[..., Any] | None] = lambda _: None,
+    numbers: Mapping[Value, Any] | None = None,
+    results: Any = None,
+) -> fx.GraphModule:
+    """The program as a torch.fx module: its results are the tuple (outputs, written values), or `results`.
 
-    Inputs are placeholders in their order. `op_of` gives the function that carries out what is no operator of torch.
+    Inputs are placeholders in their order. `op_of` may give another function for an operator, `numbers` the constants
+    that some values are.
     """
     graph = fx.Graph()
-    known: dict[Value, fx.Node] = {}
+    known: dict[Value, Any] = dict(numbers or {})
     for given in program.inputs:
         known[given.value] = graph.placeholder(_identifier(given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
-        target = (op_of or _plainly)(node.op)
+        target = op_of(node.op) or _plainly(node.op)
         made = graph.call_function(target, args, kwargs)
         _bind(graph, made, node.out, known)
-    results = map_values(lambda v: known[v], (program.outputs, [v for _, v in program.writes]))
-    graph.output(results)
+    ends = results if results is not None else (program.outputs, [v for _, v in program.writes])
+    graph.output(map_values(lambda v: known[v], ends))
     return fx.GraphModule({}, graph)
 
 
-def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, fx.Node]) -> None:
+def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, Any]) -> None:
     if isinstance(out, Value):
         known[out] = made
     elif isinstance(out, (tuple, list)):
@@ -67,11 +73,16 @@ def _named(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
     """The step as a function of the caller's part, on whatever carrier the caller has."""
-    way = Plan(op.src, op.dst, (op.step,))
+    ways: dict[Any, Plan] = {}
 
     def carry(x: Tensor) -> Tensor:
+        key = x.shape if symbolic else None
+        way = ways.get(key)
+        if way is None:
+            way = ways[key] = op.of_part(tuple(x.shape))
         return current().convert(way, x)
 
+    symbolic = op.src.is_symbolic
     return carry
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._node import Carry, OnCopy, Op, Value, map_values, values_in
-from .torch_hooks import FakeMode, Operator, imagining, no_modes
+from ._node import Carry, OnCopy, Op, Over, Value, map_values, values_in
+from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
 
 class Names:
@@ -36,7 +36,7 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
     if isinstance(op, Carry):
         (x,) = values_in(args)
         return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
-    with no_modes(), imagining(mode or FakeMode()), torch.no_grad():
+    with no_modes(), imagining(mode or FakeMode(shape_env=_world(args))), torch.no_grad():
         real_args, real_kwargs = map_values(_stand_in, (args, dict(kwargs)))
         out = op(*real_args, **real_kwargs)
     return as_values(out, lambda: names.fresh(stem_of(op)))
@@ -45,6 +45,12 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
 def carried_shape(op: Carry, x: Value, rank: int) -> tuple[Any, ...]:
     """Shape of the part that `rank` holds after the step."""
     return op.dst.local_shape(rank)
+
+
+def _world(args: Any) -> Any:
+    """Where the symbolic sizes of the arguments live, or those that an operator makes."""
+    sizes = (n for v in values_in(args) for n in v.shape)
+    return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None) or ShapeEnv()
 
 
 def _stand_in(v: Value) -> Any:
@@ -77,7 +83,7 @@ def stem_of(op: Op) -> str:
     if isinstance(op, Carry):
         name = type(op.step).__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
-    if isinstance(op, OnCopy):
+    if isinstance(op, (OnCopy, Over)):
         return stem_of(op.op)
     if isinstance(op, Operator):
         return op._schema.name.split("::")[1].strip("_")

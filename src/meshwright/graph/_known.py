@@ -19,7 +19,9 @@ LARGEST = 2**26
 
 def known_tensor(draft: Draft, v: Any) -> Tensor | None:
     """The tensor that `v` is on every run, on the CPU; None where it depends on an input or is too large."""
-    found: dict[Any, Any] = {g.value: g.source for g in draft.program.inputs if isinstance(g.source, Tensor)}
+    written = {x for x, _ in draft.program.writes}
+    given = (g for g in draft.program.inputs if g.value not in written and type(g.source) is Tensor)
+    found: dict[Any, Any] = {g.value: g.source for g in given}
     with no_modes(), torch.no_grad():
         out = _computed(draft, v, found)
     return out if isinstance(out, Tensor) else None

@@ -32,7 +32,7 @@ class Measure:
 
     def __str__(self) -> str:
         if self.unproved:
-            return f"{', '.join(self.unproved)} may make the program no lighter"
+            return f"no proof for {', '.join(self.unproved)}"
         heavy = sorted((f"{name} {w}" for name, w in self.weights.items() if w != 1), key=str)
         return "each rule makes the program lighter" + (f" ({', '.join(heavy)})" if heavy else "")
 
@@ -53,15 +53,17 @@ def measure_of(rules: Sequence[AnyRewrite]) -> Measure:
     unproved += [name for name, found in sides.items() if any(d is None for d in found)]
     weights: dict[str, int] = {}
     wanted = {name: [d for d in found if d] for name, found in sides.items() if name not in unproved}
-    heavier: list[tuple[str, Mapping[str, int]]] = []
-    for _ in range(ROUNDS):
+    pulling: set[str] = set()
+    for at in range(ROUNDS):
         heavier = [(name, d) for name, found in wanted.items() for d in found if _lost(weights, d) < 1]
         if not heavier:
             return Measure(weights, tuple(unproved))
+        if at > ROUNDS // 2:
+            pulling.update(name for name, _ in heavier)
         for _, difference in heavier:
             for kind, n in difference.items():
                 weights[kind] = max(0, weights.get(kind, 1) + n)
-    return Measure({}, (*unproved, *sorted({name for name, _ in heavier})))
+    return Measure({}, (*unproved, *sorted(pulling)))
 
 
 def _lost(weights: Mapping[str, int], difference: Mapping[str, int]) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 import torch
 
-from meshwright.layout import Spec
-from meshwright.reshard import Step
+from meshwright.layout import Dim, Spec, axes_of
+from meshwright.reshard import Plan, Step
 
 from .torch_hooks import Operator
 
@@ -72,12 +73,25 @@ class Carry:
     def dst(self) -> Spec:
         return self.step.apply(self.src)
 
+    def of_part(self, shape: tuple[int, ...]) -> Plan:
+        """The step as a plan, for a part of this shape: it tells what symbolic sizes are."""
+        sizes = [
+            n if isinstance(n, int) else _whole(m, d, self.src)
+            for n, m, d in zip(self.src.shape, shape, self.src.layout.dims, strict=True)
+        ]
+        src = Spec(self.src.mesh, self.src.layout, sizes, self.src.dtype)
+        return Plan(src, self.step.apply(src), (self.step,))
+
     @property
     def communicates(self) -> bool:
         return self.step.rounds(self.src) > 0
 
     def __repr__(self) -> str:
         return repr(self.step)
+
+
+Place = int | str | tuple[int | str, int]
+"""An argument: its place, its name, or one of either and the number in the list that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +102,47 @@ class OnCopy:
     """
 
     op: Operator
-    places: tuple[int | str, ...]
+    places: tuple[Place, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: list[Any] = list(args)
-        named = dict(kwargs)
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given = {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in given.items()}
         copies: list[Any] = []
         for place in self.places:
-            held: Any = given if isinstance(place, int) else named
-            held[place] = held[place].clone()
-            copies.append(held[place])
-        return (self.op(*given, **named), *copies)
+            held, key = (given[place[0]], place[1]) if isinstance(place, tuple) else (given, place)
+            held[key] = held[key].clone()
+            copies.append(held[key])
+        out = self.op(*[given[at] for at in range(len(args))], **{name: given[name] for name in kwargs})
+        return (out, *copies)
 
     def __repr__(self) -> str:
         return f"{self.op} on copies"
 
 
-Op = Operator | Carry | OnCopy | Callable[..., Any]
+@dataclass(frozen=True, slots=True)
+class Over:
+    """An operator that writes over its arguments `places` and returns nothing, as one that gives them.
+
+    What it gives lies in the memory of what it was given; only the last passes make such nodes.
+    """
+
+    op: Operator
+    places: tuple[int, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.op(*args, **kwargs)
+        return args[self.places[0]] if len(self.places) == 1 else tuple(args[at] for at in self.places)
+
+    def __repr__(self) -> str:
+        return str(self.op)
+
+
+def _whole(length: int, dim: Dim, spec: Spec) -> int:
+    """The size of a dim of which a part has this length, where all parts are equal."""
+    return length * prod(spec.mesh.sizes[a] for a in axes_of(dim))
+
+
+Op = Operator | Carry | OnCopy | Over | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +205,6 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 def name_of(op: Op) -> str:
     """Name of an operator in texts."""
-    if isinstance(op, (Carry, OnCopy)):
+    if isinstance(op, (Carry, OnCopy, Over)):
         return repr(op)
     return str(op) if isinstance(op, Operator) else getattr(op, "__name__", repr(op))

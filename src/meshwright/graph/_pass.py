@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ._driver import rewrite
 from ._errors import RewriteError
@@ -22,10 +22,12 @@ P = TypeVar("P", bound="type[Pass]")
 class Pass(ABC):
     """A change of programs: `run` makes the new program; calling the pass also checks it, before and after.
 
-    `deep` runs every operator of the new program on fake tensors to see that shapes and dtypes are what it says.
+    `deep` runs every operator of the new program on fake tensors to see that shapes and dtypes are what it says. `on`
+    tells which programs it is for: that of the model on one device as it was captured, or that of each rank.
     """
 
     name: ClassVar[str] = ""
+    on: ClassVar[Literal["captured", "recorded"]] = "recorded"
 
     @abstractmethod
     def run(self, program: Program) -> Program:

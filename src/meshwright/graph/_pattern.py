@@ -113,9 +113,17 @@ class Pattern:
         return tuple(call.op for call in self.told.calls)
 
     @cached_property
-    def needs(self) -> frozenset[frozenset[int]]:
-        """What must make the operands of the first root: ids of operators, of which one is enough in each set."""
-        return frozenset(filter(None, map(_makers, self.roots[0].args)))
+    def entrances(self) -> tuple[tuple[Any, frozenset[frozenset[int]]], ...]:
+        """Where to begin: operators of the first root, each with what must make its operands.
+
+        Those are ids of operators, of which one is enough in each set. A cast at the root may lack.
+        """
+        found: list[tuple[Any, frozenset[frozenset[int]]]] = []
+        term: Any = self.roots[0]
+        while isinstance(term, Term):
+            found.append((term.op, frozenset(filter(None, map(_makers, term.args)))))
+            term = term.args[0] if term.op is CAST else None
+        return tuple(found)
 
 
 def _makers(a: Any) -> frozenset[int]:

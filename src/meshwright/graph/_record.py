@@ -17,15 +17,15 @@ from torch import Tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Exchange, Plan, Relabel
-from meshwright.tensor import stamp, whole
+from meshwright.tensor import absent, stamp, whole
 
 from ._capture import Capture
 from ._draft import Draft
 from ._errors import CaptureError
 from ._node import Carry, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
-from ._recording import Recording
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
+from ._recording import Recording
 from .torch_hooks import FakeMode, Modes, Operator, ShapeEnv, interception_off, symbolic_float, symbolic_int, unrecorded
 
 
@@ -56,9 +56,11 @@ class RecordingCarrier(Recorded):
 class Recorder(Modes):
     """Sees every operator on local fake tensors, and writes it down."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, captured: Capture | None = None) -> None:
         super().__init__()
-        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fresh = captured is None
+        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) if fresh else captured.mode
+        self._symbols = {} if fresh else captured.symbols
         self.recording = Recording(origin=lambda: self.origin)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
@@ -87,9 +89,12 @@ class Recorder(Modes):
             self.recording.note(op, (x,), {}, out)
         return out
 
-    def add(self, given: Input, requires_grad: bool = False) -> Tensor:
-        """A fake part, which becomes an input of the program, in the place of a whole tensor."""
+    def add(self, given: Input, requires_grad: bool = False) -> Any:
+        """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol."""
         v = given.value
+        if given.role == "size":
+            self.recording.add_number(self._symbols[v], "size", given.name, given.source)
+            return self._symbols[v]
         with unrecorded(), self.mode:
             shape = v.shape if given.spec is None else self.carrier.local_shape(given.spec)
             x = torch.empty(shape, dtype=tensor_dtype(v), device=v.device)
@@ -97,7 +102,7 @@ class Recorder(Modes):
         self.recording.add_input(x, given.role, given.name, given.spec, given.source)
         if given.spec is None:
             return x
-        out = stamp(x, given.spec)
+        out = (stamp if self.carrier.rank in given.spec.mesh else absent)(x, given.spec)
         if given.role == "parameter":
             out._is_param = True
         return out
@@ -109,7 +114,7 @@ class Recorder(Modes):
         return symbol
 
     def add_rank_number(self, number: RankNumber, here: int) -> Any:
-        """A number that depends on the rank, symbolic, as an input of the program; `here` is what it is on this rank."""
+        """A number that depends on the rank, symbolic, as an input of the program; `here` is what it is here."""
         if number not in self._rank_numbers:
             name = f"rank_number_{len(self._rank_numbers)}"
             symbol = self._rank_numbers[number] = symbolic_int(self.mode, name, here)
@@ -169,7 +174,7 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
     Outputs are `{"out": loss, "grads": {parameter: gradient}}`; the loss is whole on every rank, gradients lie as the
     dual of their parameter says. Raises CaptureError for a call that does not give one number.
     """
-    recorder = Recorder(rank, size)
+    recorder = Recorder(rank, size, captured)
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
     with recorder.recording_as("forward"):
         given = {i.value: recorder.add(i, i.name in wanted) for i in captured.program.inputs}
@@ -187,7 +192,7 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
 
 def record_forward(captured: Capture, rank: int, size: int) -> Program:
     """The program of the captured call alone, without gradients; the output `{"out": ...}` is whole on every rank."""
-    recorder = Recorder(rank, size)
+    recorder = Recorder(rank, size, captured)
     with recorder.recording_as("forward"), torch.no_grad():
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)

@@ -14,11 +14,13 @@ from meshwright.tensor import DistTensor
 
 from ._cells import IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
+from ._errors import CaptureError
 from ._infer import Names, as_values, stem_of
-from ._node import Node, OnCopy, Op, Origin, Value, values_in
+from ._node import Node, OnCopy, Op, Origin, Place, Value, values_in
 from ._numbers import Numbers
 from ._program import Input, Role
-from .torch_hooks import Operator, memory_of, no_modes
+from ._where import user_frame
+from .torch_hooks import FakeTensor, Operator, memory_of, no_modes
 
 aten = torch.ops.aten
 
@@ -37,7 +39,10 @@ SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel
 
 @dataclass(slots=True)
 class Recording:
-    """The nodes recorded so far, and the cell of every tensor that was seen."""
+    """The nodes recorded so far, and the cell of every tensor that was seen.
+
+    `identities` are the operators whose result is taken for their argument.
+    """
 
     inputs: list[Input] = field(default_factory=list[Input])
     nodes: list[Node] = field(default_factory=list[Node])
@@ -47,6 +52,7 @@ class Recording:
     memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
     kept: list[Any] = field(default_factory=list[Any])
     origin: Callable[[], Origin] = Origin
+    identities: frozenset[str] = IDENTITIES
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
@@ -76,9 +82,24 @@ class Recording:
     def value_of(self, x: Tensor) -> Value:
         """The value that `x` has now; a tensor that was never seen is a constant."""
         cell = self._find(x)
-        if cell is None:
-            return self.add_input(x, "constant", "constant", source=x)
-        return cell.read(self._node)
+        if cell is not None:
+            return cell.read(self._node)
+        _check_constant(x)
+        return self.add_input(x, "constant", "constant", source=x)
+
+    def is_constant(self, value: Value) -> bool:
+        """True when a value is made of constants alone, and of nothing that is drawn."""
+        makers = {v: node for node in self.nodes for v in node.outs}
+        roles = {given.value: given.role for given in self.inputs}
+        left, seen = [value], set[Value]()
+        while left:
+            v = left.pop()
+            if roles.get(v, "constant") != "constant" or (v in makers and draws(makers[v].op)):
+                return False
+            new = set(makers[v].ins) - seen if v in makers else set[Value]()
+            seen |= new
+            left += new
+        return True
 
     def written(self) -> tuple[tuple[Value, Value], ...]:
         """Inputs that were written to, and the values they have at the end."""
@@ -122,7 +143,7 @@ class Recording:
         name = op._schema.name
         if name in SILENT:
             return True
-        if name.split("::")[1] in IDENTITIES and isinstance(out, Tensor):
+        if name.split("::")[1] in self.identities and isinstance(out, Tensor):
             self.value_of(args[0])
             cell = self._find(args[0])
             assert cell is not None
@@ -170,7 +191,7 @@ class Recording:
             return None
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
 
-    def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[int | str, Tensor]) -> None:
+    def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
         values = self.tree_of(args), self.tree_of(kwargs)
         twin = _twin(op, args, kwargs) if list(written) == [0] else None
         if twin is not None:
@@ -178,14 +199,21 @@ class Recording:
         else:
             shown = self._node(OnCopy(op, tuple(written)), *values, (out, *written.values()))
             new = list(shown[1:])
-            self._bind_fresh(out, shown[0], written)
+            self._bind_fresh(op, out, shown[0], written)
         for t, v in zip(written.values(), new, strict=True):
             cell = self._find(t)
             assert cell is not None
             cell.write(v, self._node)
+        if _gives_arguments(op):
+            for result, t in zip(tensors_of(out), written.values(), strict=True):
+                cell = self._find(t)
+                if cell is not None and result is not t:  # a fake tensor in the place of a real one
+                    self._bind(result, cell)
 
-    def _bind_fresh(self, out: Any, shown: Any, written: dict[int | str, Tensor]) -> None:
+    def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[Place, Tensor]) -> None:
         """Results of a writing operator that are no written arguments."""
+        if _gives_arguments(op):
+            return
         mine = {memory_of(w) for w in written.values()}
         for t, v in zip(tensors_of(out), _tensor_values(shown), strict=True):
             if memory_of(t) not in mine:
@@ -203,18 +231,37 @@ def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
     return twin if fits else None
 
 
-def _written(op: Operator, args: Any, kwargs: Any) -> dict[int | str, Tensor]:
+def _gives_arguments(op: Operator) -> bool:
+    """True when all that `op` returns are arguments that it wrote to."""
+    infos = [r.alias_info for r in op._schema.returns]
+    return bool(infos) and all(info is not None and info.is_write for info in infos)
+
+
+def _written(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
     """Place or name of each tensor argument that the call writes to, and the tensor."""
     places: list[int | str] = list(writes_to(op))
     secret = SECRET_WRITES.get(op._schema.name)
     if secret is not None and len(args) > secret[1] and args[secret[1]]:
         places += secret[0]
-    found: dict[int | str, Tensor] = {}
+    found: dict[Place, Tensor] = {}
     for place in places:
-        t = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-        if isinstance(t, Tensor):
-            found[place] = t
+        given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        if isinstance(given, Tensor):
+            found[place] = given
+        elif isinstance(given, (list, tuple)):
+            found |= {(place, at): t for at, t in enumerate(given) if isinstance(t, Tensor)}
     return found
+
+
+def _check_constant(x: Tensor) -> None:
+    """Raises CaptureError for a tensor that must not be taken for one that stays what it is."""
+    what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
+    if isinstance(x, FakeTensor) or x.requires_grad:
+        raise CaptureError(
+            f"to record {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
+            "it is no parameter or buffer of the model, and no part of the batch: the program would not change it",
+            "nn.Parameter and register_buffer for what a module keeps, detach() for what is to stay a constant",
+        )  # fmt: skip
 
 
 def _looks_alike(a: Tensor, b: Tensor) -> bool:

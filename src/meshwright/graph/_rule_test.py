@@ -178,7 +178,7 @@ def _type(x: Tensor) -> str:
 
 
 def _differ(rule: Rewrite, given: Mapping[str, Any], found: str) -> RewriteError:
-    about = ", ".join(f"{k}: {_type(v) if isinstance(v, Tensor) else v!r}" for k, v in given.items())
+    about = ", ".join(f"{k} {_type(v) if isinstance(v, Tensor) else v}" for k, v in given.items())
     return RewriteError(
         f"check of rule {rule.name} for {about}", found, "both sides of a rule are the same computation",
         "a put that computes what find does, or a where=... that refuses such arguments",

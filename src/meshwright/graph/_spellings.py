@@ -143,6 +143,8 @@ def _last_two_swapped(read: Reader, out: Operand, args: tuple[Any, ...]) -> Args
     rest = [*order[:-2], order[-1], order[-2]]
     if rest == sorted(rest):
         return _turned(x)
+    if rest[-1] != len(rest) - 1:
+        return None
     return _turned(like(x, aten.permute.default, x, rest, shape=tuple(x.shape[d] for d in rest)))
 
 

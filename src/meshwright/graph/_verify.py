@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ._errors import ProgramError
 from ._infer import Names, infer
+from ._memory import overwritten
 from ._node import Node, Value, name_of, values_in
 from ._program import Program
 from ._text import node_text, type_text
@@ -16,7 +17,7 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
 
     Raises ProgramError that names the node and, where `by` is given, who made the program.
     """
-    for what, found, why in (*_order(program), *_ends(program), *(_types(program) if deep else ())):
+    for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *(_types(program) if deep else ())):
         raise ProgramError(
             f"a program{f' made by {by}' if by else ''}", f"{what}: {found}", why,
             "a pass that adds values before what reads them, and replaces what it removes (Draft does both)",

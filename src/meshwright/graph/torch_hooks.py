@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -18,6 +22,9 @@ Operator = OpOverload
 
 FakeMode = FakeTensorMode
 """Tensors that have a shape, a dtype and a device, and hold nothing."""
+
+FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
+"""A tensor that has a shape, a dtype and a device, and holds nothing."""
 
 DataDependent = (
     DataDependentOutputException,
@@ -55,20 +62,68 @@ ShapeEnv = symbolic_shapes.ShapeEnv
 """Where symbolic numbers live; with one, `.item()` of a fake tensor is a symbol."""
 
 
+_numbers = count()
+"""Each symbol has a source of its own, by which torch knows it."""
+
+
 def symbolic_float(mode: FakeTensorMode, name: str, hint: float) -> Any:
     """A float that is not known yet, in the world of `mode`."""
-    env, source = _world(mode), ConstantSource(name)
+    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=hint, source=source)
 
 
 def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> Any:
     """An integer that is not known yet, in the world of `mode`."""
-    env, source = _world(mode), ConstantSource(name)
+    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
+    """A size of two or more that is not known yet, in the world of `mode`."""
+    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
+    symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
     assert mode.shape_env is not None
     return mode.shape_env
+
+
+def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The module's kernels, made by Inductor for inputs like `examples`, which may be fake.
+
+    Inductor is imported here: it takes seconds, which a program that is run as it is does not spend.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor itself imports
+        from torch._inductor.compile_fx import compile_fx
+    patches = {"fallback_random": True, **options}  # drawing as torch does, in its order
+    return compile_fx(module, list(examples), config_patches=patches)  # pyright: ignore[reportReturnType]
+
+
+def conditions(mode: FakeTensorMode) -> list[Any]:
+    """What was decided by the sizes that were seen, as symbolic expressions that must be true."""
+    return [guard.expr for guard in _world(mode).guards]
+
+
+@contextmanager
+def functions_told(apply: Callable[..., Any]) -> Generator[None]:
+    """Inside, `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
+
+    Below autograd, and before it, such a call shows only the operators of its forward pass: nothing but the class
+    itself tells that its backward pass is another one. Exactly one rank of a simulation runs meanwhile.
+    """
+    function: Any = torch.autograd.Function
+    before = function.__dict__["apply"]
+
+    def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, lambda *a, **k: before.__get__(None, cls)(*a, **k), args, kwargs)
+
+    function.apply = classmethod(told)
+    try:
+        yield
+    finally:
+        function.apply = before

@@ -17,6 +17,8 @@ def chunk(size: int, parts: int, at: int) -> Range:
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
+    if not isinstance(size, int) and size % parts == 0:  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic
+        return at * (size // parts), size // parts
     piece = -(-size // parts)
     start = min(at * piece, size)
     return start, min(piece, size - start)

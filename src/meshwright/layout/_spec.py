@@ -14,6 +14,7 @@ from ._layout import Layout, Product, placements_of
 from ._local import Range, cut, local_ranges, local_shape
 from ._mesh import ProcessMesh
 from ._placement import Placement
+from ._size import hint, identity
 from ._text import parse_sized, write_dims, write_dtype
 
 
@@ -35,10 +36,11 @@ class Spec:
     _shapes: dict[int, tuple[int, ...]]
 
     def __new__(cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-        key = (mesh, layout, tuple(shape), dtype)
+        shape = tuple(shape)
+        key = (mesh, layout, shape if _is_plain(shape) else tuple(map(identity, shape)), dtype)
         found = cls._known.get(key)
         if found is None:
-            _check(mesh, layout, key[2])
+            _check(mesh, layout, shape)
             found = object.__new__(cls)
             found.mesh, found.layout, found.shape, found.dtype = mesh, layout, torch.Size(shape), dtype
             found._shapes = {}
@@ -55,8 +57,18 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes of the whole tensor; symbolic sizes count by their hint."""
+        return prod(map(hint, self.shape)) * self.dtype.itemsize
+
+    @property
+    def is_symbolic(self) -> bool:
+        """True when some size is symbolic."""
+        return not _is_plain(self.shape)
+
+    @property
+    def concrete(self) -> Spec:
+        """The spec with the hints of symbolic sizes in their place."""
+        return self if _is_plain(self.shape) else Spec(self.mesh, self.layout, list(map(hint, self.shape)), self.dtype)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what `rank` holds; a rank outside the mesh holds nothing, written as a leading 0."""
@@ -113,6 +125,10 @@ def parse_spec(text: str, mesh: ProcessMesh) -> Spec:
     """
     dtype, shape, layout = parse_sized(text)
     return Spec(mesh, layout, shape, dtype)
+
+
+def _is_plain(shape: tuple[Any, ...]) -> bool:
+    return all(type(n) is int for n in shape)
 
 
 def _check(mesh: ProcessMesh, layout: Layout, shape: tuple[int, ...]) -> None:

@@ -1,5 +1,6 @@
 """Linear layers and activations written out by hand become one operator each."""
 
+# ruff: noqa: PLW0108 - both sides of a rule name their arguments
 from __future__ import annotations
 
 import math

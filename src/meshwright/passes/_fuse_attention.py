@@ -1,7 +1,7 @@
-"""Attention written out by hand becomes `scaled_dot_product_attention`, and a mask that is causal is only said to be so.
+"""Attention written out by hand becomes `scaled_dot_product_attention`, and a causal mask is only said to be one.
 
-Scores may be scaled or not, a mask added or scores filled where it is true, the softmax taken in float32. Where a row is
-masked as a whole, attention by hand gives NaN; the operator gives zeros.
+Scores may be scaled or not, a mask added or scores filled where it is true, the softmax taken in float32. Where a row
+is masked as a whole, attention by hand gives NaN; the operator gives zeros.
 """
 
 from __future__ import annotations
@@ -49,10 +49,26 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
-def _is_empty(fill: float, mask: Any, match: Any) -> bool:
+def _keeps_digits(q: Any, upcast: bool) -> bool:
+    """False where the softmax is taken in fewer digits than the operator would."""
+    return not (upcast and q.dtype == torch.float64)
+
+
+def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
+    """True when the mask can be cast to the scores' dtype without harm: it has that dtype, or only masks."""
+    if mask is None or mask.dtype == q.dtype:
+        return _keeps_digits(q, upcast)
+    known = match.known(mask) if match is not None else None
+    if known is None or not _keeps_digits(q, upcast):
+        return False
+    hidden = known <= NEVER
+    return bool(((known == 0) | hidden).all()) and not bool(hidden.all(-1).any())
+
+
+def _hides(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
     """True when what is filled has no weight at all: -inf, or a very small number where each row keeps something."""
-    if fill == -math.inf:
-        return True
+    if fill == -math.inf or not _keeps_digits(q, upcast):
+        return _keeps_digits(q, upcast)
     known = match.known(mask) if match is not None and fill <= NEVER else None
     return known is not None and not bool(known.all(-1).any())
 
@@ -63,12 +79,14 @@ RULES = (
         find=lambda q, k, v, mask=None, upcast=False, scale=0.5: attend(added(q @ k.mT * scale, mask), v, upcast),
         put=lambda q, k, v, mask=None, upcast=False, scale=0.5: fused(q, k, v, mask, scale),
         shapes=SHAPES,
+        where=_fits_scores,
     ),
     Rewrite(
         "attention without a scale",
         find=lambda q, k, v, mask=None, upcast=False: attend(added(q @ k.mT, mask), v, upcast),
         put=lambda q, k, v, mask=None, upcast=False: fused(q, k, v, mask, 1.0),
         shapes=SHAPES,
+        where=_fits_scores,
     ),
     Rewrite(
         "attention with scores filled",
@@ -77,7 +95,7 @@ RULES = (
         ),
         put=lambda q, k, v, mask, fill, upcast=False, scale=0.5: fused(q, k, v, ~mask, scale),
         shapes=SHAPES.replace("*", "bool *"),
-        where=_is_empty,
+        where=_hides,
         samples={"fill": (-math.inf, NEVER)},
     ),
     Rewrite(
@@ -85,7 +103,7 @@ RULES = (
         find=lambda q, k, v, mask, fill, upcast=False: attend((q @ k.mT).masked_fill(mask, fill), v, upcast),
         put=lambda q, k, v, mask, fill, upcast=False: fused(q, k, v, ~mask, 1.0),
         shapes=SHAPES.replace("*", "bool *"),
-        where=_is_empty,
+        where=_hides,
         samples={"fill": (-math.inf, NEVER)},
     ),
 )
@@ -113,7 +131,9 @@ def _is_causal(mask: Tensor) -> bool:
 
 for _rule in RULES:
     register_rewrite(_rule, into="fuse_attention")
-register_rewrite(Rewriter("causal attention", _say_causal, (aten.scaled_dot_product_attention.default,)), "fuse_attention")
+register_rewrite(
+    Rewriter("causal attention", _say_causal, (aten.scaled_dot_product_attention.default,)), "fuse_attention"
+)
 
 
 @register_pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,12 @@ def _put_reduced(x: Tensor, t: Tensor, how: Literal["mean", "sum"]) -> Tensor:
     return F.cross_entropy(x, t, reduction=how)
 
 
-def _find_viewed(x: Tensor, t: Tensor, shape: list[int], how: Literal["mean", "sum"]) -> Tensor:
-    return getattr(F.cross_entropy(x, t, reduction="none").view(shape), how)()
+def _find_viewed(x: Tensor, shape: list[int], how: Literal["mean", "sum"]) -> Tensor:
+    return getattr(x.view(shape), how)()
+
+
+def _put_viewed(x: Tensor, shape: list[int], how: Literal["mean", "sum"]) -> Tensor:
+    return getattr(x, how)()
 
 
 RULES = (
@@ -65,6 +69,7 @@ RULES = (
     Rewrite("cross_entropy of picked rows", _find_negated, _put_negated, "... c, int ... < c"),
     Rewrite("cross_entropy of each row", _find_rows, _put_rows, "... c, int ... < c"),
     Rewrite("cross_entropy by logsumexp", _find_difference, _rows, "... c, int ... < c"),
+    Rewrite("reduction of a view", _find_viewed, _put_viewed, samples={"shape": ([-1], [-1, 1])}),
     Rewrite("reduced cross_entropy", _find_reduced, _put_reduced, "n c, int n < c"),
 )
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.graph import Edit, Pass, Program, Rewriter, Spot, register_pass, register_rewrite, registered_rewrites, rewrite
+from meshwright.graph import (
+    Edit,
+    Pass,
+    Program,
+    Rewriter,
+    Spot,
+    register_pass,
+    register_rewrite,
+    registered_rewrites,
+    rewrite,
+)
 
 
 def _drop(edit: Edit, spot: Spot) -> str | None:

@@ -88,7 +88,21 @@ def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
 
     Raises ReshardError when the two are not the same tensor: other shapes or other dtypes.
     """
+    if src.is_symbolic:
+        return _symbolic(src, dst, _plan(src.concrete, dst.concrete, price))
     return _plan(src, dst, price)
+
+
+def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
+    """The plan of hinted sizes for symbolic ones."""
+    steps = tuple(Exchange(dst) if isinstance(s, Exchange) and s.to is dst.concrete else s for s in found.steps)
+    bad = next((s for s in steps if isinstance(s, (View, Exchange)) and s not in (Exchange(dst),)), None)
+    if bad is not None:
+        raise ReshardError(
+            f"from {src} to {dst}", f"the step {bad!r}", "it speaks of sizes, which are symbolic here",
+            "a batch of fixed sizes, or axes that cut the dim evenly",
+        )  # fmt: skip
+    return Plan(src, dst, steps)
 
 
 @lru_cache(maxsize=8192)

@@ -1,6 +1,7 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
 from . import _dispatch
+from ._absent import absent
 from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "PlainInBackwardError",
     "RanWholeWarning",
     "RandomSourceError",
+    "absent",
     "capturing",
     "decide",
     "decisions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import Operator, no_modes, operators_recorded, shares_storage
+from .torch_hooks import Operator, imagining, no_modes, operators_recorded, shares_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,18 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
         return inputs[-1]
 
     nodes: list[Node] = []
-    with no_modes(), torch.no_grad():
+    with no_modes(), imagining(_sizes(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
         with operators_recorded(lambda *node: nodes.append(Node(*node))):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
+
+
+def _sizes(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:
+    """The sizes that the call's tensors have as wholes."""
+    for x in tensors_in((args, kwargs)):
+        spec = spec_of(x)
+        yield from x.shape if spec is None else spec.shape
 
 
 def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:
@@ -68,10 +75,15 @@ def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captu
     return any(_constants(func, args, kwargs, rank) != _listed(captured) for rank in (ranks[0], ranks[-1]))
 
 
+def _alone(spec: Spec, rank: int) -> Spec:
+    """The part that `rank` holds, as a tensor of its own."""
+    return Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
+
+
 def _constants(func: Callable[..., Any], args: Any, kwargs: Any, rank: int) -> Any:
     def part(x: Any) -> Any:
         spec = getattr(x, "_spec", None)
-        return None if spec is None else Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
+        return None if spec is None else _alone(spec.concrete, rank)
 
     try:
         return _listed(capture(func, args, kwargs, part))

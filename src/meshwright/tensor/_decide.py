@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from meshwright.layout import Dim, Layout, ProcessMesh, Spec
+from meshwright.layout import Dim, Layout, ProcessMesh, Spec, hint
 from meshwright.spmd import (
     REPEATED,
     Bound,
@@ -173,7 +173,7 @@ def _bytes_here(spec: Spec, axis: str) -> float:
 
 def _result_bytes(bound: Bound, specs: Sequence[Spec | None], axis: str) -> float:
     """About how many bytes the ranks of `axis` hold of the results together."""
-    elements = sum(prod(bound.sizes[f] for dim in out for f in dim) for out in bound.outs)
+    elements = sum(prod(hint(bound.sizes[f]) for dim in out for f in dim) for out in bound.outs)
     spec = next(s for s in specs if s is not None)
     others = prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
     return elements * spec.dtype.itemsize / others

@@ -218,6 +218,8 @@ def _mark(value: Any) -> Any:
 def _mark_other(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _mark_tensor(value)
+    if isinstance(value, torch.SymInt):
+        return (torch.SymInt, value.node.shape_env, value.node.expr)
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or value is Ellipsis:
         return value
     raise _NoSignature

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier
-from meshwright.layout import ProcessMesh, Spec, local_shape, replicated
+from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
 from meshwright.spmd import Call, RuleError, describe, refined
 
 from ._capture import Captured, Node
@@ -89,7 +90,7 @@ def plan_node(
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
     """
     try:
-        call = describe(node.op, node.args, node.kwargs)
+        call = describe(node.op, *_hinted((node.args, node.kwargs)))
     except RuleError:
         return None
     if call is None or _writes_elsewhere(node, call):
@@ -99,12 +100,32 @@ def plan_node(
     if all(s is None for s in ins):
         return None
     call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
-    decision = decide(call, ins)
+    decision = _sized(decide(call, [s.concrete if s is not None else None for s in ins]), ins)
     if decision is None:
         return None
     if decision.gathers and call.rule.parts is not None:
         return Inline(call.rule.parts, node)
     return _step(node, call, operands, ins, decision, inputs)
+
+
+def _hinted(tree: Any) -> Any:
+    """Arguments with the hints of symbolic sizes in their place: decisions are made for those."""
+    if isinstance(tree, (torch.SymInt, torch.SymFloat)):
+        return tree.node.hint
+    if isinstance(tree, Tensor):
+        symbolic = any(isinstance(n, torch.SymInt) for n in tree.shape)
+        return torch.empty([hint(n) for n in tree.shape], dtype=tree.dtype, device="meta") if symbolic else tree
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([_hinted(v) for v in tree])
+    return {k: _hinted(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | None:
+    """The decision for operands whose sizes may be symbolic."""
+    if decision is None or all(s is None or not s.is_symbolic for s in ins):
+        return decision
+    found = [s.with_layout(d.layout) if s and d else d for s, d in zip(ins, decision.ins, strict=True)]
+    return replace(decision, ins=tuple(found))
 
 
 def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Tensor | None:
@@ -173,7 +194,7 @@ def _grown(call: Call, results: Sequence[Tensor]) -> bool:
 
 def leaves_nothing(spec: Spec | None) -> bool:
     """True when the last rank along some dim holds no piece of it."""
-    if spec is None or 0 in spec.shape:
+    if spec is None or spec.is_symbolic or 0 in spec.shape:
         return False
     last = {a: n - 1 for a, n in spec.mesh.sizes.items()}
     return 0 in local_shape(spec.shape, spec.layout, spec.mesh.sizes, last)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,28 +80,45 @@ def run_backward(
         return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
 
 
+Run = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*args, **kwargs)
+
+
 class _Recorder(SchemaCheckMode):
     """Sees every operator before autograd and before composite operators are taken apart.
 
     torch admits three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
     """
 
-    def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
-        self.note = note
+    def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run) -> None:
+        self.note, self.run = note, run
         self._dispatch_key = torch._C.DispatchKey.PreDispatch  # where it is put back after `no_modes`
 
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self.run(func, args, kwargs or {})
         self.note(func, args, kwargs or {}, out)
         return out
 
 
 @contextmanager
-def operators_recorded(note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None]) -> Generator[None]:
-    """Inside, `note` is told every ATen operator that is called, as it is before autograd."""
-    _set_mode_pre_dispatch(_Recorder(note))
+def imagining(sizes: Iterable[Any]) -> Generator[None]:
+    """Inside, tensors are fake ones where some of the sizes are symbolic: plain meta tensors would pin those down."""
+    env = next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None)
+    with fake_tensor.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) if env is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def operators_recorded(
+    note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run = _plainly
+) -> Generator[None]:
+    """Inside, `note` is told every ATen operator that is called, as it is before autograd; `run` carries it out."""
+    _set_mode_pre_dispatch(_Recorder(note, run))
     try:
         with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass():
             yield

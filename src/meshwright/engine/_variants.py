@@ -1,0 +1,105 @@
+"""One program per kind of batch: which recorded program takes a batch, and which sizes the next one leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from meshwright.tensor import DistTensor
+
+from ._errors import StaticError
+
+T = TypeVar("T")
+Sizes = tuple[tuple[int, ...], ...]
+Dynamic = Mapping[int, frozenset[int]]
+"""Leaf of the batch → its dims whose sizes may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant(Generic[T]):
+    """A program, the sizes it was recorded for, the dims that may have others, and when it takes those."""
+
+    program: T
+    sizes: Sizes
+    dynamic: Dynamic
+    holds: Callable[[Sequence[Any]], bool]
+
+    def takes(self, sizes: Sizes, leaves: Sequence[Any]) -> bool:
+        open_dims = {(leaf, d) for leaf, dims in self.dynamic.items() for d in dims}
+        return all(at in open_dims for at in differences(self.sizes, sizes)) and self.holds(leaves)
+
+
+@dataclass(slots=True)
+class Variants(Generic[T]):
+    """The programs recorded so far, at most `most`; a batch of new sizes makes the sizes that changed symbolic."""
+
+    most: int
+    exact: dict[Any, T] = field(default_factory=dict[Any, T])
+    known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, list[Variant[T]]])
+
+    @property
+    def count(self) -> int:
+        """How many programs were recorded."""
+        return sum(len(found) for found in self.known.values())
+
+    def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
+        """The program that takes the batch, if one does; `key` is what must be equal beside sizes."""
+        skeleton = (key, tuple(map(kind_of, leaves)))
+        sizes = sizes_of(leaves)
+        found = self.exact.get((skeleton, sizes))
+        if found is None:
+            fits = (v.program for v in self.known.get(skeleton, ()) if v.takes(sizes, leaves))
+            found = next(fits, None)
+            if found is not None:
+                self.exact[skeleton, sizes] = found
+        return found
+
+    def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
+        """The dims that the next program should leave open: those in which batches of this kind differ.
+
+        Raises StaticError when there are as many programs as there may be.
+        """
+        if self.count >= self.most:
+            raise StaticError(
+                f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which takes it",
+                "recording takes time: a model has at most Strategy(max_programs=…) programs",
+                "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
+            )  # fmt: skip
+        skeleton = (key, tuple(map(kind_of, leaves)))
+        found: dict[int, set[int]] = {}
+        for variant in self.known.get(skeleton, ()):
+            for leaf, d in differences(variant.sizes, sizes_of(leaves)):
+                found.setdefault(leaf, set()).add(d)
+            for leaf, dims in variant.dynamic.items():
+                found.setdefault(leaf, set()).update(dims)
+        return {leaf: frozenset(dims) for leaf, dims in found.items()}
+
+    def add(
+        self, key: Any, leaves: Sequence[Any], program: T, dynamic: Dynamic, holds: Callable[[Sequence[Any]], bool]
+    ) -> None:
+        """A program that was recorded for this batch."""
+        skeleton = (key, tuple(map(kind_of, leaves)))
+        self.known.setdefault(skeleton, []).append(Variant(program, sizes_of(leaves), dynamic, holds))
+        self.exact[skeleton, sizes_of(leaves)] = program
+
+
+def sizes_of(leaves: Sequence[Any]) -> Sizes:
+    """The shape of every leaf; () for what is no tensor."""
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves)
+
+
+def differences(a: Sizes, b: Sizes) -> list[tuple[int, int]]:
+    """(leaf, dim) where the sizes are not the same."""
+    return [(at, d) for at, (x, y) in enumerate(zip(a, b, strict=True)) for d in range(len(x)) if x[d] != y[d]]
+
+
+def kind_of(x: Any) -> Any:
+    """What two leaves must share to be taken by one program, beside sizes."""
+    if isinstance(x, DistTensor):
+        return (x.spec.mesh, x.spec.layout, x.spec.dtype)
+    if isinstance(x, Tensor):
+        return (x.dim(), x.dtype, x.device)
+    return (type(x), x)

@@ -1,0 +1,112 @@
+"""Compiling a program's tensor operators into kernels through Inductor; what works on Python numbers stays as it is.
+
+Communication is an operator of its own, which Inductor calls where it stands. Kernels are made for one rank: its
+numbers are constants in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Carrier, current
+from meshwright.reshard import Plan
+
+from ._execute import to_fx
+from ._node import Carry, Node, Value
+from ._program import Input, Program
+from .torch_hooks import FakeMode, compile_graph
+
+_CARRIED: list[Carry] = []
+"""Steps that compiled programs carry out, by number."""
+_NUMBER_OF: dict[Carry, int] = {}
+
+
+def number_of(op: Carry) -> int:
+    """The number by which a compiled program calls the step."""
+    if op not in _NUMBER_OF:
+        _NUMBER_OF[op] = len(_CARRIED)
+        _CARRIED.append(op)
+    return _NUMBER_OF[op]
+
+
+@torch.library.custom_op("meshwright::carry", mutates_args=())
+def carry_step(x: Tensor, number: int) -> Tensor:
+    """Carries a step of a conversion out on the caller's carrier."""
+    op = _CARRIED[number]
+    return current().convert(Plan(op.src, op.dst, (op.step,)), x)
+
+
+@carry_step.register_fake
+def _(x: Tensor, number: int) -> Tensor:
+    return x.new_empty(current().local_shape(_CARRIED[number].dst))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """Many nodes as one: a compiled function of the values that it reads."""
+
+    call: Callable[..., Any]
+    nodes: tuple[Node, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def __repr__(self) -> str:
+        return f"kernels of {len(self.nodes)} operators"
+
+
+def compiled(program: Program, here: Carrier, options: dict[str, Any] | None = None) -> Program:
+    """The program with the operators of its forward and backward pass as one call of compiled kernels.
+
+    Nodes that read Python numbers which change from call to call, and those behind them, stay as they are.
+    """
+    rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
+    late = _later(program)
+    region = [n for n in program.nodes if n not in late]
+    if not region:
+        return program
+    inside = {v for n in region for v in n.outs}
+    reads = [v for v in dict.fromkeys(v for n in region for v in n.ins) if v not in inside and v not in rank_numbers]
+    read_later = {v for n in late for v in n.ins} | set(program.results)
+    gives = [v for n in region for v in n.outs if v in read_later]
+    part = Program(tuple(Input(v, "batch", v.name) for v in reads), tuple(region), tuple(gives), rank=program.rank)
+    call = _compile(part, rank_numbers, options or {})
+    node = Node(Kernels(call, tuple(region)), tuple(reads), {}, tuple(gives), region[0].origin)
+    rest = [n for n in program.nodes if n in late]
+    return replace(program, nodes=(node, *rest))
+
+
+def _later(program: Program) -> set[Node]:
+    """The nodes that need a number which changes from call to call, or what comes from such nodes."""
+    numbers = {i.value for i in program.inputs if i.role == "scalar"}
+    found: set[Node] = set()
+    for node in program.nodes:
+        asks = any(not v.is_tensor for v in node.outs)
+        if node.origin.phase == "update" or asks or any(v in numbers for v in node.ins):
+            found.add(node)
+            numbers.update(node.outs)
+    return found
+
+
+def _compile(part: Program, rank_numbers: dict[Value, int], options: dict[str, Any]) -> Callable[..., Any]:
+    module = to_fx(part, _as_operator, rank_numbers, part.outputs)
+    mode = FakeMode()
+    with mode:
+        examples = [torch.empty(i.value.shape, dtype=i.value.dtype, device=i.value.device) for i in part.inputs]  # pyright: ignore
+    return compile_graph(module, examples, options)
+
+
+def _as_operator(op: Any) -> Callable[..., Any] | None:
+    if isinstance(op, Carry) and op.communicates:
+        number = number_of(op)
+
+        def carry(x: Tensor) -> Tensor:
+            return torch.ops.meshwright.carry(x, number)
+
+        return carry
+    return None

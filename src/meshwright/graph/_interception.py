@@ -1,0 +1,132 @@
+"""What operators do not show of a forward pass: users' autograd functions, hooks on tensors, uses of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from ._errors import CaptureError
+from ._where import user_frame
+from .torch_hooks import functions_told
+
+Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
+"""`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` is what it gives, of whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's `torch.autograd.Function` as an operator: its backward pass is the user's."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}.apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """`x.register_hook(fn)` on a tensor of the forward pass, as an operator that gives nothing."""
+
+    fn: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, x: Tensor) -> None:
+        x.register_hook(self.fn)
+
+    def __repr__(self) -> str:
+        return f"hook {getattr(self.fn, '__name__', self.fn)}"
+
+
+@contextmanager
+def intercepted(note: Opaque) -> Generator[None]:
+    """Inside, calls of autograd functions and hooks on tensors are told to `note`; uses of `.grad` are refused."""
+
+    def apply(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is CheckpointFunction:  # what is computed again and when is decided by passes
+            run, _, *rest = args
+            return run(*rest)
+        out = note(UserFunction(function), (args, kwargs), lambda: call(*args, **kwargs))
+        _check_fresh(function, args, out)
+        return out
+
+    with functions_told(apply), _Calls(note):
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what is called on tensors by name."""
+
+    def __init__(self, note: Opaque) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            x, fn = (*args, *kwargs.values())
+            handle: Any = func(x, fn)  # refuses what torch refuses
+            handle.remove()
+            self.note(Hook(fn), (x,), lambda: None)
+            return RemovableHandle({})
+        if func in _REFUSED:
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]} in it",
+                "a captured forward pass runs once, before any gradient is there",
+                "torch.autograd.grad for gradients that the loss is made of; the backward pass is the step's own",
+            )  # fmt: skip
+        return func(*args, **kwargs)
+
+
+_GRAD: Any = Tensor.grad
+_REFUSED: dict[Any, str] = {
+    Tensor.backward: "backward()",
+    Tensor.retain_grad: "retain_grad()",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook()",
+    _GRAD.__get__: ".grad",
+    _GRAD.__set__: ".grad",
+}
+
+
+def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
+    if any(r is a for r in _tensors(out) for a in _tensors(args)):
+        raise CaptureError(
+            f"to capture {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
+            "programs have no writes, and what the function does to other views of the memory is not known",
+            "a function that returns a new tensor",
+        )  # fmt: skip
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raises CaptureError for hooks that a program would not call."""
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(
+                f"to capture {type(module).__name__}", f"a backward hook of the layer {name or type(part).__name__}",
+                "a program has the gradients of tensors, not of layers",
+                "x.register_hook(fn) on the layer's input or output in its forward pass",
+            )  # fmt: skip
+        for key, value in part._parameters.items():
+            if value is not None and getattr(value, "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"to capture {type(module).__name__}", f"a hook that {name}.{key} calls once it has its gradient",
+                    "a program hands gradients to the optimizer, and no parameter accumulates them",
+                    "parameter.register_hook(fn), or optimizer.register_step_pre_hook(fn)",
+                )  # fmt: skip

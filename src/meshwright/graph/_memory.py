@@ -1,0 +1,231 @@
+"""Memory of a program, counted without a clock: which values lie in one memory, and how many bytes live at each node.
+
+Inputs live throughout. A value lives from the node that makes it to the last one that reads it, or anything that
+lies in the same memory; results live to the end. What an operator takes while it runs, and gives back, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from meshwright.reshard import Exchange, Fill, View
+
+from ._effects import writes_to
+from ._node import Carry, Node, OnCopy, Op, Over, Value, name_of, values_in
+from ._program import Program
+from .torch_hooks import Operator
+
+SECRET_VIEWS = {"aten::_unsafe_view", "aten::reshape"}
+"""Operators whose result lies in the memory of the first argument, or may, without their schema saying so."""
+
+
+def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
+    """(result, argument) for each pair that may lie in one memory."""
+    op = node.op
+    if isinstance(op, Carry):
+        if _keeps_the_part(op):
+            yield from ((v, x) for v in node.outs for x in node.ins)
+    elif isinstance(op, Over):
+        for place, held in zip(op.places, _given(node, op.places), strict=True):
+            made = node.out if len(op.places) == 1 else node.out[op.places.index(place)]
+            yield from zip(values_in(made), values_in(held), strict=True)
+    elif isinstance(op, Operator):
+        yield from _by_schema(op, node)
+    elif not isinstance(op, OnCopy):
+        yield from ((v, x) for v in node.outs for x in node.ins if v.is_tensor and x.is_tensor)
+
+
+def _keeps_the_part(op: Carry) -> bool:
+    """True where carrying the step out may give the part itself."""
+    if isinstance(op.step, Fill):
+        return op.step.op not in ("sum", "prod")
+    return isinstance(op.step, View) or (isinstance(op.step, Exchange) and not op.communicates)
+
+
+def _by_schema(op: Operator, node: Node) -> Iterator[tuple[Value, Value]]:
+    if op._schema.name in SECRET_VIEWS:
+        yield from ((v, x) for v in node.outs for x in values_in(node.args[0]))
+        return
+    returns = op._schema.returns
+    outs: Sequence[Any] = [node.out] if len(returns) == 1 else node.out or ()
+    for made, told in zip(outs, returns, strict=True):
+        if told.alias_info is None:
+            continue
+        names = told.alias_info.before_set
+        places = [
+            a.name if a.kwarg_only else at
+            for at, a in enumerate(op._schema.arguments)
+            if a.alias_info is not None and a.alias_info.before_set & names
+        ]
+        yield from ((v, x) for v in values_in(made) for held in _given(node, places) for x in values_in(held))
+
+
+def _given(node: Node, places: Sequence[int | str]) -> Iterator[Any]:
+    for place in places:
+        yield node.kwargs.get(place) if isinstance(place, str) else node.args[place] if place < len(node.args) else None
+
+
+@dataclass(slots=True)
+class Memories:
+    """Which values lie in one memory: `of` gives the value that stands for it, the first that was made in it."""
+
+    _above: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    _order: dict[Value, int] = field(default_factory=dict[Value, int])
+
+    def add(self, v: Value) -> None:
+        self._above[v] = v
+        self._order[v] = len(self._order)
+
+    def of(self, v: Value) -> Value:
+        top = v
+        while self._above[top] is not top:
+            top = self._above[top]
+        while self._above[v] is not top:
+            self._above[v], v = top, self._above[v]
+        return top
+
+    def join(self, a: Value, b: Value) -> None:
+        """From now on both lie in one memory."""
+        a, b = self.of(a), self.of(b)
+        if self._order[a] > self._order[b]:
+            a, b = b, a
+        self._above[b] = a
+
+
+def memories(program: Program) -> Memories:
+    """The memories of all tensors of a program, also where they only may be shared."""
+    found = Memories()
+    for given in program.inputs:
+        found.add(given.value)
+    for node in program.nodes:
+        for v in node.outs:
+            found.add(v)
+        for v, x in looked_at(node):
+            found.join(v, x)
+    return found
+
+
+@dataclass(frozen=True)
+class LiveMemory:
+    """Bytes that live while each node runs: `held` by inputs, and `live[i]` in all at node i."""
+
+    program: Program = field(repr=False)
+    held: int
+    live: tuple[int, ...] = field(repr=False)
+    spans: Mapping[Value, tuple[int, int]] = field(repr=False)
+    """Value that has memory of its own → the first and the last node at which it lives."""
+
+    @cached_property
+    def at(self) -> int:
+        """The first node of the highest need."""
+        return max(range(len(self.live)), key=self.live.__getitem__, default=0)
+
+    @property
+    def peak(self) -> int:
+        return max(self.live, default=self.held)
+
+    def peak_in(self, *phases: str) -> int:
+        """The most that lives at nodes of some phases of the step."""
+        found = zip(self.program.nodes, self.live, strict=True)
+        return max((live for node, live in found if node.origin.phase in phases), default=self.held)
+
+    def alive(self, at: int | None = None) -> tuple[Value, ...]:
+        """What has memory at a node, by default that of the peak, largest first; inputs are left out."""
+        here = self.at if at is None else at
+        found = [v for v, (first, last) in self.spans.items() if first <= here <= last]
+        return tuple(sorted(found, key=lambda v: -v.nbytes))
+
+    def __str__(self) -> str:
+        if not self.live:
+            return f"{self.held:,} bytes of inputs"
+        node = self.program.nodes[self.at]
+        where = " ".join(filter(None, [node.origin.phase, node.origin.layer]))
+        return (
+            f"{self.peak:,} bytes at {name_of(node.op)} ({where}), node {self.at} of {len(self.live)}: "
+            f"{self.held:,} of inputs, {self.peak - self.held:,} of values"
+        )
+
+
+def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemory:
+    """The bytes that live at each node; inputs that are `released` live only until they were read last."""
+    found = memories(program)
+    last = _last_reads(program, found)
+    freed = {found.of(v) for v in released}
+    spans: dict[Value, tuple[int, int]] = {}
+    for v, first in _owners(program):
+        root = found.of(v)
+        if first >= 0 or root in freed:
+            spans[v] = (max(first, 0), max(last.get(root, first), first))
+    held = sum(given.value.nbytes for given in program.inputs if given.value not in spans)
+    steps = [0] * (len(program.nodes) + 1)
+    for v, (first, end) in spans.items():
+        steps[first] += v.nbytes
+        steps[min(end + 1, len(program.nodes))] -= v.nbytes
+    live: list[int] = []
+    for step in steps[:-1]:
+        live.append((live[-1] if live else held) + step)
+    return LiveMemory(program, held, tuple(live), spans)
+
+
+def _owners(program: Program) -> Iterator[tuple[Value, int]]:
+    """The values that get memory of their own, and the nodes that make them; -1 for inputs."""
+    yield from ((given.value, -1) for given in program.inputs if given.value.is_tensor)
+    for at, node in enumerate(program.nodes):
+        borrowed = {v for v, _ in looked_at(node)} if _is_told(node.op) else set[Value]()
+        yield from ((v, at) for v in node.outs if v.is_tensor and v not in borrowed)
+
+
+def _is_told(op: Op) -> bool:
+    """False for Python functions, of which nobody knows whether results have memory of their own."""
+    return isinstance(op, (Carry, Over, OnCopy, Operator))
+
+
+def _last_reads(program: Program, found: Memories) -> dict[Value, int]:
+    last: dict[Value, int] = {}
+    for at, node in enumerate(program.nodes):
+        for v in (*node.ins, *node.outs):
+            last[found.of(v)] = at
+    for v in program.results:
+        last[found.of(v)] = len(program.nodes)
+    return last
+
+
+def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
+    """What breaks the law of writing nodes, as (where, what, why).
+
+    After a node writes to memory, what was there before is read no more; and of inputs, only those are written to
+    that the program writes back.
+    """
+    if not any(writes_to(node.op) for node in program.nodes):
+        return
+    found, kept = Memories(), {x for x, _ in program.writes}
+    stale: set[Value] = set()
+    members: dict[Value, set[Value]] = {}
+    for given in program.inputs:
+        found.add(given.value)
+        members[given.value] = {given.value}
+    inputs = {given.value for given in program.inputs}
+    for node in program.nodes:
+        name = name_of(node.op)
+        yield from ((name, repr(v), "it is read after its memory was written over") for v in node.ins if v in stale)
+        for x in values_in(tuple(_given(node, writes_to(node.op)))):
+            there = members[found.of(x)]
+            yield from ((name, repr(v), "the program does not write it back") for v in there & inputs if v not in kept)
+            others = [v for v in node.ins if v in there and v is not x]
+            yield from ((name, repr(v), f"it may lie in the memory of {x!r}, which is written to") for v in others)
+            stale |= there
+        _take_in(node, found, members)
+    yield from (("return", repr(v), "its memory was written over") for v in program.results if v in stale)
+
+
+def _take_in(node: Node, found: Memories, members: dict[Value, set[Value]]) -> None:
+    for v in node.outs:
+        found.add(v)
+        members[v] = {v}
+    for v, x in looked_at(node):
+        mine, other = members.pop(found.of(v)), members.pop(found.of(x), set[Value]())
+        found.join(v, x)
+        members[found.of(v)] = mine | other

@@ -1,0 +1,111 @@
+"""How much work a node is, counted from shapes: operations, and bytes that are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ._effects import is_view
+from ._memory import SECRET_VIEWS
+from ._node import Carry, Node, OnCopy, Over, Value, size_hint
+from .torch_hooks import Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations, bytes read and written, and the dtype that the operations are in."""
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+def work_of(node: Node) -> Work:
+    """The work of a node on this rank's parts: nothing for views, steps of conversions and functions of numbers.
+
+    A matmul, convolution or attention is counted by its sums; everything else as one operation per number it makes.
+    """
+    op = node.op.op if isinstance(node.op, (OnCopy, Over)) else node.op
+    made = [v for v in node.outs if v.is_tensor]
+    dtype = _dtype((*node.ins, *made))
+    if isinstance(op, Carry) or not isinstance(op, Operator) or not made or _is_free(op):
+        return Work(0, 0, dtype)
+    nbytes = sum(v.nbytes for v in {*node.ins, *made})
+    name = op._schema.name.split("::")[1]
+    count = _SUMS.get(name)
+    return Work(count(node.args, node.out) if count else sum(map(_numel, made)), nbytes, dtype)
+
+
+def _is_free(op: Operator) -> bool:
+    return op._schema.name in SECRET_VIEWS or (is_view(op) and not any(a.is_write for a in _marks(op)))
+
+
+def _marks(op: Operator) -> list[Any]:
+    return [a.alias_info for a in op._schema.arguments if a.alias_info is not None]
+
+
+def _dtype(values: Sequence[Value]) -> torch.dtype:
+    found = (v.dtype for v in values if isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point)
+    return next(found, torch.float32)
+
+
+def _numel(v: Value) -> int:
+    return prod(size_hint(n) for n in v.shape)
+
+
+def _mm(args: Any, out: Any) -> float:
+    return 2 * _numel(out) * size_hint(args[0].shape[-1])
+
+
+def _addmm(args: Any, out: Any) -> float:
+    return 2 * _numel(out) * size_hint(args[1].shape[-1])
+
+
+def _convolution(args: Any, out: Any) -> float:
+    weight: Value = args[1]
+    return 2 * _numel(out) * _numel(weight) / size_hint(weight.shape[0])
+
+
+def _convolution_backward(args: Any, out: Any) -> float:
+    weight: Value = args[2]
+    once = 2 * _numel(args[0]) * _numel(weight) / size_hint(weight.shape[0])
+    return once * sum(1 for v in out[:2] if v is not None)
+
+
+def _attention(args: Any, out: Any) -> float:
+    q, k, v = args[:3]
+    pairs = _numel(q) / size_hint(q.shape[-1]) * size_hint(k.shape[-2])
+    return 2 * pairs * (size_hint(q.shape[-1]) + size_hint(v.shape[-1]))
+
+
+def _attention_backward(args: Any, out: Any) -> float:
+    """Two and a half times the forward pass: it is made again, and each product has two gradients."""
+    return 2.5 * _attention(args[1:], out)
+
+
+def _is_backward(name: str) -> Callable[[Any, Any], float]:
+    return _attention_backward if name.endswith("_backward") else _attention
+
+
+_SUMS: dict[str, Callable[[Any, Any], float]] = {
+    "mm": _mm,
+    "bmm": _mm,
+    "mv": _mm,
+    "dot": _mm,
+    "addmm": _addmm,
+    "addmm_": _addmm,
+    "addmv": _addmm,
+    "baddbmm": _addmm,
+    "baddbmm_": _addmm,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+} | {
+    f"_scaled_dot_product_{kind}{end}": _is_backward(end)
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for end in ("", "_backward")
+}
+"""Operators that are sums of products, and how many operations those are, from the arguments and what they give."""

@@ -1,0 +1,269 @@
+"""Small collectives become large ones: several tensors are laid in one row, sent at once, and taken out again.
+
+A collective takes a time to start that small tensors do not pay back. Those of a bucket do the same thing for other
+tensors: the same step along the same axes of one mesh. Along other axes a step does nothing, so any parts fit into one
+row. Each number is added to the same numbers in the same order as before.
+
+A bucket stands where all its operands are there, and before any of its results is needed; nothing but views moves for
+it. So gradients are reduced during the backward pass, as soon as the last one of a bucket is there, and parameters are
+gathered before the first of them is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, register_pass, size_hint
+from meshwright.layout import Spec
+from meshwright.reshard import AllGather, AllReduce, ReduceScatter
+
+from ._rows import is_even, is_known, place, row
+
+aten = torch.ops.aten
+MIB = 2**20
+
+
+@register_pass
+@dataclass(frozen=True)
+class Bucket(Pass):
+    """Collectives that do the same for different tensors become one, up to `bytes` of operands or results (if larger).
+
+    All-reduces, reduce-scatters and gathers of one phase, mesh, dtype and operation, along the same axes. A result
+    that is needed soon is not kept waiting for those that are needed in a later phase: they have buckets of their own.
+    Parts that are not of one shape on all ranks stay as they are.
+
+    >>> Bucket()
+    Bucket(bytes=26214400)
+    """
+
+    name: ClassVar[str] = "bucket"
+    bytes: int = 25 * MIB
+
+    def run(self, program: Program) -> Program:
+        draft = Draft(program)
+        changes: list[Change] = []
+        waiting = [spot for spot in draft if _can_join(spot) and _row_bytes(spot) <= self.bytes]
+        order: dict[Spot, int] = {}
+        while len(waiting) > 1:
+            order = order or {spot: at for at, spot in enumerate(draft)}
+            members, window = self._first(draft, waiting, order)
+            if len(members) > 1:
+                changes.append(_fuse(draft, members, window, order))
+                order = {}
+            taken = {m.spot for m in members}
+            waiting = [spot for spot in waiting if spot not in taken]
+        return draft.finish(*changes) if changes else program
+
+    def _first(self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]) -> tuple[list[Member], Window]:
+        """The bucket of the first collective that waits, and the places where it may stand."""
+        first = _member(draft, waiting[0], order)
+        members, window, size = [first], first.window, _row_bytes(first.spot)
+        for spot in waiting[1:]:
+            if _kind(spot) != first.kind:
+                continue
+            member = _member(draft, spot, order)
+            if member.is_urgent != first.is_urgent:
+                continue
+            both = window.and_(member.window)
+            size += _row_bytes(spot)
+            if both is None or size > self.bytes or {m.spot for m in members} & {*member.makers}:
+                break
+            members.append(member)
+            window = both
+        return members, window
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a collective may stand: before the nodes `ready` to `due`; `at` is where it (the first of them) was."""
+
+    ready: int
+    due: int
+    at: int
+
+    def and_(self, other: Window) -> Window | None:
+        """Where both may stand together."""
+        both = Window(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
+        return both if both.stand <= both.due else None
+
+    @property
+    def stand(self) -> int:
+        return max(self.ready, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A collective that may join a bucket: what makes its operand and what needs its result, behind views."""
+
+    spot: Spot
+    kind: Any
+    window: Window
+    makers: tuple[Spot, ...]
+    is_urgent: bool
+
+
+def _member(draft: Draft, spot: Spot, order: dict[Spot, int]) -> Member:
+    makers = tuple(s for s in _above(draft, spot) if not is_view(s.op))
+    users = [s for s in _below(draft, spot) if not is_view(s.op)]
+    ready = max((order[s] + 1 for s in makers), default=0)
+    due = min((order[s] for s in users), default=len(order))
+    urgent = any(s.origin.phase == spot.origin.phase for s in users)
+    return Member(spot, _kind(spot), Window(ready, due, order[spot]), makers, urgent)
+
+
+def _above(draft: Draft, spot: Spot) -> Iterator[Spot]:
+    """What makes the operands of a node; behind a view, also what it is a view of."""
+    seen: dict[Spot, None] = {}
+    waiting = [spot]
+    while waiting:
+        for v in waiting.pop().ins:
+            maker = draft.producer(v)
+            if maker is not None and maker not in seen:
+                seen[maker] = None
+                if is_view(maker.op):
+                    waiting.append(maker)
+    return iter(seen)
+
+
+def _below(draft: Draft, spot: Spot) -> Iterator[Spot]:
+    """What reads the results of a node; behind a view, also what reads the view."""
+    seen: dict[Spot, None] = {}
+    waiting = [spot]
+    while waiting:
+        for v in waiting.pop().outs:
+            for user in draft.users(v):
+                if user not in seen:
+                    seen[user] = None
+                    if is_view(user.op):
+                        waiting.append(user)
+    return iter(seen)
+
+
+def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot, int]) -> Change:
+    """Puts one collective in the place of several; views that make operands go ahead of it, views of results behind."""
+    stand = window.stand
+    anchor = next((s for s in islice(at, stand, None) if not is_view(s.op)), draft.end)
+    above = {s for m in members for s in _above(draft, m.spot) if is_view(s.op) and at[s] >= stand}
+    below = {s for m in members for s in _below(draft, m.spot) if is_view(s.op) and at[s] < at.get(anchor, len(at))}
+    for spot in sorted(above, key=at.__getitem__):
+        draft.move(spot, before=anchor)
+    spots = [m.spot for m in members]
+    op = _packed_op(spots)
+    origin = spots[-1].origin
+    parts = [_laid_out(draft, s, anchor) for s in spots]
+    flat = draft.add(aten.cat.default, parts, 1, before=anchor, origin=origin)
+    flat = draft.add(aten.reshape.default, flat, [-1], before=anchor, origin=origin)
+    sent = draft.add(op, flat, before=anchor, origin=origin)
+    _take_out(draft, spots, sent, [p.shape[1] for p in parts], anchor)
+    for spot in sorted(below, key=at.__getitem__):
+        draft.move(spot, before=anchor)
+    for spot in spots:
+        draft.remove(spot)
+    what = f"{len(spots)} × {op.step!r} are one of {_total(spots) / MIB:.3g} MiB"
+    return Change("bucket", what, place(origin), {"rounds": len(spots) - 1})
+
+
+def _can_join(spot: Spot) -> bool:
+    """True for a step that works on rows: it cuts or gathers one dim in the order of its axes, and parts are even."""
+    if not isinstance(spot.op, Carry) or not is_known(*spot.ins, *spot.outs):
+        return False
+    step, src = spot.op.step, spot.op.src
+    if isinstance(step, AllReduce):
+        return is_even(src)
+    if not isinstance(step, (ReduceScatter, AllGather)) or len({d for _, d in step.places}) != 1:
+        return False
+    if isinstance(step, ReduceScatter) and step.axes != tuple(a for a, _ in step.places):
+        return False
+    return is_even(src) and is_even(spot.op.dst)
+
+
+def _step(spot: Spot) -> tuple[AllReduce | ReduceScatter | AllGather, Spec]:
+    assert isinstance(spot.op, Carry)
+    assert isinstance(spot.op.step, (AllReduce, ReduceScatter, AllGather))
+    return spot.op.step, spot.op.src
+
+
+def _axes(step: AllReduce | ReduceScatter | AllGather) -> tuple[str, ...]:
+    return tuple(a for a, _ in step.places) if isinstance(step, AllGather) else step.axes
+
+
+def _kind(spot: Spot) -> Any:
+    """What the members of a bucket have in common."""
+    step, src = _step(spot)
+    (x,) = spot.ins
+    return type(step), _axes(step), getattr(step, "op", None), src.mesh, src.dtype, x.device, spot.origin.phase
+
+
+def _ranks(spot: Spot) -> int:
+    step, src = _step(spot)
+    return prod(src.mesh.sizes[a] for a in _axes(step))
+
+
+def _row_bytes(spot: Spot) -> int:
+    return max(spot.ins[0].nbytes, spot.outs[0].nbytes)
+
+
+def _total(spots: Sequence[Spot]) -> int:
+    return sum(_row_bytes(s) for s in spots)
+
+
+def _packed_op(spots: Sequence[Spot]) -> Carry:
+    """The step that carries the row in which the operands of all members lie."""
+    step, src = _step(spots[0])
+    axes = _axes(step)
+    numbers = sum(prod(size_hint(n) for n in s.ins[0].shape) for s in spots)
+    places = tuple((a, 0) for a in axes)
+    if isinstance(step, AllGather):
+        return Carry(AllGather(places), row(src.mesh, numbers, src.dtype, axes))
+    rows = row(src.mesh, numbers, src.dtype, axes, step.op)
+    return Carry(step if isinstance(step, AllReduce) else ReduceScatter(axes, places, step.op), rows)
+
+
+def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
+    """The operand as a matrix: one row, or one for each rank that receives a part."""
+    step, _ = _step(spot)
+    (x,) = spot.ins
+    rows = _ranks(spot) if isinstance(step, ReduceScatter) else 1
+    if isinstance(step, ReduceScatter) and step.places[0][1] > 0:
+        dim, shape = step.places[0][1], list(x.shape)
+        apart = [*shape[:dim], rows, shape[dim] // rows, *shape[dim + 1 :]]
+        x = draft.add(aten.reshape.default, x, apart, before=before, origin=spot.origin)
+        order = [dim, *(d for d in range(len(apart)) if d != dim)]
+        x = draft.add(aten.permute.default, x, order, before=before, origin=spot.origin)
+    numbers = prod(size_hint(n) for n in spot.ins[0].shape)
+    return draft.add(aten.reshape.default, x, [rows, numbers // rows], before=before, origin=spot.origin)
+
+
+def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[int], before: Spot) -> None:
+    """Every member's result, out of the row."""
+    origin = spots[-1].origin
+    if not isinstance(_step(spots[0])[0], AllGather):
+        widths = [prod(size_hint(n) for n in s.outs[0].shape) for s in spots]
+        pieces = draft.add(aten.split_with_sizes.default, sent, widths, before=before, origin=origin)
+        for spot, piece in zip(spots, pieces, strict=True):
+            shape = list(spot.outs[0].shape)
+            draft.replace(spot.outs[0], draft.add(aten.view.default, piece, shape, before=before, origin=spot.origin))
+        return
+    rows = draft.add(aten.view.default, sent, [_ranks(spots[0]), -1], before=before, origin=origin)
+    pieces = draft.add(aten.split_with_sizes.default, rows, list(sizes), 1, before=before, origin=origin)
+    for spot, piece in zip(spots, pieces, strict=True):
+        draft.replace(spot.outs[0], _glued(draft, spot, piece, before))
+
+
+def _glued(draft: Draft, spot: Spot, piece: Value, before: Spot) -> Value:
+    """The gathered tensor, of a matrix whose rows are the parts."""
+    step, _ = _step(spot)
+    assert isinstance(step, AllGather)
+    dim, shape = step.places[0][1], list(spot.ins[0].shape)
+    x = draft.add(aten.reshape.default, piece, [_ranks(spot), *shape], before=before, origin=spot.origin)
+    if dim:
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+        x = draft.add(aten.permute.default, x, order, before=before, origin=spot.origin)
+    x = draft.add(aten.reshape.default, x, list(spot.outs[0].shape), before=before, origin=spot.origin)
+    return draft.add(aten.contiguous.default, x, before=before, origin=spot.origin)

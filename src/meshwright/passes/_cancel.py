@@ -1,0 +1,159 @@
+"""Conversions that follow each other become the cheapest conversion of the whole way: nothing, where it leads back.
+
+A conversion keeps every number of the tensor, so only where a chain of them begins and ends matters: `reshard.plan` of
+the two ends replaces it, where that moves less. All-reduces along different axes are one along all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
+from meshwright.layout import Layout, Spec
+from meshwright.reshard import AllReduce, Exchange, Plan, Relabel, plan
+
+from ._rows import is_only_use, place, received
+
+aten = torch.ops.aten
+IDLE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
+Cost = tuple[int, int]
+"""Rounds, and bytes that the busiest rank receives."""
+
+
+@register_pass
+@dataclass(frozen=True)
+class Cancel(Pass):
+    """Chains of conversions that lie on one mesh are replaced by the plan of the whole way, where that is cheaper.
+
+    Slice and gather, gather and slice lead back and leave nothing; reduce-scatter and gather leave an all-reduce,
+    all-reduce and slice a reduce-scatter. Steps from mesh to mesh stay: the ranks on their other side have programs of
+    their own.
+    """
+
+    name: ClassVar[str] = "cancel"
+
+    def run(self, program: Program) -> Program:
+        draft = Draft(program)
+        changes: list[Change] = []
+        for spot in draft:
+            if spot.gone or not isinstance(spot.op, Carry) or isinstance(spot.op.step, Exchange):
+                continue
+            found = _together(draft, spot) or _shortened(draft, spot)
+            if found is not None:
+                changes.append(found)
+        return draft.finish(*changes) if changes else program
+
+
+def _shortened(draft: Draft, last: Spot) -> Change | None:
+    """The chain that ends in `last`, from the beginning that saves most, by the plan of the whole way."""
+    chain = _chain(draft, last)
+    best: tuple[Cost, Sequence[Spot], Plan] | None = None
+    for at in range(len(chain) - 1):
+        part = chain[at:]
+        if _op(part[0]).src.shape != _op(last).dst.shape:  # a view between factors and their product
+            continue
+        way = plan(_op(part[0]).src, _op(last).dst)
+        old, new = _cost([_op(s) for s in _dying(draft, part)]), _cost([Carry(*s) for s in way.walk()])
+        saved = (old[0] - new[0], old[1] - new[1])
+        if min(saved) >= 0 and max(saved) > 0 and (best is None or saved > best[0]):
+            best = saved, part, way
+    if best is None:
+        return None
+    (rounds, nbytes), part, way = best
+    _replace(draft, part, way)
+    what = f"{' · '.join(repr(s.op) for s in part)} is {way!r}"
+    return Change("cancel", what, place(last.origin), {"bytes": nbytes, "rounds": rounds})
+
+
+def _together(draft: Draft, last: Spot) -> Change | None:
+    """An all-reduce of what only an all-reduce along other axes gives: one along all axes."""
+    (x,) = last.ins
+    first = draft.producer(x)
+    if first is None or not isinstance(first.op, Carry) or not is_only_use(draft, x, last):
+        return None
+    a, b = first.op.step, _op(last).step
+    if not isinstance(a, AllReduce) or not isinstance(b, AllReduce) or a.op != b.op or {*a.axes} & {*b.axes}:
+        return None
+    src, after = first.op.src, _op(last).src
+    if src.mesh is not after.mesh or src.layout.dims != after.layout.dims or src.shape != after.shape:
+        return None
+    terms = dict.fromkeys(a.axes, a.op) | dict(after.layout.partial)
+    layout = Layout(src.layout.dims, tuple(terms.items()), tuple(x for x in after.layout.varying if x not in terms))
+    op = Carry(AllReduce((*a.axes, *b.axes), a.op), after.with_layout(layout))
+    old, new = _cost([first.op, _op(last)]), _cost([op])
+    draft.replace(last.outs[0], draft.add(op, first.ins[0], before=last, origin=last.origin))
+    draft.remove(last)
+    draft.remove(first)
+    return Change(
+        "cancel", f"{a!r} · {b!r} is {op!r}", place(last.origin), {"bytes": old[1] - new[1], "rounds": old[0] - new[0]}
+    )
+
+
+def _chain(draft: Draft, last: Spot) -> list[Spot]:
+    """Steps of which each takes what the one before gives, ending in `last`."""
+    chain = [last]
+    while True:
+        before = _maker(draft, chain[0].ins[0])
+        if before is None or not isinstance(before.op, Carry) or isinstance(before.op.step, Exchange):
+            return chain
+        if not _same(before.op.dst, _op(chain[0]).src):
+            return chain
+        chain.insert(0, before)
+
+
+def _maker(draft: Draft, v: Value) -> Spot | None:
+    """The node that makes `v`, behind those that give what they are given."""
+    spot = draft.producer(v)
+    while spot is not None and spot.op in IDLE and spot.ins[0].shape == v.shape:
+        spot = draft.producer(spot.ins[0])
+    return spot
+
+
+def _same(a: Spec, b: Spec) -> bool:
+    """True when the parts of both are the same: they may differ in what their gradients are."""
+    return (a.mesh, a.shape, a.dtype, a.layout.dims, a.layout.partial) == (
+        b.mesh, b.shape, b.dtype, b.layout.dims, b.layout.partial
+    )  # fmt: skip
+
+
+def _dying(draft: Draft, part: Sequence[Spot]) -> list[Spot]:
+    """Those of a chain that nothing needs when its end comes from elsewhere."""
+    found = [part[-1]]
+    for spot in reversed(part[:-1]):
+        v = spot.outs[0]
+        while (user := _only_user(draft, v)) is not None and user.op in IDLE and user is not found[0]:
+            v = user.outs[0]
+        if user is not found[0]:
+            break
+        found.insert(0, spot)
+    return found
+
+
+def _only_user(draft: Draft, v: Value) -> Spot | None:
+    users = draft.users(v)
+    return users[0] if len(users) == 1 and not draft.is_result(v) else None
+
+
+def _op(spot: Spot) -> Carry:
+    assert isinstance(spot.op, Carry)
+    return spot.op
+
+
+def _cost(ops: Sequence[Carry]) -> Cost:
+    return sum(int(op.communicates) for op in ops), sum(received(op.step, op.src) for op in ops)
+
+
+def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
+    last = part[-1]
+    x = part[0].ins[0]
+    steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
+    for step, spec in steps:
+        x = draft.add(Carry(step, spec), x, before=last, origin=last.origin)
+    if not steps:  # what a step gives is contiguous, and views behind it may rely on that
+        x = draft.add(aten.contiguous.default, x, before=last, origin=last.origin)
+    draft.replace(last.outs[0], x)
+    draft.remove(last)

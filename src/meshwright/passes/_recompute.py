@@ -1,0 +1,268 @@
+"""Recompute: values that the backward pass reads are made again there, instead of being kept since the forward pass.
+
+A policy names layers: of each, only what enters it is kept. A budget says which part of all kept bytes may stay; those
+go first that free most bytes per second of work. Drawings are never made again, communication only where it is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import ClassVar
+
+from meshwright.cost import DEVICES, Device
+from meshwright.graph import (
+    Carry,
+    Change,
+    Draft,
+    Memories,
+    Node,
+    Pass,
+    Program,
+    RewriteError,
+    Spot,
+    Value,
+    asserts,
+    crosses,
+    is_drawing,
+    live_memory,
+    map_values,
+    memories,
+    register_pass,
+    work_of,
+    writes_to,
+)
+
+
+@register_pass
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """`policy` are layer names with wildcards, part by part ("blocks.*" is each block); `budget` lies between 0 and 1.
+
+    With both, the budget is spent on the named layers. Passes that merge equal operators belong before this one.
+    """
+
+    name: ClassVar[str] = "recompute"
+    policy: tuple[str, ...] = ()
+    budget: float | None = None
+    communication: bool = False
+    device: Device = DEVICES["H100"]
+
+    def __post_init__(self) -> None:
+        asked = f"Recompute(policy={self.policy}, budget={self.budget}, communication={self.communication})"
+        if self.budget is None and not self.policy:
+            raise RewriteError(
+                asked, "neither layers nor a budget", "there is nothing to choose by", 'policy=("blocks.*",)'
+            )
+        if self.budget is not None and not 0 <= self.budget <= 1:
+            raise RewriteError(asked, f"a budget of {self.budget}", "it is the kept part of all bytes", "budget=0.5")
+        if self.budget is not None and self.communication:
+            raise RewriteError(
+                asked, "communication that some bytes decide on", "parts may differ in bytes, and ranks would disagree",
+                "a policy, which decides alike on all ranks",
+            )  # fmt: skip
+
+    def run(self, program: Program) -> Program:
+        saved = _Saved(program, self)
+        chosen = saved.of_layers() if self.budget is None else saved.within(self.budget)
+        if not chosen:
+            return program
+        made = _Again(program, saved, chosen)
+        out = made.program()
+        before, after = (live_memory(p).peak_in("forward", "backward") for p in (program, out))
+        peak = Change(
+            self.name, f"peak before the update, {before:,} bytes, becomes {after:,}", "", {"bytes": before - after}
+        )
+        return out.with_changes(*made.changes(), peak)
+
+
+@dataclass
+class _Saved:
+    """What a program keeps for its backward pass, by the memory that it lies in."""
+
+    program: Program
+    how: Recompute
+    found: Memories = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = memories(self.program)
+
+    @cached_property
+    def fixed(self) -> set[Value]:
+        """Memories that stay whatever is made again: of inputs, of results, and of what cannot be made twice."""
+        given = [i.value for i in self.program.inputs]
+        single = [v for n in self._forward if not self._is_again(n) for v in n.outs]
+        return {self.found.of(v) for v in (*given, *self.program.results, *single)}
+
+    @cached_property
+    def _forward(self) -> list[Node]:
+        return [n for n in self.program.nodes if n.origin.phase == "forward"]
+
+    def _is_again(self, node: Node) -> bool:
+        if isinstance(node.op, Carry) and node.op.communicates:
+            return self.how.communication and not crosses(node.op)
+        if is_drawing(node) or writes_to(node.op) or asserts(node.op):
+            return False
+        return all(v.is_tensor for v in node.outs)
+
+    @cached_property
+    def kept(self) -> dict[Value, int]:
+        """Memory that is made in the forward pass and read behind it → its bytes."""
+        late = {self.found.of(v) for n in self.program.nodes if n.origin.phase != "forward" for v in n.ins}
+        early = {self.found.of(v) for n in self._forward for v in n.outs}
+        given = {self.found.of(i.value) for i in self.program.inputs}
+        return {root: root.nbytes for root in sorted(late & early - given, key=lambda v: v.name) if root.is_tensor}
+
+    @cached_property
+    def layers(self) -> dict[Value, str | None]:
+        """Memory → the layer of the policy in which it is made; None for the others."""
+        made = self.program.producers
+        roots = [root for n in self._forward for v in n.outs if (root := self.found.of(v)) in made]
+        return {root: layer_of(made[root].origin.layer, self.how.policy) for root in roots}
+
+    def of_layers(self) -> set[Value]:
+        """Everything that is made in a named layer and read by no other."""
+        left = {
+            root
+            for n in self._forward
+            for v in n.ins
+            if (root := self.found.of(v)) in self.layers
+            and layer_of(n.origin.layer, self.how.policy) != self.layers[root]
+        }
+        inside = {root for root, layer in self.layers.items() if layer is not None}
+        found = inside - left - self.fixed
+        return found if any(root in self.kept for root in found) else set()
+
+    def within(self, budget: float) -> set[Value]:
+        """What is not to be kept, and what is made on the way to it."""
+        dropped: set[Value] = set()
+        again: set[Node] = set()
+        kept = dict(self.kept)
+        limit = budget * sum(kept.values())
+        for root in sorted(self._candidates(), key=lambda r: (-self._benefit(r), r.name)):
+            if sum(kept.values()) <= limit:
+                break
+            nodes, leaves = self._way(root, set(kept) - {root})
+            more = {leaf: leaf.nbytes for leaf in leaves if leaf not in kept and leaf not in dropped}
+            if sum(more.values()) < kept[root]:
+                del kept[root]
+                kept |= more
+                dropped.add(root)
+                again.update(nodes)
+        passing = {self.found.of(v) for n in again for v in n.outs}
+        return (dropped | passing) - set(kept)
+
+    def _candidates(self) -> Iterator[Value]:
+        named = bool(self.how.policy)
+        return (r for r in self.kept if r not in self.fixed and not (named and self.layers.get(r) is None))
+
+    def _benefit(self, root: Value) -> float:
+        nodes, _ = self._way(root, set(self.kept) - {root})
+        return root.nbytes / (self.seconds(nodes) or 1e-12)
+
+    def seconds(self, nodes: Iterable[Node]) -> float:
+        found = (work_of(n) for n in nodes)
+        return sum(self.how.device.seconds(w.flops, w.nbytes, w.dtype) for w in found if w.nbytes)
+
+    def _way(self, root: Value, kept: set[Value]) -> tuple[set[Node], set[Value]]:
+        """The nodes that make a memory again, and the memories that they start from."""
+        nodes: set[Node] = set()
+        leaves: set[Value] = set()
+        waiting = [v for v in self._members[root] if v in self.program.producers]
+        while waiting:
+            node = self.program.producers[waiting.pop()]
+            if node in nodes:
+                continue
+            nodes.add(node)
+            for v in node.ins:
+                if (base := self.found.of(v)) in kept or base in self.fixed:
+                    leaves.add(base)
+                else:
+                    waiting.append(v)
+        return nodes, leaves - {self.found.of(i.value) for i in self.program.inputs}
+
+    @cached_property
+    def _members(self) -> dict[Value, list[Value]]:
+        members: dict[Value, list[Value]] = {}
+        for n in self._forward:
+            for v in n.outs:
+                members.setdefault(self.found.of(v), []).append(v)
+        return members
+
+
+@dataclass
+class _Again:
+    """A program in which the chosen memories are made again before the backward pass reads them first."""
+
+    before: Program
+    saved: _Saved
+    chosen: set[Value]
+    became: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    added: list[tuple[str, Node]] = field(default_factory=list[tuple[str, Node]])
+
+    def program(self) -> Program:
+        draft = Draft(self.before)
+        for spot in list(draft):
+            if spot.origin.phase != "forward":
+                for v in spot.ins:
+                    self._make(v, spot, draft)
+                args, kwargs = map_values(lambda v: self.became.get(v, v), (spot.args, spot.kwargs))
+                draft.set_args(spot, args, kwargs)
+        out = draft.finish()
+        specs = {new: out.specs[old] for old, new in self.became.items() if old in out.specs}
+        return replace(out, specs={**out.specs, **specs})
+
+    def changes(self) -> Iterator[Change]:
+        """One for each layer: what runs again, the kept bytes that this frees, the seconds that it takes."""
+        told: set[Value] = set()
+        for layer in dict.fromkeys(layer for layer, _ in self.added):
+            nodes = [n for at, n in self.added if at == layer]
+            roots = {self.saved.found.of(v) for n in nodes for v in n.outs} - told
+            told |= roots
+            freed = sum(self.saved.kept.get(root, 0) for root in roots)
+            saved = {"bytes": freed, "seconds": -self.saved.seconds(nodes)}
+            yield Change("recompute", f"{len(nodes)} operators run again", layer, saved)
+
+    def _make(self, v: Value, at: Spot, draft: Draft) -> None:
+        """Adds what makes `v` again, unless it stays or was made already."""
+        waiting = [v]
+        while waiting:
+            top = waiting[-1]
+            node = self.before.producers.get(top)
+            if node is None or top in self.became or self.saved.found.of(top) not in self.chosen:
+                waiting.pop()
+                continue
+            missing = [x for x in node.ins if self._is_missing(x)]
+            if missing:
+                waiting += missing
+                continue
+            self._copy(node, at, draft)
+
+    def _is_missing(self, v: Value) -> bool:
+        return v not in self.became and self.saved.found.of(v) in self.chosen and v in self.before.producers
+
+    def _copy(self, node: Node, at: Spot, draft: Draft) -> None:
+        args, kwargs = map_values(lambda v: self.became.get(v, v), (node.args, dict(node.kwargs)))
+        for v in node.outs:
+            self.became[v] = Value(draft.names.fresh(v.name), v.shape, v.dtype, v.device)
+        out = map_values(lambda v: self.became[v], node.out)
+        draft.add_as(node.op, args, kwargs, out, at, replace(node.origin, phase="backward"))
+        layer = layer_of(node.origin.layer, self.saved.how.policy)
+        self.added.append((node.origin.layer if layer is None else layer, node))
+
+
+def layer_of(layer: str, patterns: Sequence[str]) -> str | None:
+    """The layer that one of the patterns names and that holds `layer`; None where there is none.
+
+    >>> layer_of("blocks.3.attention.q", ["blocks.*"])
+    'blocks.3'
+    >>> layer_of("exit.norm", ["blocks.*"])
+    """
+    parts = layer.split(".")
+    for pattern in patterns:
+        wanted = pattern.split(".")
+        if len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted)):
+            return ".".join(parts[: len(wanted)])
+    return None

@@ -1,0 +1,139 @@
+"""A sum of which each rank keeps a part is reduced to that part: all-reduce, then slice, is reduce-scatter.
+
+Slicing commutes with operators that work number by number, so the slice may stand behind some of them:
+
+    slice(f(all_reduce(x), y)) = f(reduce_scatter(x), slice(y))
+
+The whole sum must have no other use. An operand that every rank has whole is sliced where it is, which sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from meshwright.graph import Carry, Change, Draft, Op, Pass, Program, Spot, Value, is_pure, map_values, register_pass
+from meshwright.reshard import AllReduce, Plan, Relabel, Slice, plan
+
+from ._rows import is_known, is_only_use, place, received
+
+
+@register_pass
+@dataclass(frozen=True)
+class Scatter(Pass):
+    """All-reduces of which only a slice is used, at once or behind operators that work number by number, are scattered.
+
+    Nothing but the slice may need the sum, and the operators in between.
+    """
+
+    name: ClassVar[str] = "scatter"
+
+    def run(self, program: Program) -> Program:
+        draft = Draft(program)
+        changes: list[Change] = []
+        for spot in list(draft):
+            if spot.gone or not isinstance(spot.op, Carry) or not isinstance(spot.op.step, Slice):
+                continue
+            way = _Way(draft, spot, spot.op, spot.op.step)
+            before = way.back_to_sums(spot.ins[0], spot)
+            if before and way.saved(before)[0] > 0:
+                changes.append(way.sliced_first(before))
+        return draft.finish(*changes) if changes else program
+
+
+@dataclass(slots=True)
+class _Way:
+    """From a slice back to the all-reduces that it is made of, through operators that work number by number."""
+
+    draft: Draft
+    last: Spot
+    op: Carry
+    step: Slice
+    done: dict[Value, Value] = field(default_factory=dict[Value, Value])
+
+    def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
+        """The all-reduces and operators that go when `v` is sliced earlier, each behind those that read it; or none."""
+        spot = self.draft.producer(v)
+        if spot is None or v.shape != self.last.ins[0].shape or not is_known(v):
+            return ()
+        if not is_only_use(self.draft, v, user):
+            return ()
+        if isinstance(spot.op, Carry):
+            return (spot,) if self._is_sum(spot.op) else ()
+        if not _is_pointwise(spot.op) or any(isinstance(x, Value) for x in spot.kwargs.values()):
+            return ()
+        before = list(dict.fromkeys(s for x in spot.ins for s in self.back_to_sums(x, spot)))
+        if not before or not all(self._may_be_sliced(x) for x in spot.ins):
+            return ()
+        return (spot, *before)
+
+    def saved(self, before: Sequence[Spot]) -> tuple[int, int]:
+        """Bytes and rounds."""
+        old = [s.op for s in before if isinstance(s.op, Carry)]
+        new = [Carry(*step) for op in old for step in self._scattered(op).walk()]
+        nbytes = sum(received(op.step, op.src) for op in old) - sum(received(op.step, op.src) for op in new)
+        return nbytes, len(old) - sum(op.communicates for op in new)
+
+    def sliced_first(self, before: Sequence[Spot]) -> Change:
+        nbytes, rounds = self.saved(before)
+        names = ", ".join(sorted({repr(self._scattered(s.op)) for s in before if isinstance(s.op, Carry)}))
+        self.draft.replace(self.last.outs[0], self._sliced(self.last.ins[0], before))
+        for spot in (self.last, *before):
+            self.draft.remove(spot)
+        what = f"what {self.op!r} takes of a sum is joined by {names}"
+        return Change("scatter", what, place(self.last.origin), {"bytes": nbytes, "rounds": rounds})
+
+    def _is_sum(self, op: Carry) -> bool:
+        dst, src = op.dst, self.op.src
+        if not isinstance(op.step, AllReduce) or dst.mesh is not src.mesh or dst.shape != src.shape:
+            return False
+        return dst.layout.dims == src.layout.dims and dst.layout.partial == src.layout.partial
+
+    def _may_be_sliced(self, x: Value) -> bool:
+        return not x.is_tensor or x.shape == self.last.ins[0].shape or self._is_repeated(x)
+
+    def _is_repeated(self, x: Value) -> bool:
+        """True for an operand that is used again for every index of the dims that are cut."""
+        whole = self.last.ins[0].shape
+        if x.shape == whole:
+            return False
+        dims = [d - len(whole) + len(x.shape) for _, d in self.step.places]
+        return all(d < 0 or x.shape[d] == 1 for d in dims)
+
+    def _scattered(self, op: Carry) -> Plan:
+        """From the terms of an all-reduce to the slice of their sum."""
+        return plan(op.src, self.op.dst.with_dtype(op.src.dtype))
+
+    def _sliced(self, v: Value, before: Sequence[Spot]) -> Value:
+        """The slice of `v`."""
+        spot = self.draft.producer(v)
+        if v in self.done:
+            return self.done[v]
+        if spot is None or spot not in before:
+            assert isinstance(v.dtype, torch.dtype)
+            op = Carry(self.step, self.op.src.with_dtype(v.dtype))
+            out: Value = self.draft.add(op, v, before=self.last, origin=self.last.origin)
+        elif isinstance(spot.op, Carry):
+            out = self._walked(spot, self._scattered(spot.op))
+        else:
+            args = map_values(lambda x: self._sliced(x, before) if self._is_cut(x) else x, spot.args)
+            out = self.draft.add(spot.op, *args, before=self.last, origin=spot.origin, **spot.kwargs)
+        self.done[v] = out
+        return out
+
+    def _is_cut(self, x: Value) -> bool:
+        return x.is_tensor and not self._is_repeated(x)
+
+    def _walked(self, spot: Spot, way: Plan) -> Value:
+        x = spot.ins[0]
+        for step, spec in way.walk():
+            if not isinstance(step, Relabel):
+                x = self.draft.add(Carry(step, spec), x, before=self.last, origin=spot.origin)
+        return x
+
+
+def _is_pointwise(op: Op) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ()) and is_pure(op)

@@ -1,0 +1,202 @@
+"""Sequence parallelism: between tensor-parallel layers, each rank works on its part of the sequence.
+
+Where tensor-parallel blocks end in an all-reduce, all ranks would then do the same sums, norms and dropouts. Instead
+the terms are reduce-scattered along the sequence, each rank works on its part, and the next tensor-parallel layer
+gathers: the same bytes, less work and less memory (Korthikanti et al. 2022, Reducing Activation Recomputation in Large
+Transformer Models). It is a choice of layouts and nothing else, so it is made on the captured program, before it is
+recorded: rules, conversions and their transposes then make everything right, also the gradients of norms, which become
+sums over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass
+from meshwright.layout import Layout, Product, Spec, axes_of
+from meshwright.tensor import DistTensor, Mark, redistribute
+
+from ._rows import place
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Where an operator has its weight and its input; which dim of the weight is summed over, and which is kept."""
+
+    at: int
+    x: int
+    summed: int
+    kept: int | None
+
+
+PRODUCTS = {
+    aten.linear.default: Weight(at=1, x=0, summed=1, kept=0),
+    aten.matmul.default: Weight(at=1, x=0, summed=0, kept=1),
+    aten.embedding.default: Weight(at=0, x=1, summed=0, kept=None),
+}
+SAME_WEIGHT = {
+    aten.t.default: (1, 0),
+    aten.to.dtype: (0, 1),
+    aten._to_copy.default: (0, 1),
+    aten.contiguous.default: (0, 1),
+}
+"""Operators that a weight may go through, and which dim of their operand each dim of the result is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A mark about one mesh axis: it cuts dim `dim`, or nothing at all; the other axes stay what they are."""
+
+    axis: str
+    dim: int | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DistTensor) or self.axis not in x.spec.mesh.sizes or not x.spec.layout.is_simple:
+            return x.view_as(x)
+        return redistribute(x, x.spec.mesh, self.layout(x.spec.layout))
+
+    def layout(self, before: Layout) -> Layout:
+        """What `before` becomes; repeated along the axis, it is used in another way on each rank."""
+        dims = [tuple(a for a in d if a != self.axis) for d in before.dims if not isinstance(d, Product)]
+        partial = tuple(p for p in before.partial if p[0] != self.axis)
+        varying = tuple(a for a in before.varying if a != self.axis)
+        if self.dim is None:
+            return Layout(tuple(dims), partial, (*varying, self.axis))
+        dims[self.dim] = (*dims[self.dim], self.axis)
+        return Layout(tuple(dims), partial, varying)
+
+    def __repr__(self) -> str:
+        return f"repeat along {self.axis}" if self.dim is None else f"cut dim {self.dim} along {self.axis}"
+
+
+@register_pass
+@dataclass(frozen=True)
+class SequenceParallel(Pass):
+    """What tensor-parallel layers give is cut along `dim` over `axis`, up to the next such layer.
+
+    Layers are tensor-parallel where the weight lies cut over `axis`. Marks that repeat the stream of the model along
+    `axis` give way.
+
+    >>> SequenceParallel("tp")
+    SequenceParallel(axis='tp', dim=1)
+    """
+
+    name: ClassVar[str] = "sequence_parallel"
+    on: ClassVar[Literal["captured", "recorded"]] = "captured"
+    axis: str
+    dim: int = 1
+
+    def run(self, program: Program) -> Program:
+        way = _Way(Draft(program), self.axis, self.dim)
+        for spot in list(way.draft):
+            if way.ends_in_terms(spot):
+                way.cut(spot)
+        if not way.streams:
+            return program
+        for spot in list(way.draft):
+            way.remark(spot)
+            way.gather(spot)
+        return way.draft.finish(*way.changes)
+
+
+@dataclass(slots=True)
+class _Way:
+    draft: Draft
+    axis: str
+    dim: int
+    streams: set[tuple[Any, ...]] = field(default_factory=set[tuple[Any, ...]])
+    gathered: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    changes: list[Change] = field(default_factory=list[Change])
+
+    def ends_in_terms(self, spot: Spot) -> bool:
+        """True for a product with a weight that is cut where it is summed over, giving [batch, sequence, hidden]."""
+        weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if weight is None or len(spot.outs[0].shape) != 3:
+            return False
+        return self._cut_dim(spot.args[weight.at]) == weight.summed
+
+    def cut(self, spot: Spot) -> None:
+        """What the product gives is cut along the sequence: its terms are reduce-scattered."""
+        (out,) = spot.outs
+        self.streams.add(out.shape)
+        self._insert(Along(self.axis, self.dim), spot, out)
+        self.changes.append(
+            Change(
+                "sequence_parallel",
+                f"cut along the sequence behind {spot.op}",
+                place(spot.origin),
+                {"bytes": out.nbytes},
+            )
+        )
+
+    def remark(self, spot: Spot) -> None:
+        """A mark that repeats the stream along the axis cuts it instead."""
+        if not isinstance(spot.op, Mark) or spot.outs[0].shape not in self.streams:
+            return
+        layout, mesh = spot.op.layout, spot.op.mesh
+        if self.axis in mesh.sizes and self.axis not in (*layout.cut_axes, *layout.partial_axes) and layout.is_simple:
+            spot.op = replace(spot.op, layout=Along(self.axis, self.dim).layout(layout))
+
+    def gather(self, spot: Spot) -> None:
+        """The input of a product whose result is cut is made whole, once for all such products."""
+        weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if weight is None or weight.kept is None or self._cut_dim(spot.args[weight.at]) != weight.kept:
+            return
+        x = spot.args[weight.x]
+        if not isinstance(x, Value) or len(x.shape) != 3:
+            return
+        if x not in self.gathered:
+            self.gathered[x] = self._new(x)
+            self.draft.add_as(Along(self.axis, None), (x,), {}, self.gathered[x], spot, spot.origin)
+            self._note(f"gathered before {spot.op}", spot)
+        whole = self.gathered[x]
+        self.draft.set_args(spot, map_values(lambda v: whole if v is x else v, spot.args))
+
+    def _note(self, what: str, spot: Spot, bytes_kept: float = 0) -> None:
+        saved = {"bytes": bytes_kept} if bytes_kept else {}
+        self.changes.append(Change("sequence_parallel", what, place(spot.origin), saved))
+
+    def _kept(self, v: Value) -> float:
+        """Bytes of the whole sequence that a rank need not keep, as far as layouts are known."""
+        spec = self.draft.program.specs.get(v)
+        if spec is None or self.axis not in spec.mesh.sizes:
+            return 0
+        n = spec.mesh.sizes[self.axis]
+        others = prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != self.axis)
+        return v.nbytes / others * (n - 1) / n
+
+    def _insert(self, op: Along, behind: Spot, v: Value) -> None:
+        new = self._new(v)
+        self.draft.replace(v, new)
+        assert behind.after is not None
+        self.draft.add_as(op, (v,), {}, new, behind.after, behind.origin)
+
+    def _new(self, v: Value) -> Value:
+        return Value(self.draft.names.fresh("along"), v.shape, v.dtype, v.device)
+
+    def _cut_dim(self, v: Any) -> int | None:
+        """The dim of a weight of two dims that the axis cuts."""
+        spec = self._spec(v)
+        if spec is not None:
+            return next((d for d, axes in enumerate(spec.layout.dims) if self.axis in axes_of(axes)), None)
+        maker = self.draft.producer(v)
+        order = SAME_WEIGHT.get(maker.op) if maker is not None else None  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if maker is None or order is None:
+            return None
+        found = self._cut_dim(maker.ins[0])
+        return None if found is None else order.index(found)
+
+    def _spec(self, v: Value) -> Spec | None:
+        maker = self.draft.producer(v)
+        if maker is not None:
+            if not isinstance(maker.op, Mark) or not isinstance(v.dtype, torch.dtype):
+                return None
+            return Spec(maker.op.mesh, maker.op.layout, v.shape, v.dtype)
+        return next((i.spec for i in self.draft.program.inputs if i.value is v), None)
