@@ -1,6 +1,7 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
 from ._capture import Capture, Slot, capture, slots_of
+from ._cells import overwriting
 from ._complete import complete, with_layouts
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
@@ -9,6 +10,7 @@ from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, wri
 from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
 from ._inductor import Kernels, compiled
+from ._imagine import strides_of
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._match import Match
@@ -94,6 +96,7 @@ __all__ = [
     "name_of",
     "node_text",
     "numbers_of",
+    "overwriting",
     "parse_layouts",
     "record_forward",
     "record_gradients",
@@ -106,6 +109,7 @@ __all__ = [
     "runner",
     "size_hint",
     "slots_of",
+    "strides_of",
     "to_fx",
     "type_text",
     "values_in",

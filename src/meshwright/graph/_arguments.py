@@ -60,11 +60,11 @@ class Shape:
         lead = len(shape) - len(tail)
         if lead < 0 or (lead and not head):
             return False
-        if head == ("...",) and sizes.setdefault("...", tuple(shape[:lead])) != tuple(shape[:lead]):
+        if head == ("...",) and list(map(str, sizes.setdefault("...", shape[:lead]))) != list(map(str, shape[:lead])):
             return False
         for dim, size in zip(tail, shape[lead:], strict=True):
             wanted = int(dim) if dim.isdigit() else sizes.setdefault(dim, size)
-            if wanted != size and not (head == ("*",) and size == 1):
+            if str(wanted) != str(size) and not (head == ("*",) and str(size) == "1"):
                 return False
         return True
 

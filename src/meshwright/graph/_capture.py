@@ -25,7 +25,7 @@ from ._interception import check_hooks, intercepted
 from ._node import Origin, Value
 from ._program import Program
 from ._recording import Recording
-from ._side_effects import Snapshot
+from ._side_effects import unchanged
 from ._where import user_frame, user_line
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, ShapeEnv, interception_off, unrecorded
 
@@ -86,18 +86,14 @@ def capture(
     """
     check_hooks(module)
     slots = slots_of(module)
-    recording = Recording(identities=frozenset({"lift_fresh"}))
+    recording = Recording(above=True)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     stage = _Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic or {}))
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _given_batch(stage, tuple(batch), count())
-    snapshot = Snapshot.of(module)
-    with _swapped(slots, fakes):
-        try:
-            with stage.watching():
-                out = _called(call, args)
-        finally:
-            snapshot.compare(module)
+    with _swapped(slots, fakes), unchanged(module):
+        with stage.watching():
+            out = _called(call, args)
         assigned = _assigned(slots, fakes)
     outputs = recording.tree_of(out)
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}

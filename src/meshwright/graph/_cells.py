@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ._errors import CaptureError
-from ._node import Value
+from ._effects import writes_to
+from ._node import Over, Value
 from ._where import user_frame
 from .torch_hooks import Operator
 
@@ -169,6 +170,7 @@ def _inverse(order: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+FRESH = frozenset({"lift_fresh"})
 IDENTITIES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 """Operators whose result is the argument itself, once gradients are explicit."""
 
@@ -193,3 +195,15 @@ def _same_arguments(found: Operator, op: Operator) -> bool:
     ours = [(a.name, str(a.type)) for a in found._schema.arguments]
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in found._schema.arguments)
     return not writes and ours == [(a.name, str(a.type)) for a in op._schema.arguments]
+
+
+def overwriting(op: Any) -> Operator | Over | None:
+    """The operator that writes what `op` gives over its first argument (`add_` for `add`), with the same arguments."""
+    if not isinstance(op, Operator) or any(r.alias_info is not None for r in op._schema.returns):
+        return None
+    namespace, name = op._schema.name.split("::")
+    packet: Any = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    twin: Operator | None = getattr(packet, op._overloadname, None) if packet is not None else None
+    if twin is None or functional(twin) is not op or writes_to(twin) != (0,):
+        return None
+    return twin if twin._schema.returns else Over(twin, (0,))

@@ -73,15 +73,14 @@ class _State:
         return len(self.known) != before
 
     def settle(self) -> bool:
-        """Gives the first unknown tensor that uses want somehow its cheapest layout; True when there was one."""
-        open_values = [v for v in self.wants if v not in self.known]
-        if not open_values:
-            return False
-        v = max(open_values, key=lambda v: (v not in self.program.producers, v.nbytes))
-        wants = list(self.wants.pop(v).values())
-        spec, why = min(_candidates(wants), key=lambda c: sum(_cost(c[0], need) for need, _ in wants))
-        self.know(v, spec, why)
-        return True
+        """Gives unknown tensors that uses want somehow their cheapest layouts: inputs first; True when there were any."""
+        unknown = [v for v in self.wants if v not in self.known]
+        inputs = [v for v in unknown if v not in self.program.producers]
+        for v in inputs or unknown:
+            wants = list(self.wants.pop(v).values())
+            spec, why = min(_candidates(wants), key=lambda c: sum(_cost(c[0], need) for need, _ in wants))
+            self.know(v, spec, why)
+        return bool(unknown)
 
     def default(self) -> None:
         """What no mark reached is replicated, on the mesh that is there."""

@@ -33,12 +33,15 @@ class Template:
     outs: tuple[Value, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sides:
-    """Both sides for arguments of given looks."""
+    """Both sides for arguments of given looks; `put` is watched when a program has what `find` does of them."""
 
     find: Told
-    template: Template
+    given: Mapping[str, Any]
+    lie: Mapping[Value, Spec]
+    template: Template | None = None
+    refused: bool = False
 
 
 @dataclass(slots=True)
@@ -62,15 +65,17 @@ class Confirmed:
             modes,
         )
         if look not in self.known:
-            self.known[look] = self._both(match, modes, specs)
+            self.known[look] = self._find(match, modes, specs)
         sides = self.known[look]
-        if sides is None or not all(_agrees(term, v, sides.find) for term, v in match.values.items()):
+        if sides is None or sides.refused or not all(_agrees(t, v, sides.find) for t, v in match.values.items()):
             return None
         if not all(_is_computed(c, found, sides.find) for c, found in match.computed):
             return None
+        if sides.template is None:
+            self._put(sides, modes)
         return sides.template
 
-    def _both(self, match: Match, modes: Modes, specs: Mapping[str, Spec]) -> _Sides | None:
+    def _find(self, match: Match, modes: Modes, specs: Mapping[str, Spec]) -> _Sides | None:
         given = {name: stand_in(name, v) for name, v in match.arguments.items()}
         lie = {given[name]: spec for name, spec in specs.items()}
         try:
@@ -79,25 +84,25 @@ class Confirmed:
             raise
         except Exception:  # torch refuses such shapes, in many ways: so find does not compute this
             return None
-        if len(find.calls) != len(self.pattern.told.calls):
-            return None
-        return _Sides(find, self._template(find, given, modes, lie))
+        return _Sides(find, given, lie) if len(find.calls) == len(self.pattern.told.calls) else None
 
-    def _template(self, find: Told, given: Mapping[str, Any], modes: Modes, lie: Mapping[Value, Spec]) -> Template:
+    def _put(self, sides: _Sides, modes: Modes) -> None:
+        """Watches `put`. Refused is what differs under autocast, whose dtypes no rule knows, and what needs symbols."""
         try:
-            put = watch(self.rule.put, given, self.rank, modes, lie)
+            put = watch(self.rule.put, sides.given, self.rank, modes, sides.lie)
         except RewriteError:
             raise
         except Exception as error:  # whatever torch raises for such arguments
-            raise self._wrong(given, f"put raises {str(error).splitlines()[0]}") from error
+            raise self._wrong(sides.given, f"put raises {str(error).splitlines()[0]}") from error
         calls, outs = _without_idle_casts(put)
-        wanted = results(find.out)
+        wanted = results(sides.find.out)
         if len(outs) != len(wanted) or not all(isinstance(v, Value) for v in outs):
-            raise self._wrong(given, f"find gives {len(wanted)} tensors, put {put.out!r}")
-        for ours, theirs in zip(outs, wanted, strict=True):
-            if _looks(ours) != _looks(theirs):
-                raise self._wrong(given, f"find gives {type_text(theirs)}, put {type_text(ours)}")
-        return Template(put.inputs, calls, outs)
+            raise self._wrong(sides.given, f"find gives {len(wanted)} tensors, put {put.out!r}")
+        wrong = [(a, b) for a, b in zip(wanted, outs, strict=True) if _looks(a) != _looks(b)]
+        if wrong and modes is None:
+            raise self._wrong(sides.given, f"find gives {type_text(wrong[0][0])}, put {type_text(wrong[0][1])}")
+        sides.refused = bool(wrong) or any(_asks_sizes((call.args, call.kwargs)) for call in calls)
+        sides.template = None if sides.refused else Template(put.inputs, calls, outs)
 
     def _wrong(self, given: Mapping[str, Any], found: str) -> RewriteError:
         about = ", ".join(f"{k}: {type_text(v) if isinstance(v, Value) else v!r}" for k, v in given.items())
@@ -150,6 +155,15 @@ def _without_idle_casts(told: Told) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
         else:
             kept.append(replace(call, args=args, kwargs=kwargs))
     return tuple(kept), tuple(_followed(v, same) for v in results(told.out))
+
+
+def _asks_sizes(tree: Any) -> bool:
+    """True when a size that is only known later stands among constants: programs hold such numbers as values."""
+    if isinstance(tree, (list, tuple)):
+        return any(map(_asks_sizes, tree))
+    if isinstance(tree, Mapping):
+        return any(map(_asks_sizes, tree.values()))
+    return isinstance(tree, (torch.SymInt, torch.SymFloat))
 
 
 def _followed(tree: Any, same: Mapping[Value, Value]) -> Any:

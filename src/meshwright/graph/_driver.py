@@ -246,7 +246,7 @@ class _Run:
             if isinstance(v, Value):
                 return v
             args = tuple(real(a) if isinstance(a, Said) else a for a in v.args)
-            return add(v.op, args, {}, self._fresh(v.op, v))
+            return add(v.op, args, dict[str, Any](), self._fresh(v.op, v))
 
         def named(op: Any) -> Callable[[Value], Value]:
             return lambda v: here.setdefault(v, self._fresh(op, v))
@@ -254,7 +254,8 @@ class _Run:
         here = {value: real(match.names[name]) for name, value in template.inputs.items()}
         for call in template.calls:
             out = map_values(named(call.op), call.out)
-            add(call.op, *map_values(here.__getitem__, (call.args, dict(call.kwargs))), out)
+            args, kwargs = map_values(here.__getitem__, (call.args, dict(call.kwargs)))
+            add(call.op, args, kwargs, out)
         return [here[v] for v in template.outs]
 
     def _fresh(self, op: Any, looks: Any) -> Value:
@@ -328,7 +329,7 @@ class _Group:
 
 
 Groups = dict[int, list[_Group]]
-"""Id of an operator that makes an operand → the groups that one of their needs leads there; 0 for those without needs."""
+"""Id of an operator that makes an operand → groups that need it, or one of a few; 0 for those without needs."""
 
 Plan = tuple[Groups, list[tuple[Spelling, Groups]]]
 

@@ -36,8 +36,8 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
     if isinstance(op, Carry):
         (x,) = values_in(args)
         return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
-    with no_modes(), imagining(mode or FakeMode(shape_env=_world(args))), torch.no_grad():
-        real_args, real_kwargs = map_values(_stand_in, (args, dict(kwargs)))
+    with no_modes(), imagining(mode or FakeMode(shape_env=world_of(args))), torch.no_grad():
+        real_args, real_kwargs = map_values(stand_in, (args, dict(kwargs)))
         out = op(*real_args, **real_kwargs)
     return as_values(out, lambda: names.fresh(stem_of(op)))
 
@@ -47,13 +47,13 @@ def carried_shape(op: Carry, x: Value, rank: int) -> tuple[Any, ...]:
     return op.dst.local_shape(rank)
 
 
-def _world(args: Any) -> Any:
+def world_of(args: Any) -> Any:
     """Where the symbolic sizes of the arguments live, or those that an operator makes."""
     sizes = (n for v in values_in(args) for n in v.shape)
     return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None) or ShapeEnv()
 
 
-def _stand_in(v: Value) -> Any:
+def stand_in(v: Value) -> Any:
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class _Calls(TorchFunctionMode):
             handle: Any = func(x, fn)  # refuses what torch refuses
             handle.remove()
             self.note(Hook(fn), (x,), lambda: None)
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict[int, Any]())
         if func in _REFUSED:
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]} in it",

@@ -1,7 +1,7 @@
 """Why a set of rules comes to an end: a weight per operator under which every rule makes the program lighter.
 
 The weights are looked for with the rules' two sides, as a perceptron looks for a separating plane: a rule that does not
-make the program lighter yet pulls them its way. What is found is the proof. Where nothing is found, a bound holds instead.
+make the program lighter yet pulls them its way. What is found is the proof; where nothing is found, a bound holds.
 """
 
 from __future__ import annotations

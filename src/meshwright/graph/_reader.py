@@ -73,7 +73,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What the tables say about an operator: its other spellings, whether it may change nothing, what it may be read as.
+    """What the tables say about an operator: other spellings, whether it may change nothing, what it may be read as.
 
     `readable` holds ids of operators. The spellings of an operator have to be entered before it is first met.
     """

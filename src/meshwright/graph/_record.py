@@ -181,6 +181,10 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
         known = replay(captured.program, given, recorder)
         loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
     trained = {i.name: given[i.value] for i in captured.program.inputs if i.name in wanted}
+    for slot in captured.slots:
+        for hook in (slot.tensor._backward_hooks or {}).values() if slot.name in trained else ():
+            with interception_off():  # such a hook takes the rank's part
+                trained[slot.name].register_hook(hook)
     with recorder.recording_as("backward"):
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         with torch.no_grad():
@@ -213,9 +217,10 @@ def _loss(out: Any) -> Tensor:
 
 
 def _write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:
-    """Buffers take over the values that the captured program has for them."""
-    for x, v in program.writes:
-        given[x].copy_(known[v])
+    """Buffers take over the values that the captured program has for them, all at once."""
+    new = [(given[x], known[v].clone() if v in given else known[v]) for x, v in program.writes]
+    for x, value in new:
+        x.copy_(value)
 
 
 def _tree(fn: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor
 
-from ._cells import IDENTITIES, Cell, Memory, View, functional
+from ._cells import FRESH, IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
 from ._errors import CaptureError
 from ._infer import Names, as_values, stem_of
@@ -41,7 +41,7 @@ SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel
 class Recording:
     """The nodes recorded so far, and the cell of every tensor that was seen.
 
-    `identities` are the operators whose result is taken for their argument.
+    `above` tells that gradients will be taken of the nodes: what matters to autograd alone is kept.
     """
 
     inputs: list[Input] = field(default_factory=list[Input])
@@ -52,7 +52,7 @@ class Recording:
     memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
     kept: list[Any] = field(default_factory=list[Any])
     origin: Callable[[], Origin] = Origin
-    identities: frozenset[str] = IDENTITIES
+    above: bool = False
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
@@ -83,7 +83,7 @@ class Recording:
         """The value that `x` has now; a tensor that was never seen is a constant."""
         cell = self._find(x)
         if cell is not None:
-            return cell.read(self._node)
+            return (_saved(x, cell) if self.above else cell).read(self._node)
         _check_constant(x)
         return self.add_input(x, "constant", "constant", source=x)
 
@@ -143,7 +143,7 @@ class Recording:
         name = op._schema.name
         if name in SILENT:
             return True
-        if name.split("::")[1] in self.identities and isinstance(out, Tensor):
+        if name.split("::")[1] in (FRESH if self.above else IDENTITIES) and isinstance(out, Tensor):
             self.value_of(args[0])
             cell = self._find(args[0])
             assert cell is not None
@@ -194,8 +194,10 @@ class Recording:
     def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
         values = self.tree_of(args), self.tree_of(kwargs)
         twin = _twin(op, args, kwargs) if list(written) == [0] else None
-        if twin is not None:
-            new: list[Value] = [self._node(twin, *values, written[0])]
+        if twin is aten.copy.default and self.above:
+            new: list[Value] = [self._copied(args[0], values[0][1])]
+        elif twin is not None:
+            new = [self._node(twin, *values, written[0])]
         else:
             shown = self._node(OnCopy(op, tuple(written)), *values, (out, *written.values()))
             new = list(shown[1:])
@@ -209,6 +211,13 @@ class Recording:
                 cell = self._find(t)
                 if cell is not None and result is not t:  # a fake tensor in the place of a real one
                     self._bind(result, cell)
+
+    def _copied(self, x: Tensor, value: Value) -> Value:
+        """What `x` holds after `value` is copied into it: `aten.copy` has no gradient."""
+        like = torch.empty(value.shape, dtype=x.dtype, device=x.device) if tuple(x.shape) != value.shape else x
+        if (value.dtype, value.device) != (x.dtype, str(x.device)):
+            value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
+        return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
 
     def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[Place, Tensor]) -> None:
         """Results of a writing operator that are no written arguments."""
@@ -251,6 +260,12 @@ def _written(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
         elif isinstance(given, (list, tuple)):
             found |= {(place, at): t for at, t in enumerate(given) if isinstance(t, Tensor)}
     return found
+
+
+def _saved(x: Tensor, cell: Cell) -> Cell:
+    """What autograd keeps for its backward pass is detached from a tensor, and given its past again: that tensor."""
+    view = cell.view
+    return view.base if view is not None and view.op is aten.detach.default and x.grad_fn is not None else cell
 
 
 def _check_constant(x: Tensor) -> None:

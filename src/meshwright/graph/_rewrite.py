@@ -83,8 +83,8 @@ class Rewrite:
 class Rewriter:
     """What a rule cannot say: `apply(edit, spot)` looks at one node and changes the program around it.
 
-    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; every
-    node when it is empty.
+    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; all
+    of them when it is empty.
     """
 
     name: str
