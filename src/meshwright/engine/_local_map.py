@@ -51,6 +51,16 @@ def local_map(
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        note = noted((args, kwargs))
+        if note is not None:
+            places = [(resolve_mesh(process_mesh), p) if p is not None else None for p in out_placements]
+            known = _per_input(func, in_placements, len(args))
+            wanted = [(resolve_mesh(process_mesh), p) if p is not None else None for p in known]
+            targets = _targets(func, places, out_shapes)
+            return note(LocalCall(func, run), (args, kwargs), lambda: shown(func, args, kwargs, wanted, targets))
+        return run(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         first = next((a.mesh for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
         mesh = resolve_mesh(process_mesh if process_mesh is not None else first)
         wanted = _per_input(func, in_placements, len(args))
@@ -85,17 +95,33 @@ class LocalLayer(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_local:
             return super().__call__(*args, **kwargs)
+        own = dict((*self.named_parameters(), *self.named_buffers()))
+        note = noted((args, kwargs))
+        if note is None:
+            return self._run(args, kwargs, own)
+        targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
+
+        def inside(*parts: Any, own: Any, **named: Any) -> Any:
+            return self._call(own, parts, named)
+
+        call = LocalCall(type(self), lambda args, kwargs, own: self._run(args, kwargs, own))
+        return note(call, (args, kwargs, own), lambda: shown(inside, args, {**kwargs, "own": own}, [], targets))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
         axes = _varying_axes(targets)
-        local = [_inside(a, axes) for a in args]
+        local = tuple(_inside(a, axes) for a in args)
         named = {k: _inside(v, axes) for k, v in kwargs.items()}
-        own = {k: _inside(v, axes) for k, v in (*self.named_parameters(), *self.named_buffers())}
+        out = self._call({k: _inside(v, axes) for k, v in own.items()}, local, named)
+        return _results(type(self), out, targets)
+
+    def _call(self, own: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass on parts, with these for the module's own."""
         self._is_local = True
         try:
-            out = torch.func.functional_call(self, own, tuple(local), named)
+            return torch.func.functional_call(self, own, args, kwargs)
         finally:
             self._is_local = False
-        return _results(type(self), out, targets)
 
 
 def _per_input(

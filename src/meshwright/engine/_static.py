@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,19 +13,17 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.graph import (
     Capture,
+    CaptureError,
     Fits,
-    Input,
     Layouts,
     Program,
     Run,
-    Slot,
     StateKey,
     apply_passes,
     capture,
     compiled,
     complete,
     joined,
-    lies_as,
     record_forward,
     record_gradients,
     record_update,
@@ -36,9 +34,13 @@ from meshwright.graph import (
 )
 from meshwright.layout import Spec
 from meshwright.passes import ShardParameters, data_axes, shards
-from meshwright.tensor import DistTensor, lay, local_parts, place, stamp
+from meshwright.tensor import local_parts, map_tensors, stamp, whole
 
+from ._apart import check_apart
 from ._errors import StaticError
+from ._inputs import Fetch, fetch_of, lay_as_captured, leaves_in
+from ._pieces import Pieces
+from ._setting import Settings, form_of
 from ._strategy import Strategy
 from ._variants import Dynamic, Variants
 
@@ -51,7 +53,7 @@ class Compiled:
 
     program: Program
     run: Run
-    fetch: tuple[Callable[[Sequence[Any]], Any], ...]
+    fetch: tuple[Fetch, ...]
     writes: tuple[int, ...]
     made: tuple[StateKey, ...] = ()
 
@@ -89,8 +91,11 @@ class DistModel:
         self.strategy = strategy
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
         self._variants: Variants[Compiled] = Variants(strategy.max_programs)
+        self._settings = Settings(network, optimizer)
         self._latest: Compiled | None = None
         self._homes: dict[str, Spec] = {}
+        self.pieces: Pieces | None = None
+        """The modules that run as programs, where the whole could not be one."""
         self.layouts: Layouts | None = None
         """How the values of the captured model lie, once it was called."""
         self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
@@ -124,15 +129,32 @@ class DistModel:
 
     def __call__(self, *batch: Any) -> Any:
         """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
-        leaves = list(_leaves(batch))
-        key = (self._mode, self._states_made(), self._options())
+        leaves = list(leaves_in(batch))
+        if self.pieces is None:
+            try:
+                found = self._found(batch, leaves)
+            except CaptureError:
+                if self.strategy.full_graph:
+                    raise
+                self.pieces = Pieces(self.network, self.strategy)
+            else:
+                return self._run(found, leaves)
+        return self._run_pieces(batch)
+
+    def compile(self, *batch: Any) -> Program:
+        """The program for such a batch, recorded and not run; tensors may be on the meta device."""
+        return self._found(batch, list(leaves_in(batch))).program
+
+    def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
+        """The program that takes the batch, recorded now if there is none."""
+        key = self._key(batch)
         found = self._variants.find(key, leaves)
         if found is None:
             dynamic = self._variants.open_sizes(key, leaves)
             found, fits = self._compile(batch, dynamic)
-            self._variants.add(key, leaves, found, dynamic, fits)
+            self._variants.add(self._key(batch), leaves, found, dynamic, fits)  # tensors may lie otherwise by now
         self._latest = found
-        return self._run(found, leaves)
+        return found
 
     @property
     def program(self) -> Program:
@@ -169,6 +191,17 @@ class DistModel:
             self._keep_state(key, value, found.program)
         return outputs["out"]
 
+    def _run_pieces(self, batch: Sequence[Any]) -> Any:
+        """The step in Python, with programs in the place of the modules that could be captured."""
+        assert self.pieces is not None
+        with self.pieces.in_place(), torch.set_grad_enabled(self._mode == "train"):
+            out = self._call(*batch)
+        if self._mode == "train" and self.optimizer is not None:
+            out.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return map_tensors(lambda x: whole(x.detach()), out)
+
     def _keep_state(self, key: StateKey, value: Tensor, program: Program) -> None:
         assert self.optimizer is not None
         spec = program.specs.get(program.outputs["state"][key])
@@ -187,8 +220,9 @@ class DistModel:
             if key not in ("lr", "initial_lr", "params") and isinstance(value, plain)
         )
 
-    def _states_made(self) -> bool:
-        return self._mode == "train" and self.optimizer is not None and bool(self.optimizer.state)
+    def _key(self, batch: Sequence[Any]) -> Any:
+        """What two calls must share, beside the sizes of their batches, to be runs of one program."""
+        return (self._mode, self._settings.number(self._mode == "train"), self._options(), form_of(batch))
 
     def _states(self) -> dict[StateKey, Any]:
         assert self.optimizer is not None
@@ -206,33 +240,19 @@ class DistModel:
         captured = replace(captured, program=forward)
         program = verify(self._recorded(captured)).with_changes(*forward.changes)
         program = apply_passes(program, self.strategy.passes_on("recorded"))
-        self._lay(captured)
+        lay_as_captured(captured, self.optimizer)
         self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
         self.layouts = layouts
-        sources = _Sources(captured.slots, self.optimizer)
         writes = {given.value: at for at, given in enumerate(program.inputs)}
         lowered = compiled(program, current()) if self.strategy.compiler == "inductor" else program
         found = Compiled(
             program,
             runner(lowered),
-            tuple(sources.of(given) for given in program.inputs),
+            tuple(fetch_of(given, captured.slots, self.optimizer) for given in program.inputs),
             tuple(writes[x] for x, _ in program.writes),
         )
+        check_apart(program, found.fetch)
         return found, captured.fits()
-
-    def _lay(self, captured: Capture) -> None:
-        """Unmarked parameters, buffers and states become parts, as the completed layouts say."""
-        inputs = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
-        for slot in captured.slots:
-            given = inputs[slot.name]
-            if given.spec is None or (isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec):
-                continue
-            states = self.optimizer.state.get(slot.tensor, {}) if self.optimizer is not None else {}
-            for key, value in states.items():
-                spec = lies_as(value, given) if isinstance(value, Tensor) else None
-                if spec is not None:
-                    states[key] = lay(value, spec)
-            lay(slot.tensor, given.spec)
 
     def _call(self, *batch: Any) -> Any:
         if self._mode == "predict" or self.loss is None:
@@ -258,64 +278,6 @@ class DistModel:
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], "state": b["state"]})
 
 
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """Where the inputs of a program come from, call by call."""
-
-    slots: Sequence[Slot]
-    optimizer: Optimizer | None
-    by_name: dict[str, Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {s.name: s.tensor for s in self.slots})
-
-    def of(self, given: Input) -> Callable[[Sequence[Any]], Any]:
-        """What gives the input, from the leaves of the batch."""
-        if given.role in ("parameter", "buffer"):
-            tensor = self.by_name[given.name]
-            return lambda leaves: tensor
-        if given.role == "batch":
-            return _batch_source(given.source, given.spec)
-        if given.role == "size":
-            return given.source
-        if given.role == "constant":
-            constant = given.source
-            return lambda leaves: constant
-        if given.role == "number":
-            number = given.source(current())
-            return lambda leaves: number
-        assert self.optimizer is not None
-        if given.role == "scalar":
-            group = self.optimizer.param_groups[given.source]
-            return lambda leaves: float(group["lr"])
-        name, key = given.source
-        states = self.optimizer.state[self.by_name[name]]
-        return lambda leaves: states[key]
-
-
 def _slot_values(program: Program) -> set[str]:
     """Names of the values of parameters and buffers."""
     return {i.value.name for i in program.inputs if i.role in ("parameter", "buffer")}
-
-
-def _batch_source(at: int, spec: Spec | None) -> Callable[[Sequence[Any]], Any]:
-    """A leaf of the batch; a plain tensor, which every rank has whole, is laid over the mesh."""
-
-    def fetch(leaves: Sequence[Any]) -> Any:
-        x = leaves[at]
-        if spec is None or isinstance(x, DistTensor):
-            return x
-        return place(x, spec.mesh, spec.layout)
-
-    return fetch
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _leaves(item)
-    else:
-        yield tree

@@ -25,12 +25,13 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The options of `to_static`; `passes` are applied behind those that options name, each to the program it is for."""
+    """The options of `to_static`; `passes` come behind those that options name, each for its kind of program."""
 
     sharding: Sharding = field(default_factory=Sharding)
     passes: tuple[Pass, ...] = ()
     compiler: Literal["none", "inductor"] = "none"
     max_programs: int = 16
+    full_graph: bool = True
     layouts: Mapping[str, Spec] | None = None
 
     def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:

@@ -15,7 +15,7 @@ from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
-from ._memory import LiveMemory, Memories, live_memory, looked_at, memories
+from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, written_inputs
 from ._node import Carry, Node, Op, Origin, Over, Value, map_values, name_of, size_hint, values_in
 from ._pass import (
     OwnRules,
@@ -26,10 +26,12 @@ from ._pass import (
     registered_passes,
     registered_rewrites,
 )
+from ._piece import Piece, record_piece
 from ._program import Change, Input, Program, communication, communication_text, count_ops
 from ._record import record_forward, record_gradients
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
+from ._side_effects import Snapshot
 from ._text import node_text, type_text
 from ._update import StateKey, lies_as, record_update
 from ._verify import verify
@@ -58,6 +60,7 @@ __all__ = [
     "Over",
     "OwnRules",
     "Pass",
+    "Piece",
     "Program",
     "ProgramError",
     "Rewrite",
@@ -66,6 +69,7 @@ __all__ = [
     "Run",
     "SideEffectError",
     "Slot",
+    "Snapshot",
     "Spot",
     "StateKey",
     "Value",
@@ -100,6 +104,7 @@ __all__ = [
     "parse_layouts",
     "record_forward",
     "record_gradients",
+    "record_piece",
     "record_update",
     "register_pass",
     "register_rewrite",
@@ -117,4 +122,5 @@ __all__ = [
     "with_layouts",
     "work_of",
     "writes_to",
+    "written_inputs",
 ]

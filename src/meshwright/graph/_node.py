@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal
 
 import torch
 
-from meshwright.layout import Dim, Spec, axes_of
+from meshwright.layout import Spec
 from meshwright.reshard import Plan, Step
 
 from .torch_hooks import Operator
@@ -75,11 +74,7 @@ class Carry:
 
     def of_part(self, shape: tuple[int, ...]) -> Plan:
         """The step as a plan, for a part of this shape: it tells what symbolic sizes are."""
-        sizes = [
-            n if isinstance(n, int) else _whole(m, d, self.src)
-            for n, m, d in zip(self.src.shape, shape, self.src.layout.dims, strict=True)
-        ]
-        src = Spec(self.src.mesh, self.src.layout, sizes, self.src.dtype)
+        src = self.src.of_part(shape)
         return Plan(src, self.step.apply(src), (self.step,))
 
     @property
@@ -135,11 +130,6 @@ class Over:
 
     def __repr__(self) -> str:
         return str(self.op)
-
-
-def _whole(length: int, dim: Dim, spec: Spec) -> int:
-    """The size of a dim of which a part has this length, where all parts are equal."""
-    return length * prod(spec.mesh.sizes[a] for a in axes_of(dim))
 
 
 Op = Operator | Carry | OnCopy | Over | Callable[..., Any]

@@ -16,7 +16,7 @@ from ._layouts import Layouts
 from ._node import Carry, Node, Value, name_of, values_in
 from ._text import node_text, tree_text, type_text
 
-Role = Literal["parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
+Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
 
 
 @dataclass(frozen=True, slots=True)

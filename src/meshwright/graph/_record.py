@@ -146,7 +146,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
         with _modes(node.origin):
             args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
             out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        for v, t in zip(node.outs, _leaves(out), strict=True):
+        for v, t in zip(node.outs, leaves_of(out), strict=True):
             known[v] = t
     return known
 
@@ -160,10 +160,10 @@ def _modes(origin: Origin) -> Generator[None]:
         yield
 
 
-def _leaves(out: Any) -> Iterator[Any]:
+def leaves_of(out: Any) -> Iterator[Any]:
     if isinstance(out, (tuple, list)):
         for item in out:
-            yield from _leaves(item)
+            yield from leaves_of(item)
     elif out is not None:
         yield out
 
@@ -188,7 +188,7 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
     with recorder.recording_as("backward"):
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         with torch.no_grad():
-            _write_back(captured.program, given, known)
+            write_back(captured.program, given, known)
             out = whole(loss.detach())
     found = {name: g for name, g in zip(trained, grads, strict=True) if cast(Any, g) is not None}
     return recorder.finish({"out": out, "grads": found})
@@ -200,7 +200,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
     with recorder.recording_as("forward"), torch.no_grad():
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
-        _write_back(captured.program, given, known)
+        write_back(captured.program, given, known)
         out = _tree(whole, map_values(lambda v: known[v], captured.program.outputs))
     return recorder.finish({"out": out})
 
@@ -216,7 +216,7 @@ def _loss(out: Any) -> Tensor:
     )  # fmt: skip
 
 
-def _write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:
+def write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:
     """Buffers take over the values that the captured program has for them, all at once."""
     new = [(given[x], known[v].clone() if v in given else known[v]) for x, v in program.writes]
     for x, value in new:

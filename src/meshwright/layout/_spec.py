@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ._errors import LayoutError
-from ._layout import Layout, Product, placements_of
+from ._layout import Layout, Product, axes_of, placements_of
 from ._local import Range, cut, local_ranges, local_shape
 from ._mesh import ProcessMesh
 from ._placement import Placement
@@ -97,6 +97,14 @@ class Spec:
                 "local_ranges(rank), which lists every factor",
             )
         return cut(self.shape[dim], axes, self.mesh.sizes, self.mesh.coordinate(rank))[0]
+
+    def of_part(self, shape: Sequence[int]) -> Spec:
+        """The spec without symbolic sizes of which a part has this shape; symbolic dims have equal parts."""
+        if not self.is_symbolic:
+            return self
+        dims = zip(self.shape, shape, self.layout.dims, strict=True)
+        sizes = [n if isinstance(n, int) else m * prod(self.mesh.sizes[a] for a in axes_of(d)) for n, m, d in dims]  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic
+        return Spec(self.mesh, self.layout, sizes, self.dtype)
 
     def with_layout(self, layout: Layout) -> Spec:
         return Spec(self.mesh, layout, self.shape, self.dtype)

@@ -16,8 +16,9 @@ from ._errors import (
 )
 from ._explain import Decided, decisions
 from ._make import Mark, distribute, from_local, lay, place, redistribute, whole
-from ._marks import capturing
-from ._random import random_source
+from ._marks import captured_whole, capturing
+from ._random import drawing_by, random_source
+from ._tree import map_tensors
 from .torch_hooks import no_interception as local_parts
 from .torch_hooks import operators_recorded
 
@@ -38,13 +39,16 @@ __all__ = [
     "RanWholeWarning",
     "RandomSourceError",
     "absent",
+    "captured_whole",
     "capturing",
     "decide",
     "decisions",
     "distribute",
+    "drawing_by",
     "from_local",
     "lay",
     "local_parts",
+    "map_tensors",
     "operators_recorded",
     "place",
     "random_source",

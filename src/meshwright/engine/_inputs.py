@@ -1,0 +1,85 @@
+"""Where the inputs of a program come from, call by call; and parameters laid as a program takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.comm import current
+from meshwright.graph import Capture, Input, Slot, lies_as
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, lay, place
+
+Fetch = Callable[[Sequence[Any]], Any]
+"""Gives an input of a program, from the leaves of a batch."""
+
+
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """The leaves of a batch, in the order in which programs number them."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from leaves_in(item)
+    else:
+        yield tree
+
+
+def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None) -> Fetch:
+    """What gives the input `given`, where `slots` are the model's parameters and buffers."""
+    if given.role in ("parameter", "buffer"):
+        return _always(_named(slots, given.name))
+    if given.role == "batch":
+        return _batch(given.source, given.spec)
+    if given.role == "size":
+        return given.source
+    if given.role == "constant":
+        return _always(given.source)
+    if given.role == "number":
+        return _always(given.source(current()))
+    assert optimizer is not None
+    if given.role == "scalar":
+        group = optimizer.param_groups[given.source]
+        return lambda leaves: float(group["lr"])
+    name, key = given.source
+    states = optimizer.state[_named(slots, name)]
+    return lambda leaves: states[key]
+
+
+def _named(slots: Sequence[Slot], name: str) -> Tensor:
+    return next(s.tensor for s in slots if s.name == name)
+
+
+def _always(value: Any) -> Fetch:
+    return lambda leaves: value
+
+
+def _batch(at: int, spec: Spec | None) -> Fetch:
+    """A leaf of the batch; a plain tensor, which every rank has whole, is laid over the mesh."""
+
+    def fetch(leaves: Sequence[Any]) -> Any:
+        x = leaves[at]
+        if spec is None or isinstance(x, DistTensor):
+            return x
+        return place(x, spec.mesh, spec.layout)
+
+    return fetch
+
+
+def lay_as_captured(captured: Capture, optimizer: Optimizer | None) -> None:
+    """Parameters, buffers and their states become the parts that the captured program's inputs say."""
+    inputs = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
+    for slot in captured.slots:
+        given = inputs[slot.name]
+        if given.spec is None or (isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec):
+            continue
+        states = optimizer.state.get(slot.tensor, {}) if optimizer is not None else {}
+        for key, value in states.items():
+            spec = lies_as(value, given) if isinstance(value, Tensor) else None
+            if spec is not None:
+                states[key] = lay(value, spec)
+        lay(slot.tensor, given.spec)

@@ -1,0 +1,76 @@
+"""What a program takes for granted beside its inputs: which tensors there are, how they lie, and Python's state.
+
+A program is recorded once. Before it runs again, what it was recorded of is compared with what is there now: layers
+that were switched, parameters that were frozen or replaced, states that were loaded, hooks that were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.graph import Snapshot
+from meshwright.tensor import DistTensor, drawing_by, local_parts
+
+REMEMBERED = 16
+"""So many settings are told apart; the oldest is forgotten first."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """The settings that a network and its optimizer were in, by number."""
+
+    network: nn.Module
+    optimizer: Optimizer | None
+    known: dict[int, tuple[Snapshot, Any]] = field(default_factory=dict[int, "tuple[Snapshot, Any]"])
+    count: int = 0
+
+    def number(self, training: bool) -> int:
+        """Number of the setting that holds now; a new one where it is not known."""
+        with local_parts():
+            now = tuple(_facts(self.network, self.optimizer if training else None))
+        for number, (snapshot, facts) in reversed(self.known.items()):
+            if facts == now and snapshot.holds():
+                return number
+        self.count += 1
+        self.known[self.count] = (Snapshot.of(self.network), now)
+        if len(self.known) > REMEMBERED:
+            del self.known[next(iter(self.known))]
+        return self.count
+
+
+def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
+    """Everything that is compared; parameters count by identity, and all tensors by how they lie."""
+    yield drawing_by()
+    yield torch.get_default_dtype()
+    yield from ((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+    for part in network.modules():
+        for p in part._parameters.values():
+            yield None if p is None else (id(p), p.requires_grad, _lies(p))
+        yield from (None if x is None else _lies(x) for x in part._buffers.values())
+        if part._forward_hooks or part._forward_pre_hooks:
+            yield id(part), len(part._forward_hooks), len(part._forward_pre_hooks)
+    if optimizer is None:
+        return
+    yield len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    yield [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    for p, state in optimizer.state.items():
+        yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else v) for key, v in state.items()]
+
+
+def _lies(x: Tensor) -> Any:
+    return x._spec if type(x) is DistTensor else (x.shape, x.dtype, x.device)
+
+
+def form_of(tree: Any) -> Any:
+    """How a batch is built, without its tensors: types, lengths, keys in their order."""
+    if isinstance(tree, (tuple, list)):
+        return (type(tree), *[form_of(v) for v in tree])
+    if isinstance(tree, Mapping):
+        return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
+    return None

@@ -1,0 +1,87 @@
+"""A part of a model as a program of its own: a forward pass that keeps what its backward pass reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor
+
+from ._capture import Capture
+from ._node import Value, map_values
+from ._program import Input, Program
+from ._record import Recorder, leaves_of, replay, write_back
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a model as two programs: `forward` gives ("out", "saved"), `backward` takes the saved values.
+
+    Inputs of `backward` are those of the role "saved", in order, and a "gradient" per result in `wanted`, by number.
+    Its output is a gradient, or None, per input of `forward` in `trained`. `specs` tell how the results lie.
+    """
+
+    forward: Program
+    backward: Program | None
+    trained: tuple[Value, ...]
+    wanted: tuple[int, ...]
+    specs: tuple[Spec | None, ...]
+
+
+def record_piece(captured: Capture, differentiable: Collection[int], rank: int, size: int) -> Piece:
+    """The programs of a captured call that is part of a larger step: it takes gradients, and gives gradients.
+
+    `differentiable` are the leaves of the batch whose gradients are wanted, beside those of parameters.
+    """
+    recorder = Recorder(rank, size, captured)
+    wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
+    inputs = captured.program.inputs
+    asks = [i for i in inputs if i.name in wanted or (i.role == "batch" and i.source in differentiable)]
+    with recorder.recording_as("forward"):
+        given = {i.value: recorder.add(i, i in asks) for i in inputs}
+        known = replay(captured.program, given, recorder)
+        out = map_values(lambda v: known[v], captured.program.outputs)
+        results = list(leaves_of(out))
+        with torch.no_grad():
+            write_back(captured.program, given, known)
+    at = tuple(n for n, x in enumerate(results) if isinstance(x, Tensor) and x.requires_grad)
+    specs = tuple(x.spec if isinstance(x, DistTensor) else None for x in results)
+    grads: tuple[Any, ...] = ()
+    if at and asks:
+        with recorder.recording_as("backward"):
+            seeds = [recorder.add(_seed(n, results[n])) for n in at]
+            leaves = [given[i.value] for i in asks]
+            grads = torch.autograd.grad([results[n] for n in at], leaves, seeds, allow_unused=True)
+    whole_program = recorder.finish({"out": out, "grads": list(grads)})
+    of = {i.name: i.value for i in whole_program.inputs}
+    return _cut(whole_program, tuple(of[i.name] for i in asks), at, specs)
+
+
+def _seed(number: int, x: Tensor) -> Input:
+    spec = x.spec.dual() if isinstance(x, DistTensor) else None
+    return Input(Value(f"out_{number}_grad", tuple(x.shape), x.dtype, str(x.device)), "gradient", f"out_{number}", spec)
+
+
+def _cut(
+    program: Program, trained: tuple[Value, ...], wanted: tuple[int, ...], specs: tuple[Spec | None, ...]
+) -> Piece:
+    """The program as what runs forward, and what runs backward on what that keeps."""
+    ahead = tuple(n for n in program.nodes if n.origin.phase == "forward")
+    behind = tuple(n for n in program.nodes if n.origin.phase != "forward")
+    grads: list[Value | None] = program.outputs["grads"]
+    seeds = tuple(i for i in program.inputs if i.role == "gradient")
+    first = tuple(i for i in program.inputs if i.role != "gradient")
+    there = {i.value for i in first} | {v for n in ahead for v in n.outs}
+    read = dict.fromkeys([v for n in behind for v in n.ins] + [v for v in grads if v is not None])
+    saved = tuple(v for v in read if v in there)
+    forward = replace(program, inputs=first, nodes=ahead, outputs={"out": program.outputs["out"], "saved": list(saved)})
+    if not grads:
+        return Piece(forward, None, trained, wanted, specs)
+    kept = tuple(Input(v, "saved", v.name) for v in saved)
+    backward = replace(program, inputs=(*kept, *seeds), nodes=behind, outputs=grads, writes=())
+    return Piece(forward, backward, trained, wanted, specs)
