@@ -1,7 +1,7 @@
 """The door: what users call."""
 
 from ._data import ShardDataLoader, shard_dataloader
-from ._errors import BatchError, LocalMapError, StaticError, TorchDTensorError
+from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
@@ -9,6 +9,7 @@ from ._mesh import get_mesh, set_mesh
 from ._optimizer import shard_optimizer
 from ._static import DistModel, to_static
 from ._strategy import Strategy
+from ._strategy_text import strategy_from_toml, strategy_to_toml
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 
@@ -21,6 +22,7 @@ __all__ = [
     "ShardDataLoader",
     "StaticError",
     "Strategy",
+    "StrategyError",
     "TorchDTensorError",
     "dtensor_from_fn",
     "dtensor_from_local",
@@ -35,6 +37,8 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "strategy_from_toml",
+    "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
     "unshard_dtensor",

@@ -25,3 +25,7 @@ class TorchDTensorError(MeshwrightError, ValueError):
 
 class StaticError(MeshwrightError):
     """A call of a static model that cannot be."""
+
+
+class StrategyError(MeshwrightError, ValueError):
+    """An option that is not known, has no such value, or does not go together with another."""

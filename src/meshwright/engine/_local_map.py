@@ -19,6 +19,7 @@ from meshwright.layout import Partial, Placement, ProcessMesh, Shard, layout_of
 from meshwright.tensor import DistTensor, redistribute
 
 from ._errors import LocalMapError
+from ._local_call import LocalCall, Place, mesh_of, noted, parts_of, tensors_in, whole_of
 from ._mesh import resolve_mesh
 from ._tensors import check, dtensor_from_local, reshard
 
@@ -52,15 +53,14 @@ def local_map(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         note = noted((args, kwargs))
-        if note is not None:
-            places = [(resolve_mesh(process_mesh), p) if p is not None else None for p in out_placements]
-            known = _per_input(func, in_placements, len(args))
-            wanted = [(resolve_mesh(process_mesh), p) if p is not None else None for p in known]
-            targets = _targets(func, places, out_shapes)
-            return note(LocalCall(func, run), (args, kwargs), lambda: shown(func, args, kwargs, wanted, targets))
-        return run(*args, **kwargs)
+        if note is None:
+            return run(args, kwargs)
+        mesh = mesh_of((args, kwargs), process_mesh)
+        wanted = [None if p is None else (mesh, p) for p in _per_input(func, in_placements, len(args))]
+        targets = _targets(func, [None if p is None else (mesh, p) for p in out_placements], out_shapes)
+        return note(LocalCall(func, run), (args, kwargs), lambda: _shown(func, args, kwargs, wanted, targets))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = next((a.mesh for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
         mesh = resolve_mesh(process_mesh if process_mesh is not None else first)
         wanted = _per_input(func, in_placements, len(args))
@@ -104,8 +104,9 @@ class LocalLayer(nn.Module):
         def inside(*parts: Any, own: Any, **named: Any) -> Any:
             return self._call(own, parts, named)
 
-        call = LocalCall(type(self), lambda args, kwargs, own: self._run(args, kwargs, own))
-        return note(call, (args, kwargs, own), lambda: shown(inside, args, {**kwargs, "own": own}, [], targets))
+        wanted = [None] * len(args)
+        call = LocalCall(type(self), self._run)
+        return note(call, (args, kwargs, own), lambda: _shown(inside, args, {**kwargs, "own": own}, wanted, targets))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
@@ -122,6 +123,20 @@ class LocalLayer(nn.Module):
             return torch.func.functional_call(self, own, args, kwargs)
         finally:
             self._is_local = False
+
+
+def _shown(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place], targets: Sequence[Target]) -> Any:
+    """What the function of whole fake tensors gives, found by running it on parts that hold nothing."""
+    guess = next(((t[0], t[1]) for t in targets if t is not None), None)
+    parts = [parts_of(a, place, guess) for a, place in zip(args, wanted, strict=True)]
+    out = func(*parts, **parts_of(kwargs, None, guess))
+    results, many = _listed(func, out, targets)
+    grad = any(x.requires_grad for x in tensors_in((args, kwargs)))
+    made = [
+        whole_of(x, None if t is None else (t[0], t[1]), None if t is None else t[2], grad)
+        for x, t in zip(results, targets, strict=True)
+    ]
+    return type(out)(made) if many else made[0]
 
 
 def _per_input(
@@ -186,6 +201,14 @@ def _varying_axes(targets: Sequence[Target]) -> frozenset[tuple[ProcessMesh, str
 
 def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
     """What the function gave, with every tensor laid where its target says."""
+    results, many = _listed(func, out, targets)
+    axes = _varying_axes(targets)
+    made = [_outside(func, x, target, axes) for x, target in zip(results, targets, strict=True)]
+    return type(out)(made) if many else made[0]
+
+
+def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], bool]:
+    """The results in a list, and whether there are several."""
     many = isinstance(out, (list, tuple))
     results: list[Any] = list(out) if many else [out]
     if len(results) != len(targets):
@@ -193,9 +216,7 @@ def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
             f"local_map of {_name(func)}", f"{len(results)} results, and placements for {len(targets)}",
             "each result has an entry", "one list of placements per result, None for what is no tensor",
         )  # fmt: skip
-    axes = _varying_axes(targets)
-    made = [_outside(func, x, target, axes) for x, target in zip(results, targets, strict=True)]
-    return type(out)(made) if many else made[0]
+    return results, many
 
 
 def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:

@@ -33,7 +33,7 @@ from meshwright.graph import (
     with_layouts,
 )
 from meshwright.layout import Spec
-from meshwright.passes import ShardParameters, data_axes, shards
+from meshwright.passes import data_axes, shards
 from meshwright.tensor import local_parts, map_tensors, stamp, whole
 
 from ._apart import check_apart
@@ -233,9 +233,6 @@ class DistModel:
         captured = capture(self.network, self._call, batch, dynamic)
         layouts = complete(captured.program, {**self._homes, **(self.strategy.layouts or {})})
         forward = with_layouts(captured.program, layouts)
-        sharding = self.strategy.sharding
-        if sharding.enable and sharding.stage == 3:
-            forward = ShardParameters(sharding.axes, sharding.least)(forward)
         forward = apply_passes(forward, self.strategy.passes_on("captured"))
         captured = replace(captured, program=forward)
         program = verify(self._recorded(captured)).with_changes(*forward.changes)

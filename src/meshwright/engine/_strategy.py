@@ -1,26 +1,136 @@
-"""What a static program is to be made into: one typed place for all options."""
+"""What a static program is to be made into: one typed place for all options, which reads and writes TOML.
+
+Names are those of `paddle.distributed.Strategy` where it has the option. Every option has an effect on the program, or
+is refused with a reason; what each did stands in `program.changes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.graph import Pass
 from meshwright.layout import Spec
+from meshwright.passes import (
+    Bucket,
+    Cancel,
+    FuseActivation,
+    FuseAttention,
+    FuseLoss,
+    FuseNorm,
+    InPlace,
+    Linear,
+    Recompute,
+    Regather,
+    Scatter,
+    SequenceParallel,
+    ShardParameters,
+    Share,
+    Tidy,
+)
+
+from ._errors import StrategyError
+
+FUSED: Mapping[str, type[Pass]] = {p.name: p for p in (FuseNorm, FuseAttention, FuseActivation, FuseLoss)}
+"""Names in `fused_passes_list` → passes."""
 
 
 @dataclass(frozen=True)
 class Sharding:
     """ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut along the axes that cut the batch.
 
-    `axes` names other mesh axes; tensors of fewer than `least` elements stay whole.
+    `axes` names other mesh axes; tensors of fewer than `least` elements stay whole. In stage 3 parameters are gathered
+    again for the backward pass, unless `regather` is off.
     """
 
     enable: bool = False
-    stage: Literal[1, 2, 3] = 1
+    stage: int = 1
     axes: tuple[str, ...] | None = None
     least: int = 1024
+    regather: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise StrategyError(
+                f"sharding.stage = {self.stage}", "stages 1, 2 and 3", "there are no others",
+                "stage = 1 for states, 2 for gradients too, 3 for parameters too",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """Activations made again in the backward pass: those of the layers that `layers` match, or to fit a `budget`.
+
+    `layers` are patterns of module paths ("blocks.*"); `budget` is the fraction of activations that may stay.
+    """
+
+    enable: bool = False
+    layers: tuple[str, ...] = ()
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable and bool(self.layers) == (self.budget is not None):
+            raise StrategyError(
+                "recompute.enable = true", f"layers = {list(self.layers)}, budget = {self.budget}",
+                "what is made again is told by layers or by a budget, by one of them",
+                'layers = ["blocks.*"], or budget = 0.5',
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FusedPasses:
+    """Operators written out by hand replaced by fused ones: all kinds, or those that `fused_passes_list` names."""
+
+    enable: bool = False
+    fused_passes_list: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.fused_passes_list if name not in FUSED]
+        if unknown:
+            raise StrategyError(
+                f"fused_passes.fused_passes_list with {unknown[0]!r}", "no such pass", f"there are {', '.join(FUSED)}",
+                f"one of {list(FUSED)}",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DpOptimization:
+    """Gradients' reductions in buckets of `fuse_grad_size_in_MB`; sums of reductions as one reduction of the sum."""
+
+    enable: bool = True
+    fuse_grad_size_in_MB: int = 25
+    gradient_sync_after_accumulate: bool = True
+
+
+@dataclass(frozen=True)
+class MpOptimization:
+    """Conversions shared, inverse ones cancelled, and reductions of what is then sliced scattered."""
+
+    enable: bool = True
+
+
+@dataclass(frozen=True)
+class SpOptimization:
+    """Sequence parallelism: between layers that `axis` cuts, each of its ranks works on its part of dim `dim`."""
+
+    enable: bool = False
+    axis: str = "tp"
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Refused: a model whose stages lie on meshes of their own runs as they are marked, one batch at a time."""
+
+    enable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable:
+            raise StrategyError(
+                "pipeline.enable = true", "no schedule for microbatches yet",
+                "stages run one after the other, as they are marked", "stages marked by mw.reshard to their meshes",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,12 +138,54 @@ class Strategy:
     """The options of `to_static`; `passes` come behind those that options name, each for its kind of program."""
 
     sharding: Sharding = field(default_factory=Sharding)
-    passes: tuple[Pass, ...] = ()
+    recompute: Recomputing = field(default_factory=Recomputing)
+    fused_passes: FusedPasses = field(default_factory=FusedPasses)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    dp_optimization: DpOptimization = field(default_factory=DpOptimization)
+    mp_optimization: MpOptimization = field(default_factory=MpOptimization)
+    sp_optimization: SpOptimization = field(default_factory=SpOptimization)
     compiler: Literal["none", "inductor"] = "none"
-    max_programs: int = 16
     full_graph: bool = True
+    max_programs: int = 16
+    inplace: bool = True
+    passes: tuple[Pass, ...] = ()
     layouts: Mapping[str, Spec] | None = None
 
+    def __post_init__(self) -> None:
+        if self.compiler not in ("none", "inductor"):
+            raise StrategyError(
+                f"compiler = {self.compiler!r}", "no such compiler", "a program runs node by node, or through Inductor",
+                'compiler = "none" or "inductor"',
+            )  # fmt: skip
+
     def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:
-        """Those of `passes` that are for the captured, or for the recorded program."""
-        return tuple(each for each in self.passes if each.on == program)
+        """All passes for the captured, or for the recorded program, in their order."""
+        named = self._captured() if program == "captured" else self._recorded()
+        return (*named, *[p for p in self.passes if p.on == program])
+
+    def _captured(self) -> Iterator[Pass]:
+        if self.fused_passes.enable:
+            chosen = self.fused_passes.fused_passes_list or tuple(FUSED)
+            yield from (FUSED[name]() for name in chosen)
+        if self.sp_optimization.enable:
+            yield SequenceParallel(self.sp_optimization.axis, self.sp_optimization.dim)
+        if self.sharding.enable and self.sharding.stage == 3:
+            yield ShardParameters(self.sharding.axes, self.sharding.least)
+
+    def _recorded(self) -> Iterator[Pass]:
+        yield Tidy()
+        if self.mp_optimization.enable:
+            yield Share()
+            yield Cancel()
+        if self.sharding.stage > 1 if self.sharding.enable else self.mp_optimization.enable:
+            yield Scatter()
+        if self.sharding.enable and self.sharding.stage == 3 and self.sharding.regather:
+            yield Regather()
+        if self.recompute.enable:
+            yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
+        if self.dp_optimization.enable:
+            if self.dp_optimization.gradient_sync_after_accumulate:
+                yield Linear()
+            yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+        if self.inplace:
+            yield InPlace()

@@ -9,13 +9,13 @@ from ._dynamic import Fits
 from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
 from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
-from ._inductor import Kernels, compiled
 from ._imagine import strides_of
+from ._inductor import Kernels, compiled
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
-from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, written_inputs
+from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
 from ._node import Carry, Node, Op, Origin, Over, Value, map_values, name_of, size_hint, values_in
 from ._pass import (
     OwnRules,
@@ -106,6 +106,7 @@ __all__ = [
     "record_gradients",
     "record_piece",
     "record_update",
+    "refuse_writing",
     "register_pass",
     "register_rewrite",
     "registered_passes",

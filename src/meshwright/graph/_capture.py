@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, Spec
-from meshwright.tensor import DistTensor, capturing, operators_recorded
+from meshwright.tensor import DistTensor, Mark, capturing, operators_recorded
 
 from ._dynamic import DynamicSizes, Fits, sizes_hold
 from ._effects import draws, writes_to
@@ -183,6 +183,7 @@ class _Stage:
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+        fake._lies = spec  # pyright: ignore[reportAttributeAccessIssue]
         self.recording.add_input(fake, role, name, spec, source)
         return fake
 
@@ -240,6 +241,8 @@ class _Stage:
         """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
         with unrecorded(), self.mode:
             out = shown()
+            if isinstance(op, Mark):
+                out._lies = Spec(op.mesh, op.layout, out.shape, out.dtype)
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out

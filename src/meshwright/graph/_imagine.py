@@ -9,29 +9,42 @@ from torch import Tensor
 
 from meshwright.reshard import View
 
-from ._infer import carried_shape, stand_in, world_of
-from ._node import Carry, Node, Value, map_values
-from ._program import Program
-from .torch_hooks import FakeMode, imagining, no_modes
+from ._infer import carried_shape
+from ._node import Carry, Node, Value, map_values, size_hint
+from ._program import Input, Program
+from .torch_hooks import FakeMode, ShapeEnv, imagining, no_modes
 
 
-def strides_of(program: Program) -> dict[Value, tuple[Any, ...]]:
-    """The strides of every tensor of a program whose inputs are contiguous."""
+def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
+    """The strides of every tensor of a program whose inputs are contiguous; symbolic sizes are what they once were."""
     known: dict[Value, Any] = {}
-    with no_modes(), imagining(FakeMode(shape_env=world_of([i.value for i in program.inputs]))), torch.no_grad():
+    with no_modes(), imagining(FakeMode(shape_env=ShapeEnv())), torch.no_grad():
         for given in program.inputs:
-            known[given.value] = stand_in(given.value)
+            known[given.value] = _stand_in(given, program)
         for node in program.nodes:
-            out = _run(node, known, program.rank)
-            _bind(node.out, out, known)
+            _bind(node.out, _run(node, known, program.rank), known)
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
+
+
+def _stand_in(given: Input, program: Program) -> Any:
+    v = given.value
+    if isinstance(v.dtype, torch.dtype):
+        return torch.empty(_known(v.shape), dtype=v.dtype, device=v.device)
+    if given.role != "size":
+        return v.dtype(2)
+    leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
+    return size_hint(leaf.shape[given.source.dim])
+
+
+def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(map(size_hint, shape))
 
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
     args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
     if not isinstance(node.op, Carry):
         return node.op(*args, **kwargs)
-    shape = carried_shape(node.op, node.ins[0], rank)
+    shape = _known(carried_shape(node.op, node.ins[0], rank))
     return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
 
 

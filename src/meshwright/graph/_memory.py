@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.reshard import Exchange, Fill, View
 
 from ._effects import writes_to
+from ._errors import RewriteError
 from ._node import Carry, Node, OnCopy, Op, Over, Value, name_of, values_in
 from ._program import Program
 from .torch_hooks import Operator
@@ -191,6 +192,24 @@ def _last_reads(program: Program, found: Memories) -> dict[Value, int]:
     for v in program.results:
         last[found.of(v)] = len(program.nodes)
     return last
+
+
+def written_inputs(program: Program) -> set[Value]:
+    """The inputs that nodes of the program write over."""
+    writing = [node for node in program.nodes if writes_to(node.op)]
+    found = memories(program) if writing else Memories()
+    roots = {found.of(x) for node in writing for x in values_in(tuple(_given(node, writes_to(node.op))))}
+    return {given.value for given in program.inputs if writing and found.of(given.value) in roots}
+
+
+def refuse_writing(program: Program, asked: str) -> None:
+    """Raises RewriteError where nodes write over their operands: such a program keeps its order."""
+    writing = next((node for node in program.nodes if writes_to(node.op)), None)
+    if writing is not None:
+        raise RewriteError(
+            asked, f"{name_of(writing.op)}, which writes over an operand",
+            "what it wrote over is read no more, so nodes can neither move nor run again", "InPlace as the last pass",
+        )  # fmt: skip
 
 
 def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:

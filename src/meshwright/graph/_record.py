@@ -17,12 +17,12 @@ from torch import Tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Exchange, Plan, Relabel
-from meshwright.tensor import absent, stamp, whole
+from meshwright.tensor import absent, drawing_by, random_source, recording_parts, stamp, whole
 
 from ._capture import Capture
 from ._draft import Draft
 from ._errors import CaptureError
-from ._node import Carry, Origin, Phase, Value, map_values, tensor_dtype
+from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ._recording import Recording
@@ -64,6 +64,8 @@ class Recorder(Modes):
         self.recording = Recording(origin=lambda: self.origin)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
+        self.source = drawing_by()
+        self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +80,8 @@ class Recorder(Modes):
         self.origin = Origin(phase)
         with ExitStack() as stack:
             stack.enter_context(use(self.carrier))
+            stack.enter_context(random_source(self.source))
+            stack.enter_context(recording_parts(self.opaque))
             stack.enter_context(self.mode)
             stack.enter_context(self)
             yield
@@ -87,6 +91,13 @@ class Recorder(Modes):
         with unrecorded(), self.mode, interception_off():
             out = torch.empty(self.carrier.local_shape(op.dst), dtype=x.dtype, device=x.device)
             self.recording.note(op, (x,), {}, out)
+        return out
+
+    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+        """A call on parts that is recorded as one node; `shown` gives what it looks like."""
+        with unrecorded(), self.mode, interception_off():
+            out = shown()
+            self.recording.note(op, args, {}, out)
         return out
 
     def add(self, given: Input, requires_grad: bool = False) -> Any:
@@ -109,9 +120,15 @@ class Recorder(Modes):
 
     def add_number(self, name: str, number: float, source: Any) -> Any:
         """A symbolic number, which becomes an input of the program."""
-        symbol = symbolic_float(self.mode, name, number)
+        make = symbolic_int if isinstance(number, int) else symbolic_float
+        symbol = make(self.mode, name, number)  # pyright: ignore[reportArgumentType]
+        self._scalars.add(symbol.node.expr)
         self.recording.add_number(symbol, "scalar", name, source)
         return symbol
+
+    def scalars(self) -> set[Any]:
+        """The symbols of the numbers that are inputs and may be others in the next call."""
+        return self._scalars
 
     def add_rank_number(self, number: RankNumber, here: int) -> Any:
         """A number that depends on the rank, symbolic, as an input of the program; `here` is what it is here."""
@@ -149,6 +166,18 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
         for v, t in zip(node.outs, leaves_of(out), strict=True):
             known[v] = t
     return known
+
+
+def _check_shape(node: Node, v: Value, found: Any) -> None:
+    """A function of local parts gives what was taken to come of it when the model was captured."""
+    if isinstance(node.op, Operator) or not isinstance(found, Tensor) or tuple(found.shape) == tuple(v.shape):
+        return
+    raise CaptureError(
+        f"to record {node.op!r} {node.origin.where}".rstrip(),
+        f"a result of shape {tuple(found.shape)}, where {tuple(v.shape)} was captured",
+        "how its arguments lie was not known yet when the model was captured",
+        "in_placements=[...] with reshard_inputs=True, or out_shapes=[...]",
+    )  # fmt: skip
 
 
 @contextmanager

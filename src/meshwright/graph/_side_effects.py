@@ -42,62 +42,93 @@ class _Attribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A module's parts: where each keeps its attributes, what they were, and what its tables held."""
+class _Part:
+    """A module: its attributes and what its tables held; those of its attributes that change only with their object."""
 
-    parts: tuple[tuple[str, nn.Module, Mapping[str, _Attribute], tuple[Mapping[str, Any], ...]], ...]
+    path: str
+    module: nn.Module
+    attributes: Mapping[str, _Attribute]
+    tables: tuple[Mapping[str, Any], ...]
+    size: int
+    steady: tuple[tuple[str, Any], ...]
+    moving: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Snapshot:
+    def of(cls, path: str, module: nn.Module) -> _Part:
+        attributes = {key: _Attribute.of(value) for key, value in _own(module)}
         return cls(
-            tuple(
-                (
-                    path,
-                    part,
-                    {key: _Attribute.of(value) for key, value in _own(part)},
-                    tuple(dict(getattr(part, table)) for table in _TABLES),
-                )
-                for path, part in module.named_modules()
-            )
+            path,
+            module,
+            attributes,
+            tuple(dict(getattr(module, table)) for table in _TABLES),
+            len(module.__dict__),
+            tuple((key, a.value) for key, a in attributes.items() if not a.changes),
+            tuple(key for key, a in attributes.items() if a.changes),
         )
 
     def holds(self) -> bool:
+        """True when `changes` finds nothing: quicker."""
+        now = self.module.__dict__
+        if len(now) != self.size or any(now[t].keys() != b.keys() for t, b in zip(_TABLES, self.tables, strict=True)):
+            return next(self.changes(), None) is None
+        for key, value in self.steady:
+            if now.get(key, self) is not value:
+                return next(self.changes(), None) is None
+        parts = now["_modules"]
+        return all(parts[key] is part for key, part in self.tables[2].items()) and all(
+            self.attributes[key].is_now(now.get(key)) for key in self.moving
+        )
+
+    def changes(self) -> Iterator[tuple[str, str, str]]:
+        """What changed: its name, what it was, what it is."""
+        for name, before in zip(_TABLES, self.tables, strict=True):
+            table = getattr(self.module, name)
+            if list(table) != list(before) or (name == "_modules" and list(table.values()) != list(before.values())):
+                yield f"{self.path}.{name}".lstrip("."), _short(list(before)), _short(list(table))
+        now, known = dict(_own(self.module)), self.attributes
+        for key in known.keys() | now.keys():
+            if key not in known or key not in now or not known[key].is_now(now[key]):
+                was = _short(known[key].value) if key in known else "not there"
+                yield f"{self.path}.{key}".lstrip("."), was, _short(now[key]) if key in now else "gone"
+
+    def restore(self) -> None:
+        """Puts everything back, but for the tensors that tables of parameters and buffers hold by known names."""
+        for key in [key for key, _ in _own(self.module) if key not in self.attributes]:
+            del self.module.__dict__[key]
+        for key, attribute in self.attributes.items():
+            _put_back(attribute.value, attribute.held)
+            self.module.__dict__[key] = attribute.value
+        for name, before in zip(_TABLES, self.tables, strict=True):
+            table: dict[str, Any] = getattr(self.module, name)
+            now = {key: before[key] if name == "_modules" else table.get(key, before[key]) for key in before}
+            table.clear()
+            table.update(now)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The Python state of a module and of its parts."""
+
+    parts: tuple[_Part, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Snapshot:
+        return cls(tuple(_Part.of(path, part) for path, part in module.named_modules()))
+
+    def holds(self) -> bool:
         """True when nothing but tensors has changed."""
-        return next(self._found(), None) is None
+        return all(part.holds() for part in self.parts)
 
     def check(self, asked: str) -> None:
         """Raises SideEffectError for the first thing that changed, after putting everything back."""
-        found = next(self._found(), None)
+        found = next((change for part in self.parts for change in part.changes()), None)
         self.restore()
         if found is not None:
             raise side_effect(asked, *found)
 
     def restore(self) -> None:
-        """Puts everything back, but for the tensors that tables of parameters and buffers hold by known names."""
-        for _, part, attributes, tables in self.parts:
-            for key in [key for key, _ in _own(part) if key not in attributes]:
-                del part.__dict__[key]
-            for key, attribute in attributes.items():
-                _put_back(attribute.value, attribute.held)
-                part.__dict__[key] = attribute.value
-            for name, before in zip(_TABLES, tables, strict=True):
-                table: dict[str, Any] = getattr(part, name)
-                now = {key: before[key] if name == "_modules" else table.get(key, before[key]) for key in before}
-                table.clear()
-                table.update(now)
-
-    def _found(self) -> Iterator[tuple[str, str, str]]:
-        """What changed: its name, what it was, what it is."""
-        for path, part, attributes, tables in self.parts:
-            for name, before in zip(_TABLES, tables, strict=True):
-                table = getattr(part, name)
-                if list(table) != list(before) or (name == "_modules" and list(table.values()) != list(before.values())):
-                    yield f"{path}.{name}".lstrip("."), _short(list(before)), _short(list(table))
-            now = dict(_own(part))
-            for key in attributes.keys() | now.keys():
-                if key not in attributes or key not in now or not attributes[key].is_now(now[key]):
-                    was = _short(attributes[key].value) if key in attributes else "not there"
-                    yield f"{path}.{key}".lstrip("."), was, _short(now.get(key))
+        for part in self.parts:
+            part.restore()
 
 
 def side_effect(asked: str, what: str, before: str, after: str) -> SideEffectError:
@@ -131,7 +162,7 @@ def unchanged(module: nn.Module) -> Generator[None]:
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in part.__dict__.items():
-        if key not in _PASSED_OVER and not key.endswith("_hooks"):
+        if key not in _PASSED_OVER and "_hooks" not in key:
             yield key, value
 
 
@@ -140,7 +171,7 @@ def _look(value: Any, depth: int = _DEPTH, objects: int = _OBJECTS) -> Any:
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, Tensor):
-        return (id(value), value._version)
+        return (id(value), 0 if value.is_inference() else value._version)
     if depth and isinstance(value, Mapping):
         return tuple((_look(k, depth - 1, 0), _look(v, depth - 1, objects)) for k, v in value.items())
     if depth and isinstance(value, (Sequence, set, frozenset)):

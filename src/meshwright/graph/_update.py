@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import Spec
+from meshwright.layout import MeshwrightError, Spec
 from meshwright.tensor import DistTensor, redistribute
 
 from ._errors import CaptureError
 from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
+from .torch_hooks import DataDependent, conditions
 
 StateKey = tuple[str, str]
 """Name of the parameter, key of the state."""
@@ -54,8 +55,7 @@ def record_update(
             key: _stand_in(recorder, key, value, pieces.get(key[0])) for key, value in states.items()
         }
         twin = _twin_of(optimizer, names, parameters, given, recorder)
-        with symbolic_extrema(type(optimizer)):
-            twin.step()
+        _stepped(twin)
         for name in shards or {}:
             wholes[name].copy_(parameters[name])
     known = {x: name for name, x in parameters.items()}
@@ -73,16 +73,41 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
 
 
 def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
-    made = {key: v for key, v in after.items() if isinstance(v, Tensor) and key not in given}
+    """States that are tensors are written back; those that are new, or Python numbers, are given out."""
+    _check_path(recorder)
+    made = {key: v for key, v in after.items() if key not in given or (_is_number(v) and v is not given[key])}
     writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
-    changed = [key for key, v in given.items() if not isinstance(v, Tensor) and after.get(key) != v]
-    if changed:
-        raise CaptureError(
-            "to record the optimizer's step", f"its state {changed[0]} is a Python number that the step changes",
-            "a program is recorded once: the number would stay as it was then",
-            "a tensor in its place (torch.optim's own optimizers keep tensors)",
-        )  # fmt: skip
     return recorder.finish({"state": made}, [(x, v) for x, v in writes if x is not v])
+
+
+def _check_path(recorder: Recorder) -> None:
+    """Raises CaptureError where Python decided by a number that may be another one next time."""
+    numbers = recorder.scalars()
+    found = next((g for g in conditions(recorder.mode) if g.free_symbols & numbers), None)
+    if found is not None:
+        raise CaptureError(
+            "to record the optimizer's step", f"it asked whether {found} of a learning rate or of its own counters",
+            "a program is recorded once: it would go the same way when the answer is another one",
+            "torch.where, or a counter that is a tensor",
+        )  # fmt: skip
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def _stepped(twin: Optimizer) -> None:
+    try:
+        with symbolic_extrema(type(twin)):
+            twin.step()
+    except MeshwrightError:
+        raise
+    except (*DataDependent, TypeError) as error:
+        raise CaptureError(
+            f"to record a step of {type(twin).__name__}", str(error).split("\n")[0],
+            "its step needs numbers of tensors in Python, or arguments that a program does not have",
+            "another optimizer, or this one's capturable=True",
+        ) from error  # fmt: skip
 
 
 def lies_as(state: Tensor, parameter: Input | None) -> Spec | None:
@@ -99,6 +124,8 @@ def _gradient(parameter: Input) -> Input:
 
 
 def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None) -> Any:
+    if _is_number(value):
+        return recorder.add_number(".".join(key), value, key)
     if not isinstance(value, Tensor):
         return value
     spec = value.spec if isinstance(value, DistTensor) else lies_as(value, parameter)

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 
 from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout
 from meshwright.reshard import AllReduce, Exchange, Plan, Relabel, plan
 
-from ._rows import is_only_use, place, received
+from ._rows import is_only_use, lie_alike, place, received
 
 aten = torch.ops.aten
 IDLE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
@@ -100,7 +100,7 @@ def _chain(draft: Draft, last: Spot) -> list[Spot]:
         before = _maker(draft, chain[0].ins[0])
         if before is None or not isinstance(before.op, Carry) or isinstance(before.op.step, Exchange):
             return chain
-        if not _same(before.op.dst, _op(chain[0]).src):
+        if not lie_alike(before.op.dst, _op(chain[0]).src):
             return chain
         chain.insert(0, before)
 
@@ -111,13 +111,6 @@ def _maker(draft: Draft, v: Value) -> Spot | None:
     while spot is not None and spot.op in IDLE and spot.ins[0].shape == v.shape:
         spot = draft.producer(spot.ins[0])
     return spot
-
-
-def _same(a: Spec, b: Spec) -> bool:
-    """True when the parts of both are the same: they may differ in what their gradients are."""
-    return (a.mesh, a.shape, a.dtype, a.layout.dims, a.layout.partial) == (
-        b.mesh, b.shape, b.dtype, b.layout.dims, b.layout.partial
-    )  # fmt: skip
 
 
 def _dying(draft: Draft, part: Sequence[Spot]) -> list[Spot]:
@@ -153,7 +146,8 @@ def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
     steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
     for step, spec in steps:
         x = draft.add(Carry(step, spec), x, before=last, origin=last.origin)
-    if not steps:  # what a step gives is contiguous, and views behind it may rely on that
-        x = draft.add(aten.contiguous.default, x, before=last, origin=last.origin)
+    if not steps:  # what a step gives is contiguous and shares no memory, and others may rely on that
+        how = {"memory_format": torch.contiguous_format}
+        x = draft.add(aten.clone.default, x, before=last, origin=last.origin, **how)
     draft.replace(last.outs[0], x)
     draft.remove(last)

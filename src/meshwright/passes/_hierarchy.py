@@ -25,7 +25,7 @@ OPS = ("sum", "avg", "max", "min")
 @register_pass
 @dataclass(frozen=True)
 class Hierarchy(Pass):
-    """All-reduces over axes of both kinds, of at least `least` bytes: along `inner` axes first, then along `outer` ones.
+    """All-reduces over axes of both kinds, of at least `least` bytes: along `inner` axes first, then along `outer`.
 
     The axes are said, not guessed: inner ones connect ranks by fast links (the GPUs of a node), outer ones by slow
     links. Sums of uneven parts stay as they are.
@@ -52,11 +52,7 @@ class Hierarchy(Pass):
         step, sizes = op.step, op.src.mesh.sizes
         assert isinstance(step, AllReduce)
         kinds = [[a for a in step.axes if a in axes and sizes[a] > 1] for axes in (self.inner, self.outer)]
-        if (
-            not all(kinds)
-            or not {*step.axes} <= {*self.inner, *self.outer}
-            or step.op not in ("sum", "avg", "max", "min")
-        ):
+        if not all(kinds) or not {*step.axes} <= {*self.inner, *self.outer} or step.op not in OPS:
             return False
         (x,) = spot.ins
         return is_known(x) and is_even(op.src) and x.nbytes >= self.least

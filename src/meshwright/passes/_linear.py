@@ -17,7 +17,7 @@ import torch
 from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
-from ._rows import is_even, is_known, is_only_use, place, received, shaped
+from ._rows import is_even, is_known, is_only_use, lie_alike, place, received, shaped
 
 aten = torch.ops.aten
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
@@ -109,7 +109,7 @@ def _may_join(a: Reduced, b: Reduced) -> bool:
     step = a.op.step
     if not isinstance(step, (AllReduce, ReduceScatter, AllGather)) or getattr(step, "op", "sum") not in ("sum", "avg"):
         return False
-    if a.op.src is b.op.src and not a.moves and not b.moves:
+    if lie_alike(a.op.src, b.op.src) and not a.moves and not b.moves:
         return True
     return isinstance(step, AllReduce) and is_even(a.op.src) and is_even(b.op.src)
 
@@ -117,7 +117,8 @@ def _may_join(a: Reduced, b: Reduced) -> bool:
 def _join(draft: Draft, spot: Spot, a: Reduced, b: Reduced) -> Change:
     terms = [_unreduced(draft, side, spot) for side in (a, b)]
     total = draft.add(spot.op, *terms, *spot.args[2:], before=spot, origin=spot.origin, **spot.kwargs)
-    op = a.op if not a.moves and not b.moves and a.op.src is b.op.src else _of_shape(a.op, total)
+    keeps = lie_alike(a.op.src, b.op.src) and not a.moves and not b.moves
+    op = a.op if keeps else _of_shape(a.op, total)
     draft.replace(spot.outs[0], draft.add(op, total, before=spot, origin=spot.origin))
     for gone in (spot, *reversed(a.by), a.step, *reversed(b.by), b.step):
         draft.remove(gone)

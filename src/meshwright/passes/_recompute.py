@@ -30,6 +30,7 @@ from meshwright.graph import (
     live_memory,
     map_values,
     memories,
+    refuse_writing,
     register_pass,
     work_of,
     writes_to,
@@ -65,6 +66,7 @@ class Recompute(Pass):
             )  # fmt: skip
 
     def run(self, program: Program) -> Program:
+        refuse_writing(program, repr(self))
         saved = _Saved(program, self)
         chosen = saved.of_layers() if self.budget is None else saved.within(self.budget)
         if not chosen:

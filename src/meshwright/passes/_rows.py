@@ -52,6 +52,13 @@ def shaped(mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Se
     return Spec(mesh, Layout((tuple(cut), *((),) * (len(shape) - 1)), terms), whole, dtype)
 
 
+def lie_alike(a: Spec, b: Spec) -> bool:
+    """True when the parts of both are the same: they may differ in what their gradients are."""
+    if a.mesh is not b.mesh or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.layout.dims == b.layout.dims and a.layout.partial == b.layout.partial
+
+
 def received(step: Step, src: Spec) -> int:
     """Bytes that the busiest rank receives: chunks are dealt so that it is the first one."""
     return step.received(src, src.mesh.process_ids[0])

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass
+from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass, size_hint
 from meshwright.layout import Layout, Product, Spec, axes_of
 from meshwright.tensor import DistTensor, Mark, redistribute
 
@@ -120,21 +120,15 @@ class _Way:
         weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
         if weight is None or len(spot.outs[0].shape) != 3:
             return False
-        return self._cut_dim(spot.args[weight.at]) == weight.summed
+        found = self._cut(spot.args[weight.at])
+        return found is not None and found[0] == weight.summed and size_hint(spot.outs[0].shape[self.dim]) >= found[1]
 
     def cut(self, spot: Spot) -> None:
         """What the product gives is cut along the sequence: its terms are reduce-scattered."""
         (out,) = spot.outs
         self.streams.add(out.shape)
         self._insert(Along(self.axis, self.dim), spot, out)
-        self.changes.append(
-            Change(
-                "sequence_parallel",
-                f"cut along the sequence behind {spot.op}",
-                place(spot.origin),
-                {"bytes": out.nbytes},
-            )
-        )
+        self._note(f"cut along the sequence behind {spot.op}", spot, self._kept(out))
 
     def remark(self, spot: Spot) -> None:
         """A mark that repeats the stream along the axis cuts it instead."""
@@ -147,7 +141,10 @@ class _Way:
     def gather(self, spot: Spot) -> None:
         """The input of a product whose result is cut is made whole, once for all such products."""
         weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        if weight is None or weight.kept is None or self._cut_dim(spot.args[weight.at]) != weight.kept:
+        if weight is None or weight.kept is None:
+            return
+        found = self._cut(spot.args[weight.at])
+        if found is None or found[0] != weight.kept:
             return
         x = spot.args[weight.x]
         if not isinstance(x, Value) or len(x.shape) != 3:
@@ -181,17 +178,18 @@ class _Way:
     def _new(self, v: Value) -> Value:
         return Value(self.draft.names.fresh("along"), v.shape, v.dtype, v.device)
 
-    def _cut_dim(self, v: Any) -> int | None:
-        """The dim of a weight of two dims that the axis cuts."""
+    def _cut(self, v: Any) -> tuple[int, int] | None:
+        """The dim of a weight of two dims that the axis cuts, and the ranks along it."""
         spec = self._spec(v)
         if spec is not None:
-            return next((d for d, axes in enumerate(spec.layout.dims) if self.axis in axes_of(axes)), None)
+            dim = next((d for d, axes in enumerate(spec.layout.dims) if self.axis in axes_of(axes)), None)
+            return None if dim is None else (dim, spec.mesh.sizes[self.axis])
         maker = self.draft.producer(v)
         order = SAME_WEIGHT.get(maker.op) if maker is not None else None  # pyright: ignore[reportCallIssue, reportArgumentType]
         if maker is None or order is None:
             return None
-        found = self._cut_dim(maker.ins[0])
-        return None if found is None else order.index(found)
+        found = self._cut(maker.ins[0])
+        return None if found is None else (order.index(found[0]), found[1])
 
     def _spec(self, v: Value) -> Spec | None:
         maker = self.draft.producer(v)

@@ -1,8 +1,8 @@
 """The same thing is computed and sent once: equal nodes become one.
 
 Two nodes are equal when they call the same operator, under the same modes, on equal operands; a step is equal to
-another when tensors of equal spec take it. Equal nodes give equal numbers on every rank, so that all ranks share the same
-collectives: numbers that depend on the rank are inputs of a program, not constants in it.
+another when tensors of equal spec take it. Equal nodes give equal numbers on every rank, so that all ranks share the
+same collectives: numbers that depend on the rank are inputs of a program, not constants in it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,18 @@
+"""What things cost: devices, links and clusters, and the seconds of an operator and of a step of a conversion."""
+
+from ._cluster import Cluster, cluster_of
+from ._device import DEVICES, Device, device_of
+from ._errors import CostError
+from ._link import LINKS, Link, link_of
+
+__all__ = [
+    "DEVICES",
+    "LINKS",
+    "Cluster",
+    "CostError",
+    "Device",
+    "Link",
+    "cluster_of",
+    "device_of",
+    "link_of",
+]

@@ -1,0 +1,85 @@
+"""What a way between devices costs: a start, a latency per message, and bytes per second.
+
+Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`; latencies of "nccl"
+are the constants of NCCL's tuning (ring, Simple protocol: 8.4 µs per call, and 3.4, 5.7 or 14 µs per hop).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ._device import GIGA, MICRO
+from ._errors import CostError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`start` seconds per collective, `latency` per hop, `bandwidth` in bytes per second; `reach` is its usable share.
+
+    >>> LINKS["NVLink4"]
+    NVLink4: 450 GB/s, 3.4 µs
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    start: float = 8.4 * MICRO
+    reach: float = 0.8
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.bandwidth, self.reach) <= 0 or min(self.latency, self.start) < 0:
+            raise CostError(
+                f"a link {self.name!r}", f"{self.bandwidth} B/s, {self.latency} s",
+                "bytes take time, and time goes forward",
+                "Link(name, bytes per second, seconds per hop)",
+            )  # fmt: skip
+
+    def seconds(self, nbytes: float, hops: int = 1) -> float:
+        """Seconds until `nbytes` have arrived in `hops` messages, one after the other (alpha-beta).
+
+        >>> Link("slow", 1e6, 1e-3, start=0, reach=1).seconds(500, hops=2)
+        0.0025
+        """
+        return self.start + hops * self.latency + nbytes / (self.bandwidth * self.reach)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.bandwidth / GIGA:.3g} GB/s, {self.latency / MICRO:.3g} µs"
+
+
+def _inside(name: str, bandwidth: float, latency: float = 3.4) -> Link:
+    return Link(name, bandwidth * GIGA, latency * MICRO, source="ml-engineering, nccl")
+
+
+def _network(name: str, gigabits: float) -> Link:
+    return Link(name, gigabits / 8 * GIGA, 14 * MICRO, reach=0.77, source="ml-engineering, nccl")
+
+
+LINKS: Mapping[str, Link] = {
+    link.name: link
+    for link in (
+        _inside("NVLink2", 150),
+        _inside("NVLink3", 300),
+        _inside("NVLink4", 450),
+        _inside("NVLink5", 900),
+        _inside("xGMI", 448),
+        _inside("PCIe4", 31, 5.7),
+        _inside("PCIe5", 63, 5.7),
+        _network("InfiniBand-HDR", 200),
+        _network("InfiniBand-NDR", 400),
+        _network("RoCE-400", 400),
+        Link("Gloo on one host", 0.5 * GIGA, 0.0, start=150 * MICRO, reach=1.0, source="measured"),
+    )
+}
+
+
+def link_of(name: str) -> Link:
+    """The link called so. Raises CostError for an unknown name."""
+    found = LINKS.get(name)
+    if found is None:
+        raise CostError(
+            f"the link {name!r}", f"known are {', '.join(LINKS)}", "its rates are not in the table",
+            "Link(name, bandwidth, latency) with rates of your own",
+        )  # fmt: skip
+    return found

@@ -1,0 +1,123 @@
+"""Strategies in TOML: written, and read back to an equal strategy."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from meshwright.graph import Pass, registered_passes
+
+from ._errors import StrategyError
+from ._strategy import Strategy
+
+
+def strategy_to_toml(strategy: Strategy) -> str:
+    """The options that are not what they are by default, as TOML.
+
+    >>> print(strategy_to_toml(Strategy(compiler="inductor")))
+    compiler = "inductor"
+    """
+    if strategy.layouts is not None:
+        raise StrategyError(
+            "a strategy in TOML", "layouts, which name meshes", "a text knows no mesh",
+            "str(dist_model.layouts) in a file of its own, and parse_layouts(text, mesh)",
+        )  # fmt: skip
+    lines = [*_lines(strategy)]
+    for section in fields(strategy):
+        value = getattr(strategy, section.name)
+        if is_dataclass(value) and not isinstance(value, Pass):
+            body = [*_lines(value)]
+            lines += ["", f"[{section.name}]", *body] if body else []
+    for each in strategy.passes:
+        lines += ["", "[[passes]]", f'name = "{each.name}"', *_lines(each)]
+    return "\n".join(lines).strip()
+
+
+def strategy_from_toml(text: str) -> Strategy:
+    """The strategy that a TOML text describes. Raises StrategyError for an unknown key, naming the nearest.
+
+    >>> strategy_from_toml("[sharding]\\nenable = true\\nstage = 2").sharding.stage
+    2
+    """
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise StrategyError("a strategy in TOML", str(error), "it is no TOML", 'compiler = "inductor"') from error
+    passes = tuple(_pass(entry) for entry in found.pop("passes", ()))
+    return _built(Strategy, {**found, "passes": passes}, "")
+
+
+def _lines(value: Any) -> Iterator[str]:
+    """Plain fields that are not as by default."""
+    for each in fields(value):
+        item = getattr(value, each.name)
+        if item != _default(each) and not is_dataclass(item) and each.name != "passes" and item is not None:
+            yield f"{each.name} = {_written(item, each.name)}"
+
+
+def _default(each: Field[Any]) -> Any:
+    if each.default is not MISSING:
+        return each.default
+    return each.default_factory() if each.default_factory is not MISSING else MISSING
+
+
+def _written(item: Any, name: str) -> str:
+    if isinstance(item, bool):
+        return str(item).lower()
+    if isinstance(item, (int, float)):
+        return repr(item)
+    if isinstance(item, str):
+        return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(item, (tuple, list)):
+        return "[" + ", ".join(_written(v, name) for v in item) + "]"
+    raise StrategyError(
+        f"{name} in TOML",
+        type(item).__name__,
+        "TOML holds numbers, texts, and lists of them",
+        "an option of such a type",
+    )
+
+
+def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
+    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise _unknown(path + key, known)
+        if is_dataclass(hints[key]) and isinstance(value, Mapping):
+            values[key] = _built(hints[key], value, f"{path}{key}.")  # pyright: ignore[reportArgumentType]
+        else:
+            values[key] = _checked(value, hints[key], path + key)
+    return kind(**values)
+
+
+def _checked(value: Any, hint: Any, path: str) -> Any:
+    value = tuple(value) if isinstance(value, list) else value
+    wanted = {int: int, bool: bool, float: (int, float), str: str}.get(hint)
+    wrong = wanted is not None and (not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool)))
+    if wrong or is_dataclass(hint):
+        raise StrategyError(
+            f"{path} = {value!r}",
+            type(value).__name__,
+            f"it is {getattr(hint, '__name__', hint)}",
+            f"{path} of that type",
+        )
+    return value
+
+
+def _pass(entry: Mapping[str, Any]) -> Pass:
+    name, known = entry.get("name", ""), registered_passes()
+    if name not in known:
+        raise _unknown(f"passes.name = {name!r}", set(known))
+    return _built(known[name], {k: v for k, v in entry.items() if k != "name"}, f"passes.{name}.")
+
+
+def _unknown(path: str, known: set[str]) -> StrategyError:
+    near = get_close_matches(path.split(".")[-1].split("'")[-2 if "'" in path else -1], known, 1)
+    return StrategyError(
+        f"the option {path}", "no such option", f"there are {', '.join(sorted(known))}",
+        f"{near[0]}?" if near else "one of those",
+    )  # fmt: skip
