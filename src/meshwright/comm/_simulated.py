@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class _World:
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
         self.failure: tuple[int | None, BaseException] | None = None
         self.running = 0
+        self.shared: dict[object, Any] = {}
 
     def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
         """What `rank` takes away from the meeting of `call.group`; the last to arrive runs `finish`."""
@@ -161,6 +162,11 @@ class Simulated(Carrier):
     def __init__(self, rank: int, world: _World) -> None:
         super().__init__(rank, world.size)
         self._world = world
+
+    @property
+    def shared(self) -> dict[object, Any]:
+        """What the ranks of the simulation keep together, since they live in one process."""
+        return self._world.shared
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
         return cast(Tensor, self._world.meet(self.rank, call, x, _finish_all_reduce))

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.graph import Program, written_inputs
-
-from ._errors import StaticError
-
-HELD = ("parameter", "buffer", "state")
+from meshwright.graph import Pass
+from meshwright.passes import InPlace
 
 
-def check_apart(program: Program, fetch: Sequence[Callable[[Sequence[Any]], Any]]) -> None:
-    """Raises StaticError where two held tensors share memory and the program writes over one of them in place."""
-    written = written_inputs(program)
-    owners: dict[Any, tuple[str, bool]] = {}
-    for given, source in zip(program.inputs, fetch, strict=True):
-        x = source(()) if written and given.role in HELD else None
-        if not isinstance(x, Tensor) or not x.numel():
-            continue
-        where, mine = x.untyped_storage().data_ptr(), given.value in written
-        other, its = owners.setdefault(where, (given.name, mine))
-        if other != given.name and (mine or its):
-            raise StaticError(
-                "to write in place", f"{given.name} and {other} share memory",
-                "one would change while the other is still to be read as it was",
-                "the pass InPlace(inputs=False), or tensors of their own: parameter.data = parameter.data.clone()",
-            )  # fmt: skip
+def lie_apart(held: Iterable[Any]) -> bool:
+    """False where two of the tensors overlap in memory."""
+    tensors = {id(x): x for x in held if isinstance(x, Tensor)}.values()
+    spans = sorted(_span(x) for x in tensors if x.numel() and x.untyped_storage().data_ptr())
+    return all(one[1] <= following[0] for one, following in pairwise(spans))
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in memory, and the first behind it."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
+
+
+def without_inputs(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes for inputs that overlap: none of them is written over."""
+    return tuple(replace(p, inputs=False) if isinstance(p, InPlace) else p for p in passes)

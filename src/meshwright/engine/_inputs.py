@@ -32,7 +32,7 @@ def leaves_in(tree: Any) -> Iterator[Any]:
 def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None) -> Fetch:
     """What gives the input `given`, where `slots` are the model's parameters and buffers."""
     if given.role in ("parameter", "buffer"):
-        return _always(_named(slots, given.name))
+        return _held(slots, given.name)
     if given.role == "batch":
         return _batch(given.source, given.spec)
     if given.role == "size":
@@ -42,16 +42,25 @@ def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = 
     if given.role == "number":
         return _always(given.source(current()))
     assert optimizer is not None
-    if given.role == "scalar":
-        group = optimizer.param_groups[given.source]
-        return lambda leaves: float(group["lr"])
+    return _of_group(optimizer, given.source) if isinstance(given.source, int) else _of_state(optimizer, slots, given)
+
+
+def _of_group(optimizer: Optimizer, at: int) -> Fetch:
+    """The learning rate that the group has by then."""
+    return lambda leaves: float(optimizer.param_groups[at]["lr"])
+
+
+def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetch:
+    """A state that the optimizer holds by then: loading others puts new tensors in their place."""
     name, key = given.source
-    states = optimizer.state[_named(slots, name)]
-    return lambda leaves: states[key]
+    parameter = _held(slots, name)
+    return lambda leaves: optimizer.state[parameter(leaves)][key]
 
 
-def _named(slots: Sequence[Slot], name: str) -> Tensor:
-    return next(s.tensor for s in slots if s.name == name)
+def _held(slots: Sequence[Slot], name: str) -> Fetch:
+    """The tensor that the module holds by then."""
+    table, key = next(s.places[0] for s in slots if s.name == name)
+    return lambda leaves: table[key]
 
 
 def _always(value: Any) -> Fetch:

@@ -27,18 +27,19 @@ def shard_optimizer(optimizer: O, shard_fn: StateFn | None = None) -> O:
     """
     asked: set[tuple[int, str]] = set()
 
-    def lay(*_: Any) -> None:
-        for parameter, state in optimizer.state.items():
+    def lay(of: Optimizer, *_: Any) -> None:
+        known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of it, whose step is recorded
+        for parameter, state in of.state.items():
             if isinstance(parameter, DistTensor):
-                _lay_state(parameter, state, shard_fn, asked)
+                _lay_state(parameter, state, shard_fn, known)
 
     def lay_again(*_: Any) -> None:
         asked.clear()
-        lay()
+        lay(optimizer)
 
     optimizer.register_step_post_hook(lay)
     optimizer.register_load_state_dict_post_hook(lay_again)
-    lay()
+    lay(optimizer)
     return optimizer
 
 

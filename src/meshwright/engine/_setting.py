@@ -58,9 +58,10 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
     if optimizer is None:
         return
     yield len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
-    yield [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
     for p, state in optimizer.state.items():
-        yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else v) for key, v in state.items()]
+        yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
 
 
 def _lies(x: Tensor) -> Any:

@@ -19,11 +19,13 @@ from meshwright.graph import (
     Program,
     Run,
     StateKey,
+    Value,
     apply_passes,
     capture,
     compiled,
     complete,
     joined,
+    note_step,
     record_forward,
     record_gradients,
     record_update,
@@ -36,13 +38,14 @@ from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
 from meshwright.tensor import local_parts, map_tensors, stamp, whole
 
-from ._apart import check_apart
+from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured, leaves_in
 from ._pieces import Pieces
 from ._setting import Settings, form_of
+from ._shared import recorded_once
 from ._strategy import Strategy
-from ._variants import Dynamic, Variants
+from ._variants import Dynamic, Variants, sizes_of
 
 Mode = Literal["train", "eval", "predict"]
 
@@ -187,6 +190,8 @@ class DistModel:
             outputs, written = found.run(*given)
             for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
+        if "state" in outputs and self.optimizer is not None:
+            note_step(self.optimizer)
         for key, value in outputs.get("state", {}).items():
             self._keep_state(key, value, found.program)
         return outputs["out"]
@@ -202,9 +207,10 @@ class DistModel:
             self.optimizer.zero_grad()
         return map_tensors(lambda x: whole(x.detach()), out)
 
-    def _keep_state(self, key: StateKey, value: Tensor, program: Program) -> None:
+    def _keep_state(self, key: StateKey, value: Any, program: Program) -> None:
         assert self.optimizer is not None
-        spec = program.specs.get(program.outputs["state"][key])
+        made = program.outputs["state"][key]
+        spec = program.specs.get(made) if isinstance(made, Value) else None
         parameter = next(s.tensor for s in slots_of(self.network) if s.name == key[0])
         self.optimizer.state[parameter][key[1]] = value if spec is None else stamp(value, spec)
 
@@ -230,13 +236,22 @@ class DistModel:
         return {(names[id(p)], k): v for p, state in self.optimizer.state.items() for k, v in state.items()}
 
     def _compile(self, batch: Sequence[Any], dynamic: Dynamic) -> tuple[Compiled, Fits]:
-        captured = capture(self.network, self._call, batch, dynamic)
+        merge = self.strategy.merge if self._mode == "train" else None
+        captured = capture(self.network, self._call, merge.first(batch) if merge else batch, {} if merge else dynamic)
         layouts = complete(captured.program, {**self._homes, **(self.strategy.layouts or {})})
         forward = with_layouts(captured.program, layouts)
         forward = apply_passes(forward, self.strategy.passes_on("captured"))
         captured = replace(captured, program=forward)
-        program = verify(self._recorded(captured)).with_changes(*forward.changes)
-        program = apply_passes(program, self.strategy.passes_on("recorded"))
+        how = (
+            self._key(batch),
+            dynamic,
+            self.strategy,
+            self._states_lie(),
+            type(self.optimizer),
+            sizes_of(list(leaves_in(batch))),
+            self._apart(captured),
+        )
+        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
         lay_as_captured(captured, self.optimizer)
         self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
         self.layouts = layouts
@@ -248,8 +263,25 @@ class DistModel:
             tuple(fetch_of(given, captured.slots, self.optimizer) for given in program.inputs),
             tuple(writes[x] for x, _ in program.writes),
         )
-        check_apart(program, found.fetch)
-        return found, captured.fits()
+        return found, fits
+
+    def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        """The program of this rank, after all passes."""
+        program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
+        passes = self.strategy.passes_on("recorded")
+        return apply_passes(program, passes if self._apart(captured) else without_inputs(passes))
+
+    def _apart(self, captured: Capture) -> bool:
+        """True where each parameter, buffer and state lies in memory of its own."""
+        states = self._states().values() if self.optimizer is not None else ()
+        with local_parts():
+            return lie_apart((*(s.tensor for s in captured.slots), *states))
+
+    def _states_lie(self) -> Any:
+        """Which states there are, and how they lie."""
+        if self._mode != "train":
+            return ()
+        return [(key, getattr(x, "_spec", getattr(x, "shape", x))) for key, x in self._states().items()]
 
     def _call(self, *batch: Any) -> Any:
         if self._mode == "predict" or self.loss is None:
@@ -257,12 +289,14 @@ class DistModel:
         *inputs, labels = batch
         return self.loss(self.network(*inputs), labels)
 
-    def _recorded(self, captured: Capture) -> Program:
+    def _recorded(self, captured: Capture, batch: Sequence[Any]) -> Program:
         here = current()
         if self._mode != "train":
             return record_forward(captured, here.rank, here.size)
         assert self.optimizer is not None
         step = record_gradients(captured, here.rank, here.size)
+        if self.strategy.merge is not None:
+            step = self.strategy.merge.program(step, list(leaves_in(batch)))
         grads: Mapping[str, Any] = step.outputs["grads"]
         trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
         names = {id(s.tensor): s.name for s in captured.slots}

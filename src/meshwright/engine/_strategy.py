@@ -7,10 +7,11 @@ is refused with a reason; what each did stands in `program.changes`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_type_hints
 
-from meshwright.graph import Pass
+from meshwright.graph import Pass, registered_passes
 from meshwright.layout import Spec
 from meshwright.passes import (
     Bucket,
@@ -21,6 +22,7 @@ from meshwright.passes import (
     FuseNorm,
     InPlace,
     Linear,
+    Merge,
     Recompute,
     Regather,
     Scatter,
@@ -148,6 +150,7 @@ class Strategy:
     full_graph: bool = True
     max_programs: int = 16
     inplace: bool = True
+    merge: Merge | None = None
     passes: tuple[Pass, ...] = ()
     layouts: Mapping[str, Spec] | None = None
 
@@ -157,6 +160,18 @@ class Strategy:
                 f"compiler = {self.compiler!r}", "no such compiler", "a program runs node by node, or through Inductor",
                 'compiler = "none" or "inductor"',
             )  # fmt: skip
+
+    @classmethod
+    def of(cls, **options: Any) -> Strategy:
+        """The strategy with these options, sections as mappings: what a TOML file holds.
+
+        Raises StrategyError for an unknown key, naming the nearest, and for a value of another type.
+
+        >>> Strategy.of(sharding={"enable": True, "stage": 2}).sharding.stage
+        2
+        """
+        passes = tuple(p if isinstance(p, Pass) else _pass(p) for p in options.pop("passes", ()))
+        return _built(cls, {**options, "passes": passes}, "")
 
     def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:
         """All passes for the captured, or for the recorded program, in their order."""
@@ -189,3 +204,45 @@ class Strategy:
             yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
         if self.inplace:
             yield InPlace()
+
+
+def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
+    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise _unknown(path + key, known)
+        if is_dataclass(hints[key]) and isinstance(value, Mapping):
+            values[key] = _built(hints[key], value, f"{path}{key}.")  # pyright: ignore[reportArgumentType]
+        else:
+            values[key] = _checked(value, hints[key], path + key)
+    return kind(**values)
+
+
+def _checked(value: Any, hint: Any, path: str) -> Any:
+    value = tuple(value) if isinstance(value, list) else value
+    wanted = {int: int, bool: bool, float: (int, float), str: str}.get(hint)
+    wrong = wanted is not None and (not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool)))
+    if wrong or is_dataclass(hint):
+        raise StrategyError(
+            f"{path} = {value!r}",
+            type(value).__name__,
+            f"it is {getattr(hint, '__name__', hint)}",
+            f"{path} of that type",
+        )
+    return value
+
+
+def _pass(entry: Mapping[str, Any]) -> Pass:
+    name, known = entry.get("name", ""), registered_passes()
+    if name not in known:
+        raise _unknown(f"passes.name = {name!r}", set(known))
+    return _built(known[name], {k: v for k, v in entry.items() if k != "name"}, f"passes.{name}.")
+
+
+def _unknown(path: str, known: set[str]) -> StrategyError:
+    near = get_close_matches(path.split(".")[-1].split("'")[-2 if "'" in path else -1], known, 1)
+    return StrategyError(
+        f"the option {path}", "no such option", f"there are {', '.join(sorted(known))}",
+        f"{near[0]}?" if near else "one of those",
+    )  # fmt: skip

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any
 
-from meshwright.graph import Pass, registered_passes
+from meshwright.graph import Pass
 
 from ._errors import StrategyError
 from ._strategy import Strategy
@@ -46,8 +45,7 @@ def strategy_from_toml(text: str) -> Strategy:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise StrategyError("a strategy in TOML", str(error), "it is no TOML", 'compiler = "inductor"') from error
-    passes = tuple(_pass(entry) for entry in found.pop("passes", ()))
-    return _built(Strategy, {**found, "passes": passes}, "")
+    return Strategy.of(**found)
 
 
 def _lines(value: Any) -> Iterator[str]:
@@ -79,45 +77,3 @@ def _written(item: Any, name: str) -> str:
         "TOML holds numbers, texts, and lists of them",
         "an option of such a type",
     )
-
-
-def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
-    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            raise _unknown(path + key, known)
-        if is_dataclass(hints[key]) and isinstance(value, Mapping):
-            values[key] = _built(hints[key], value, f"{path}{key}.")  # pyright: ignore[reportArgumentType]
-        else:
-            values[key] = _checked(value, hints[key], path + key)
-    return kind(**values)
-
-
-def _checked(value: Any, hint: Any, path: str) -> Any:
-    value = tuple(value) if isinstance(value, list) else value
-    wanted = {int: int, bool: bool, float: (int, float), str: str}.get(hint)
-    wrong = wanted is not None and (not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool)))
-    if wrong or is_dataclass(hint):
-        raise StrategyError(
-            f"{path} = {value!r}",
-            type(value).__name__,
-            f"it is {getattr(hint, '__name__', hint)}",
-            f"{path} of that type",
-        )
-    return value
-
-
-def _pass(entry: Mapping[str, Any]) -> Pass:
-    name, known = entry.get("name", ""), registered_passes()
-    if name not in known:
-        raise _unknown(f"passes.name = {name!r}", set(known))
-    return _built(known[name], {k: v for k, v in entry.items() if k != "name"}, f"passes.{name}.")
-
-
-def _unknown(path: str, known: set[str]) -> StrategyError:
-    near = get_close_matches(path.split(".")[-1].split("'")[-2 if "'" in path else -1], known, 1)
-    return StrategyError(
-        f"the option {path}", "no such option", f"there are {', '.join(sorted(known))}",
-        f"{near[0]}?" if near else "one of those",
-    )  # fmt: skip

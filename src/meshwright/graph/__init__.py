@@ -5,12 +5,14 @@ from ._cells import overwriting
 from ._complete import complete, with_layouts
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
-from ._dynamic import Fits
+from ._dynamic import Fits, Holds, holds_of
 from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
-from ._errors import CaptureError, ProgramError, RewriteError, SideEffectError
+from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from ._execute import Run, numbers_of, runner, to_fx
+from ._file import load_program, no_program, read_json, save_program, told, write_whole
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
+from ._interception import Hook, UserFunction
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._match import Match
@@ -37,6 +39,7 @@ from ._update import StateKey, lies_as, record_update
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
+from .torch_hooks import note_step
 
 __all__ = [
     "AnyRewrite",
@@ -47,6 +50,8 @@ __all__ = [
     "Draft",
     "Edit",
     "Fits",
+    "Holds",
+    "Hook",
     "Input",
     "Kernels",
     "Layouts",
@@ -63,6 +68,7 @@ __all__ = [
     "Piece",
     "Program",
     "ProgramError",
+    "ProgramFileError",
     "Rewrite",
     "RewriteError",
     "Rewriter",
@@ -72,6 +78,7 @@ __all__ = [
     "Snapshot",
     "Spot",
     "StateKey",
+    "UserFunction",
     "Value",
     "Work",
     "apply_passes",
@@ -87,21 +94,26 @@ __all__ = [
     "count_ops",
     "crosses",
     "draws",
+    "holds_of",
     "is_drawing",
     "is_pure",
     "is_view",
     "joined",
     "lies_as",
     "live_memory",
+    "load_program",
     "looked_at",
     "map_values",
     "measure_of",
     "memories",
     "name_of",
+    "no_program",
     "node_text",
+    "note_step",
     "numbers_of",
     "overwriting",
     "parse_layouts",
+    "read_json",
     "record_forward",
     "record_gradients",
     "record_piece",
@@ -113,15 +125,18 @@ __all__ = [
     "registered_rewrites",
     "rewrite",
     "runner",
+    "save_program",
     "size_hint",
     "slots_of",
     "strides_of",
     "to_fx",
+    "told",
     "type_text",
     "values_in",
     "verify",
     "with_layouts",
     "work_of",
+    "write_whole",
     "writes_to",
     "written_inputs",
 ]

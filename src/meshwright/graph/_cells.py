@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ._errors import CaptureError
 from ._effects import writes_to
+from ._errors import CaptureError
 from ._node import Over, Value
 from ._where import user_frame
 from .torch_hooks import Operator

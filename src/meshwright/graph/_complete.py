@@ -27,18 +27,13 @@ from .torch_hooks import Operator
 
 def complete(program: Program, given: Mapping[str, Spec] | None = None) -> Layouts:
     """How every value of the captured `program` lies; `given`, by name, overrules and adds to its marks."""
-    state = _State(program)
-    for node in program.nodes:
-        if isinstance(node.op, Mark):
-            (out,) = node.outs
-            state.know(out, Spec(node.op.mesh, node.op.layout, out.shape, tensor_dtype(out)), "mark")
-    for i in program.inputs:
-        spec = (given or {}).get(i.value.name, i.spec)
-        if spec is not None:
-            state.know(i.value, spec, "mark")
-    while state.sweep() or state.settle():
-        pass
-    state.default()
+    marks = {i.value.name: i.spec for i in program.inputs if i.spec is not None} | dict(given or {})
+    reasons = dict.fromkeys(marks, "mark")
+    state = _State.of(program, marks, reasons)
+    while more := state.wanted_cut(reasons):
+        marks |= more
+        reasons |= dict.fromkeys(more, "uses")
+        state = _State.of(program, marks, reasons)
     specs = {v.name: spec for v, spec in state.known.items()}
     return Layouts(specs, {v.name: why for v, why in state.reasons.items()})
 
@@ -60,6 +55,63 @@ class _State:
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
     stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
 
+    @classmethod
+    def of(cls, program: Program, marks: Mapping[str, Spec], reasons: Mapping[str, str]) -> _State:
+        """Everything that follows from these marks."""
+        state = cls(program)
+        for node in program.nodes:
+            if isinstance(node.op, Mark):
+                (out,) = node.outs
+                state.know(out, Spec(node.op.mesh, node.op.layout, out.shape, tensor_dtype(out)), "mark")
+        for i in program.inputs:
+            if i.value.name in marks:
+                state.know(i.value, marks[i.value.name], reasons[i.value.name])
+        while state.sweep() or state.settle():
+            pass
+        state.default()
+        return state
+
+    def wanted_cut(self, marked: Mapping[str, str]) -> dict[str, Spec]:
+        """Unmarked tensors that could be cut so that a result is made as all its uses want it, at no traffic."""
+        unmarked = {i.value for i in self.program.inputs if i.role == "parameter" and i.value.name not in marked}
+        found: dict[str, Spec] = {}
+        for node in self.program.nodes:
+            mine = [v for v in node.ins if v in unmarked]
+            layout = self._wanted_by_uses(node) if mine else None
+            if layout is not None:
+                found |= self._cut_for(node, frozenset(mine), layout)
+        return found
+
+    def _wanted_by_uses(self, node: Node) -> Layout | None:
+        """How all uses of the node's result want it, where that is not how it lies."""
+        out, *more = node.outs
+        users = self.program.users.get(out, ())
+        if more or not users or out not in self.known or self.known[out].layout.partial:
+            return None
+        wishes = {self._wish(user, out) for user in users}
+        (wish, *others) = wishes
+        return None if others or wish is None or wish == Layout(self.known[out].layout.dims) else wish
+
+    def _wish(self, user: Node, v: Value) -> Layout | None:
+        found = self._described(user, frozenset([v]), None)
+        if found is None:
+            return None
+        operands, decision = found
+        needs = {need.layout.dims for x, need in zip(operands, decision.ins, strict=True) if x is v and need}
+        return Layout(needs.pop()) if len(needs) == 1 else None
+
+    def _cut_for(self, node: Node, mine: frozenset[Value], wish: Layout) -> dict[str, Spec]:
+        found = self._described(node, mine, wish)
+        if found is None:
+            return {}
+        operands, decision = found
+        pairs = [(v, need) for v, need in zip(operands, decision.ins, strict=True) if v is not None and need]
+        moved = any(need.layout.dims != self.known[v].layout.dims for v, need in pairs if v not in mine)
+        if moved or decision.outs[0].dims != wish.dims or decision.outs[0].partial:
+            return {}
+        cut = {v: self.known[v].with_layout(Layout(need.layout.dims)) for v, need in pairs if v in mine}
+        return {v.name: spec for v, spec in cut.items() if spec is not self.known[v]}
+
     def know(self, v: Value, spec: Spec, why: str) -> None:
         self.known[v], self.reasons[v] = spec, why
 
@@ -73,7 +125,7 @@ class _State:
         return len(self.known) != before
 
     def settle(self) -> bool:
-        """Gives unknown tensors that uses want somehow their cheapest layouts: inputs first; True when there were any."""
+        """Gives unknown tensors that uses want somehow their cheapest layouts, inputs first; True if there were any."""
         unknown = [v for v in self.wants if v not in self.known]
         inputs = [v for v in unknown if v not in self.program.producers]
         for v in inputs or unknown:
@@ -124,6 +176,21 @@ class _State:
 
     def _decided(self, node: Node, wish: Layout | None) -> Decision | None:
         """How the operator lies; what it wants of unknown operands is noted."""
+        unknown = frozenset(v for v in node.ins if v not in self.known)
+        found = self._described(node, unknown, wish)
+        if found is None:
+            return None
+        operands, decision = found
+        for v, need in zip(operands, decision.ins, strict=True):
+            if v in unknown and v is not None and need is not None:
+                spec = self._spec(v, need.mesh).with_layout(Layout(need.layout.dims))
+                self._want(v, node, spec, "forward" if wish is None else "backward")
+        return decision
+
+    def _described(
+        self, node: Node, free: frozenset[Value], wish: Layout | None
+    ) -> tuple[list[Value | None], Decision] | None:
+        """The operands of an operator, and how it lies when those in `free` take any layout; None without a rule."""
         if not isinstance(node.op, Operator):
             return None
         args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
@@ -135,19 +202,18 @@ class _State:
             return None
         operands = [_operand(node, place) for place in call.places]
         near = next(self.known[v] for v in (*node.ins, *node.outs) if v in self.known)
-        ins = [self._spec(v, near.mesh) if v is not None else None for v in operands]
+        ins = [
+            None if v is None else self._free(v, near.mesh) if v in free else self._spec(v, near.mesh) for v in operands
+        ]
         if all(s is None for s in ins) or any(s is not None and s.mesh is not near.mesh for s in ins):
             return None
         call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
-        free = frozenset(at for at, v in enumerate(operands) if v is not None and v not in self.known)
-        found = decide(call, [s.concrete if s is not None else None for s in ins], free, wish)
-        if found is not None:
-            for at in free:
-                v, need = operands[at], found.ins[at]
-                if v is not None and need is not None:
-                    spec = self._spec(v, near.mesh).with_layout(Layout(need.layout.dims))
-                    self._want(v, node, spec, "forward" if wish is None else "backward")
-        return found
+        open_places = frozenset(at for at, v in enumerate(operands) if v in free)
+        found = decide(call, [s.concrete if s is not None else None for s in ins], open_places, wish)
+        return None if found is None else (operands, found)
+
+    def _free(self, v: Value, mesh: ProcessMesh) -> Spec:
+        return Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v))
 
     def _stand_in(self, v: Value) -> Any:
         if not isinstance(v.dtype, torch.dtype):
@@ -158,7 +224,7 @@ class _State:
 
     def _spec(self, v: Value, mesh: ProcessMesh) -> Spec:
         found = self.known.get(v)
-        return found if found is not None else Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v))
+        return found if found is not None else self._free(v, mesh)
 
 
 def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Value | None:

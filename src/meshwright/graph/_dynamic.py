@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from meshwright.layout import Spec, axes_of
 from meshwright.tensor import DistTensor
 
+from ._expressions import CONDITIONS, ExpressionError, Row, Rows, computed
 from ._node import Value
 from ._recording import Recording
 from .torch_hooks import FakeMode, conditions, symbolic_size
@@ -74,21 +76,58 @@ def _ranks(spec: Spec | None, dim: int) -> int:
     return prod(spec.mesh.sizes[a] for a in axes_of(spec.layout.dims[dim])) if spec is not None else 1
 
 
-def sizes_hold(mode: FakeMode, inputs: Mapping[Value, Any], sources: Mapping[Value, BatchSize]) -> Fits:
+@dataclass(frozen=True, slots=True)
+class Holds:
     """Tells of the leaves of a batch whether what was recorded for symbolic sizes is right for theirs.
 
-    Recording notes every comparison that it had to decide by the sizes it saw; the same must come out.
+    Recording notes every comparison that it had to decide by the sizes it saw; the same must come out. `conditions`
+    are names of `rows`, which are functions of the `sizes`.
     """
-    symbols = {symbol.node.expr: sources[v] for v, symbol in inputs.items()}
-    guards = [g for g in conditions(mode) if g.free_symbols and g.free_symbols <= set(symbols)]
 
-    def fits(leaves: Sequence[Any]) -> bool:
-        values: dict[Any, int] = {}
-        for symbol, source in symbols.items():
-            size = source(leaves)
-            if size < 2 or not source.divides(leaves):
-                return False
-            values[symbol] = size
-        return all(bool(g.xreplace(values)) for g in guards)
+    sizes: Mapping[str, BatchSize]
+    rows: tuple[Row, ...] = ()
+    conditions: tuple[str, ...] = ()
 
-    return fits
+    def __call__(self, leaves: Sequence[Any]) -> bool:
+        values = {name: size(leaves) for name, size in self.sizes.items()}
+        if any(n < 2 for n in values.values()) or not all(size.divides(leaves) for size in self.sizes.values()):
+            return False
+        try:
+            found = computed(self.rows, values, CONDITIONS)
+        except (ValueError, ArithmeticError, TypeError):  # a size of zero was divided by
+            return False
+        return all(found[name] for name in self.conditions)
+
+    def as_data(self) -> dict[str, Any]:
+        """As plain data, which `holds_of` reads."""
+        sizes = {name: [size.leaf, size.dim, size.ranks] for name, size in self.sizes.items()}
+        return {"sizes": sizes, "rows": [list(row) for row in self.rows], "conditions": list(self.conditions)}
+
+
+def holds_of(data: Mapping[str, Any]) -> Holds:
+    """What `as_data` wrote. Raises what Python raises for data of another form, or ExpressionError."""
+    sizes = {name: BatchSize(*map(index, size)) for name, size in data["sizes"].items()}
+    rows, conditions = tuple(map(tuple, data["rows"])), tuple(data["conditions"])
+    if not set(conditions) <= {f"e{at}" for at in range(len(rows))}:
+        raise ExpressionError("a condition that no row computes")
+    return Holds(sizes, rows, conditions)
+
+
+def sizes_hold(mode: FakeMode, inputs: Mapping[Value, Any], sources: Mapping[Value, BatchSize]) -> Holds:
+    """The conditions under which sizes may be others than those that were recorded."""
+    symbols = {symbol.node.expr: symbol for symbol in inputs.values()}
+    rows = Rows(str, CONDITIONS)
+    found: list[str] = []
+    for guard in dict.fromkeys(conditions(mode)):
+        if guard.free_symbols and guard.free_symbols <= set(symbols):
+            found += _written(guard, rows, symbols)
+    sizes = {str(symbol.node.expr): sources[v] for v, symbol in inputs.items()}
+    return Holds(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)))
+
+
+def _written(guard: Any, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:
+    """The condition; where there is no way to write it, the condition that sizes are those that were recorded."""
+    try:
+        return [rows.of(guard)]
+    except ExpressionError:
+        return [rows.add("Equality", rows.of(s), symbols[s].node.hint) for s in guard.free_symbols]

@@ -15,5 +15,9 @@ class ProgramError(MeshwrightError):
     """A program that breaks the laws of programs, or text that is none."""
 
 
+class ProgramFileError(ProgramError):
+    """A program that cannot be saved, or a file that holds no program."""
+
+
 class RewriteError(MeshwrightError):
     """A rewrite that cannot be, or a set of them that does not come to an end."""

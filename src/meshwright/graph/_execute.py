@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from meshwright.comm import Carrier, current
 from meshwright.reshard import Plan
 
+from ._effects import is_view
 from ._node import Carry, Value, map_values
 from ._program import Program
 
@@ -88,13 +89,31 @@ def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
 
 def runner(program: Program) -> Run:
     """The program as a function of its inputs, in their order, for whatever carrier the caller has."""
-    module = to_fx(program)
+    module, exchanged = to_fx(program), _exchanged(program)
 
     def run(*inputs: Any) -> Any:
         with torch.no_grad():
-            return module(*inputs)
+            out, written = module(*inputs)
+            for at in exchanged:
+                written[at] = written[at].clone()
+            return out, written
 
     return run
+
+
+def _exchanged(program: Program) -> tuple[int, ...]:
+    """The writes whose value looks at the memory of an input that is written over, too: buffers that change places."""
+    written = {x for x, _ in program.writes}
+    return tuple(at for at, (x, v) in enumerate(program.writes) if _origin(program, v) in written - {x})
+
+
+def _origin(program: Program, v: Value) -> Value:
+    """The value whose memory `v` may look at."""
+    node = program.producers.get(v)
+    while node is not None and is_view(node.op) and node.ins:
+        v = node.ins[0]
+        node = program.producers.get(v)
+    return v
 
 
 def numbers_of(program: Program, carrier: Carrier) -> Sequence[Any]:

@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 from meshwright.reshard import View
+from meshwright.tensor import map_tensors
 
 from ._infer import carried_shape
 from ._node import Carry, Node, Value, map_values, size_hint
 from ._program import Input, Program
-from .torch_hooks import FakeMode, ShapeEnv, imagining, no_modes
+from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
+
+NOWHERE = torch.device("meta")
+"""Tensors there hold nothing; operators on them are quicker than on fake ones, which are asked where that fails."""
 
 
 def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     """The strides of every tensor of a program whose inputs are contiguous; symbolic sizes are what they once were."""
     known: dict[Value, Any] = {}
-    with no_modes(), imagining(FakeMode(shape_env=ShapeEnv())), torch.no_grad():
+    with no_modes(), torch.no_grad():
         for given in program.inputs:
             known[given.value] = _stand_in(given, program)
         for node in program.nodes:
@@ -29,7 +33,7 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
 def _stand_in(given: Input, program: Program) -> Any:
     v = given.value
     if isinstance(v.dtype, torch.dtype):
-        return torch.empty(_known(v.shape), dtype=v.dtype, device=v.device)
+        return torch.empty(_known(v.shape), dtype=v.dtype, device=NOWHERE)
     if given.role != "size":
         return v.dtype(2)
     leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
@@ -42,10 +46,28 @@ def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
     args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
-    if not isinstance(node.op, Carry):
-        return node.op(*args, **kwargs)
-    shape = _known(carried_shape(node.op, node.ins[0], rank))
-    return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
+    if isinstance(node.op, Carry):
+        shape = _known(carried_shape(node.op, node.ins[0], rank))
+        return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
+    if isinstance(node.op, Operator) and isinstance(node.out, Value) and not isinstance(node.out.dtype, torch.dtype):
+        return node.out.dtype(2)
+    elsewhere = {key: NOWHERE if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    try:
+        return node.op(*args, **elsewhere)
+    except (RuntimeError, NotImplementedError):
+        return _faked(node, args, kwargs)
+
+
+def _faked(node: Node, args: Any, kwargs: Any) -> Any:
+    """The results of a node, from a run on fake tensors of the device that it is for."""
+    device = next((v.device for v in (*node.ins, *node.outs) if v.is_tensor), "cpu")
+
+    def there(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    with imagining(FakeMode(shape_env=ShapeEnv())):
+        out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue]
+    return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NOWHERE), out)
 
 
 def _bind(out: Any, found: Any, known: dict[Value, Any]) -> None:

@@ -34,7 +34,7 @@ def joined(
             added.append(Input(became[given.value], given.role, given.name, given.spec, given.source))
     nodes = [_moved(node, became, names) for node in second.nodes]
     home = {i.value: same.get((i.role, i.name), became[i.value]) for i in second.inputs}
-    writes = written | {home[x]: became[v] for x, v in second.writes}
+    writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
     return Program(
         (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),

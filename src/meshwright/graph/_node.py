@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, identity
 from meshwright.reshard import Plan, Step
 
 from .torch_hooks import Operator
@@ -35,6 +35,11 @@ class Value:
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.dtype, torch.dtype)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The shape, to be compared: symbolic sizes are equal when they are one expression, whatever they may be."""
+        return tuple(map(identity, self.shape))
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +26,13 @@ def floor_div(a: int, b: int) -> int:
 
 
 def minimum(*numbers: Any) -> Any:
-    return min(numbers)
+    """The least, of symbolic numbers too."""
+    return reduce(torch.sym_min, numbers)
 
 
 def maximum(*numbers: Any) -> Any:
-    return max(numbers)
+    """The largest, of symbolic numbers too."""
+    return reduce(torch.sym_max, numbers)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Exchange, Plan, Relabel
-from meshwright.tensor import absent, drawing_by, random_source, recording_parts, stamp, whole
+from meshwright.tensor import Source, absent, drawing_by, random_source, recording_parts, stamp, whole
 
 from ._capture import Capture
 from ._draft import Draft
@@ -26,7 +26,17 @@ from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ._recording import Recording
-from .torch_hooks import FakeMode, Modes, Operator, ShapeEnv, interception_off, symbolic_float, symbolic_int, unrecorded
+from .torch_hooks import (
+    FakeMode,
+    Modes,
+    Operator,
+    ShapeEnv,
+    interception_off,
+    symbolic_count,
+    symbolic_float,
+    symbolic_int,
+    unrecorded,
+)
 
 
 class RecordingCarrier(Recorded):
@@ -64,7 +74,7 @@ class Recorder(Modes):
         self.recording = Recording(origin=lambda: self.origin)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
-        self.source = drawing_by()
+        self.source: Source = drawing_by()
         self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
 
@@ -120,7 +130,8 @@ class Recorder(Modes):
 
     def add_number(self, name: str, number: float, source: Any) -> Any:
         """A symbolic number, which becomes an input of the program."""
-        make = symbolic_int if isinstance(number, int) else symbolic_float
+        make = symbolic_count if isinstance(number, int) and number > 0 else symbolic_int
+        make = symbolic_float if isinstance(number, float) else make
         symbol = make(self.mode, name, number)  # pyright: ignore[reportArgumentType]
         self._scalars.add(symbol.node.expr)
         self.recording.add_number(symbol, "scalar", name, source)
@@ -165,6 +176,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
             out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         for v, t in zip(node.outs, leaves_of(out), strict=True):
             known[v] = t
+            _check_shape(node, v, t)
     return known
 
 

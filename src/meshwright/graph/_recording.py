@@ -65,7 +65,8 @@ class Recording:
 
     def add_number(self, symbol: Any, role: Role, name: str, source: Any) -> Value:
         """A symbolic number becomes an input of the program."""
-        value = Value(self.names.fresh(name), (), float if isinstance(symbol, torch.SymFloat) else int)
+        kind = float if isinstance(symbol, torch.SymFloat) else int
+        value = Value(self.names.fresh(name.replace(".", "_")), (), kind)
         self.inputs.append(Input(value, role, name, None, source))
         self.numbers.bind(symbol, value)
         return value

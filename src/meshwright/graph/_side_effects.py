@@ -192,7 +192,7 @@ def _changes(value: Any) -> bool:
     """True for what can look different and be the same object."""
     if isinstance(value, tuple):
         return any(_changes(v) for v in value)
-    return isinstance(value, (Tensor, Mapping, Sequence, set)) and not isinstance(value, _PLAIN) or _is_users(value)
+    return (isinstance(value, (Tensor, Mapping, Sequence, set)) and not isinstance(value, _PLAIN)) or _is_users(value)
 
 
 def _held(value: Any, depth: int = _DEPTH) -> Any:

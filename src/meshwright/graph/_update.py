@@ -21,7 +21,7 @@ from ._errors import CaptureError
 from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
-from .torch_hooks import DataDependent, conditions
+from .torch_hooks import DataDependent, decided_outside
 
 StateKey = tuple[str, str]
 """Name of the parameter, key of the state."""
@@ -75,6 +75,14 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
 def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
     """States that are tensors are written back; those that are new, or Python numbers, are given out."""
     _check_path(recorder)
+    wrote = {x.role for x in recorder.recording.inputs if x.value in dict(recorder.recording.written())}
+    here = [x for x in recorder.recording.inputs if x.spec is None or recorder.carrier.rank in x.spec.mesh]
+    if "parameter" not in wrote and any(x.role == "gradient" for x in here):
+        raise CaptureError(
+            "to record the optimizer's step", "a step that writes to no parameter",
+            "what it does is done to other tensors than the parameters that it was given",
+            "a step that works on self.param_groups",
+        )  # fmt: skip
     made = {key: v for key, v in after.items() if key not in given or (_is_number(v) and v is not given[key])}
     writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
     return recorder.finish({"state": made}, [(x, v) for x, v in writes if x is not v])
@@ -83,7 +91,7 @@ def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[
 def _check_path(recorder: Recorder) -> None:
     """Raises CaptureError where Python decided by a number that may be another one next time."""
     numbers = recorder.scalars()
-    found = next((g for g in conditions(recorder.mode) if g.free_symbols & numbers), None)
+    found = next((g for g in decided_outside(recorder.mode) if g.free_symbols & numbers), None)
     if found is not None:
         raise CaptureError(
             "to record the optimizer's step", f"it asked whether {found} of a learning rate or of its own counters",
@@ -145,6 +153,7 @@ def _twin_of(
     """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
     twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
     twin.__dict__ |= optimizer.__dict__
+    _check_step(twin.__dict__.pop("step", None))
     twin.param_groups = [
         _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
     ]
@@ -155,13 +164,30 @@ def _twin_of(
     return twin
 
 
+def _check_step(own: Any) -> None:
+    """A schedule of learning rates puts a step of its own on the optimizer, to count; nothing else may."""
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise CaptureError(
+            "to record the optimizer's step", f"a step of its own on the object: {own!r}",
+            "it is bound to the optimizer itself, and would step real parameters while fake ones are recorded",
+            "a subclass with this step, or optimizer.register_step_pre_hook(fn)",
+        )  # fmt: skip
+
+
 def _group(
     group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
 ) -> dict[str, Any]:
     kept = [p for p in group["params"] if _name(p, names) in parameters]
-    lr = group["lr"] if isinstance(group["lr"], Tensor) else recorder.add_number(f"lr_{at}", float(group["lr"]), at)
     one_by_one = {key: False for key in ("foreach", "fused") if key in group}
-    return {**group, **one_by_one, "lr": lr, "params": [parameters[names[id(p)]] for p in kept]}
+    tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
+    lr = {} if "lr" in tensors else {"lr": recorder.add_number(f"lr_{at}", float(group["lr"]), at)}
+    return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
+
+
+def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
+    """A tensor among the optimizer's options: what it holds by then counts."""
+    value = Value(name, tuple(x.shape), x.dtype, str(x.device))
+    return recorder.add(Input(value, "constant", name, None, x))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
     for x, v in program.writes:
         if x not in inputs or v not in known:
             yield f"{x!r} <- {v!r}", repr(v if x in inputs else x), "an input takes over a value of the program"
-        elif (x.shape, x.dtype) != (v.shape, v.dtype):
+        elif (x.sizes, x.dtype) != (v.sizes, v.dtype):
             yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input keeps its shape and dtype"
 
 
@@ -64,5 +64,5 @@ def _differences(node: Node, found: tuple[Value, ...]) -> Iterator[tuple[str, st
     if len(found) != len(node.outs):
         yield node_text(node), f"{len(found)} results", f"the operator gives {len(found)}, the node {len(node.outs)}"
     for v, w in zip(node.outs, found, strict=False):
-        if (v.shape, v.dtype) != (w.shape, w.dtype):
+        if (v.sizes, v.dtype) != (w.sizes, w.dtype):
             yield node_text(node), type_text(v), f"the operator gives {type_text(w)}"

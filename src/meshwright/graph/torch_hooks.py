@@ -80,11 +80,42 @@ def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> Any:
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
+def symbolic_count(mode: FakeTensorMode, name: str, hint: int) -> Any:
+    """A number above 0 that is not known yet, in the world of `mode`: powers of it need not ask."""
+    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
+    symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True, True)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
     """A size of two or more that is not known yet, in the world of `mode`."""
     env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: int) -> Any:
+    """A symbol of this name: a "size" of two or more, a "number", or one that is "found" while a program runs.
+
+    torch makes a symbol's number of its source; here it is the one in the name, where that has one.
+    """
+    if kind == "found":
+        return world.create_unbacked_symint()
+    source = ConstantSource(name)
+    if name[1:].isdigit():
+        world._generate_unique_id = lambda source_name: int(name[1:])  # pyright: ignore[reportAttributeAccessIssue]
+    dynamic = symbolic_shapes.DimDynamic.DYNAMIC
+    if kind == "size":
+        symbol = world.create_symbol(hint, source, dynamic, None, True)
+    else:
+        symbol = world.create_unspecified_symbol(hint, source, dynamic)
+    return world.create_symintnode(symbol, hint=hint, source=source)
+
+
+def known_hint(symbol: Any, world: symbolic_shapes.ShapeEnv) -> int | None:
+    """What the symbol was when it was made; None for one that is found while a program runs."""
+    hint = world.backed_var_to_val.get(symbol)
+    return None if hint is None else int(hint)
 
 
 def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
@@ -107,6 +138,17 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapp
 def conditions(mode: FakeTensorMode) -> list[Any]:
     """What was decided by the sizes that were seen, as symbolic expressions that must be true."""
     return [guard.expr for guard in _world(mode).guards]
+
+
+def decided_outside(mode: FakeTensorMode) -> list[Any]:
+    """The conditions that no implementation of an operator, on tensors or on numbers, asked for: those take any."""
+    known = [(guard.expr, guard.sloc.framework_loc) for guard in _world(mode).guards]
+    return [expr for expr, place in known if "/torch/_" not in str(getattr(place, "filename", place))]
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tells schedules of learning rates that a step was made: they warn where they are called before the first one."""
+    vars(optimizer)["_opt_called"] = True
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from ._layout import Dim, Layout, Product, axes_of, layout_of, placements_of, re
 from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
 from ._mesh import ProcessMesh
 from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
-from ._size import hint
+from ._size import hint, identity
 from ._spec import Spec, parse_spec
 from ._text import parse_layout, write_dtype
 
@@ -30,6 +30,7 @@ __all__ = [
     "cut",
     "expand_products",
     "hint",
+    "identity",
     "layout_of",
     "local_length",
     "local_ranges",

@@ -1,5 +1,6 @@
 """Passes: one file per optimisation."""
 
+from ._amp import Amp
 from ._bucket import Bucket
 from ._cancel import Cancel
 from ._foreach import Foreach
@@ -10,8 +11,10 @@ from ._fuse_norm import FuseNorm
 from ._hierarchy import Hierarchy
 from ._inplace import InPlace
 from ._linear import Linear
+from ._merge import Merge
 from ._recompute import Recompute
 from ._regather import Regather
+from ._release import Release
 from ._scatter import Scatter
 from ._sequence import SequenceParallel
 from ._share import Share
@@ -19,6 +22,7 @@ from ._tidy import Tidy
 from ._zero import ShardParameters, data_axes, shards
 
 __all__ = [
+    "Amp",
     "Bucket",
     "Cancel",
     "Foreach",
@@ -29,8 +33,10 @@ __all__ = [
     "Hierarchy",
     "InPlace",
     "Linear",
+    "Merge",
     "Recompute",
     "Regather",
+    "Release",
     "Scatter",
     "SequenceParallel",
     "ShardParameters",

@@ -165,7 +165,7 @@ def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot
         draft.move(spot, before=anchor)
     for spot in spots:
         draft.remove(spot)
-    what = f"{len(spots)} × {op.step!r} are one of {_total(spots) / MIB:.3g} MiB"
+    what = f"{len(spots)} × {op.step!r} are one of {sum(map(_row_bytes, spots)):,} bytes"
     return Change("bucket", what, place(origin), {"rounds": len(spots) - 1})
 
 
@@ -207,10 +207,6 @@ def _ranks(spot: Spot) -> int:
 
 def _row_bytes(spot: Spot) -> int:
     return max(spot.ins[0].nbytes, spot.outs[0].nbytes)
-
-
-def _total(spots: Sequence[Spot]) -> int:
-    return sum(_row_bytes(s) for s in spots)
 
 
 def _packed_op(spots: Sequence[Spot]) -> Carry:

@@ -108,7 +108,7 @@ def _chain(draft: Draft, last: Spot) -> list[Spot]:
 def _maker(draft: Draft, v: Value) -> Spot | None:
     """The node that makes `v`, behind those that give what they are given."""
     spot = draft.producer(v)
-    while spot is not None and spot.op in IDLE and spot.ins[0].shape == v.shape:
+    while spot is not None and spot.op in IDLE and spot.ins[0].sizes == v.sizes:
         spot = draft.producer(spot.ins[0])
     return spot
 
@@ -141,11 +141,13 @@ def _cost(ops: Sequence[Carry]) -> Cost:
 
 
 def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
+    """Puts the way where the chain begins, or where it ends if it makes the tensor larger: what is small is kept."""
     last = part[-1]
     x = part[0].ins[0]
+    at = part[0] if last.outs[0].nbytes <= x.nbytes else last
     steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
     for step, spec in steps:
-        x = draft.add(Carry(step, spec), x, before=last, origin=last.origin)
+        x = draft.add(Carry(step, spec), x, before=at, origin=at.origin)
     if not steps:  # what a step gives is contiguous and shares no memory, and others may rely on that
         how = {"memory_format": torch.contiguous_format}
         x = draft.add(aten.clone.default, x, before=last, origin=last.origin, **how)

@@ -6,6 +6,7 @@ none of them can need another one. What is collectively done goes on in the same
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -48,7 +49,7 @@ def _two(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | Non
             return None
         xs, ys = columns
         if all(_is_tensor(y) for y in ys):
-            alike = all(x.shape == y.shape for x, y in zip(xs, ys, strict=True)) and all(map(_same, named.values()))
+            alike = all(x.sizes == y.sizes for x, y in zip(xs, ys, strict=True)) and all(map(_same, named.values()))
             return (packet.List, columns, {k: v[0] for k, v in named.items()}) if alike else None
         return _with_numbers(packet, columns, named)
 
@@ -220,7 +221,7 @@ def _sorted(units: Sequence[_Unit]) -> Iterator[_Unit]:
         for maker in {makers[v] for n in unit.nodes for v in n.ins if v in makers}:
             maker.feeds.append(unit)
             unit.needs += 1
-    for first, second in zip(ordered, ordered[1:], strict=False):
+    for first, second in itertools.pairwise(ordered):
         first.feeds.append(second)
         second.needs += 1
     ready = [(u.at, id(u), u) for u in units if not u.needs]

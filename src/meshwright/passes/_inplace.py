@@ -27,6 +27,7 @@ from meshwright.graph import (
     memories,
     overwriting,
     register_pass,
+    size_hint,
     strides_of,
     values_in,
 )
@@ -115,7 +116,11 @@ class _Reuse:
         """Symbolic sizes are the same where their texts are: to ask would bind them to what they happen to be."""
         if not old.is_tensor or old.dtype != new.dtype:
             return False
-        return str((*old.shape, self.strides[old])) == str((*new.shape, self.strides[new]))
+        return str(old.shape) == str(new.shape) and self._lie(old) == self._lie(new)
+
+    def _lie(self, v: Value) -> list[int]:
+        """The strides of dims that have more than one place."""
+        return [step for n, step in zip(v.shape, self.strides[v], strict=True) if size_hint(n) != 1]
 
     def _is_over(self, at: int, old: Value, new: Value) -> bool:
         """Nothing reads the memory of `old` behind this node, and it may be written to."""

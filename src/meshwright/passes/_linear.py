@@ -72,7 +72,7 @@ def _operands(draft: Draft, spot: Spot) -> tuple[Reduced, Reduced] | None:
     if spot.op not in SUMS or any(isinstance(v, Value) for v in spot.kwargs.values()):
         return None
     a, b = spot.args[:2]
-    if not (isinstance(a, Value) and isinstance(b, Value)) or a.shape != b.shape or a is b:
+    if not (isinstance(a, Value) and isinstance(b, Value)) or a.sizes != b.sizes or a is b:
         return None
     if not a.dtype == b.dtype == spot.outs[0].dtype:
         return None

@@ -57,7 +57,7 @@ class _Way:
     def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
         """The all-reduces and operators that go when `v` is sliced earlier, each behind those that read it; or none."""
         spot = self.draft.producer(v)
-        if spot is None or v.shape != self.last.ins[0].shape or not is_known(v):
+        if spot is None or v.sizes != self.last.ins[0].sizes or not is_known(v):
             return ()
         if not is_only_use(self.draft, v, user):
             return ()
@@ -93,7 +93,7 @@ class _Way:
         return dst.layout.dims == src.layout.dims and dst.layout.partial == src.layout.partial
 
     def _may_be_sliced(self, x: Value) -> bool:
-        return not x.is_tensor or x.shape == self.last.ins[0].shape or self._is_repeated(x)
+        return not x.is_tensor or x.sizes == self.last.ins[0].sizes or self._is_repeated(x)
 
     def _is_repeated(self, x: Value) -> bool:
         """True for an operand that is used again for every index of the dims that are cut."""
@@ -128,10 +128,11 @@ class _Way:
         return x.is_tensor and not self._is_repeated(x)
 
     def _walked(self, spot: Spot, way: Plan) -> Value:
+        """What the way gives, where the all-reduce stands: terms are joined as soon as they are there."""
         x = spot.ins[0]
         for step, spec in way.walk():
             if not isinstance(step, Relabel):
-                x = self.draft.add(Carry(step, spec), x, before=self.last, origin=spot.origin)
+                x = self.draft.add(Carry(step, spec), x, before=spot, origin=spot.origin)
         return x
 
 

@@ -1,0 +1,82 @@
+"""Programs recorded once for all simulated ranks: those that live in one process find what the first one recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.comm import Carrier, Simulated
+from meshwright.graph import Capture, Carry, Fits, Input, Program
+from meshwright.layout import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A program, the rank that recorded it, and its constants that were the captured program's."""
+
+    program: Program
+    fits: Fits
+    rank: int
+    constants: tuple[Tensor, ...]
+
+
+def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[], Program]) -> tuple[Program, Fits]:
+    """What `record()` gives, and which batches it is right for, or what it gave to another simulated rank that captured the same program.
+
+    `how` is everything beside the captured program that decides. A rank whose parts have other shapes records its own.
+    """
+    if not isinstance(here, Simulated):
+        return record(), captured.fits()
+    text = _plainly(captured.program.text(where=True))
+    specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
+    known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, repr(how)), [])
+    for found in known:
+        if is_alike(found.program, found.rank, here.rank) and _is_everyones(found):
+            return _with_constants(found, _constants(captured)), found.fits
+    program = record()
+    fits = captured.fits()
+    known.append(_Recorded(program, fits, here.rank, _constants(captured)))
+    return program, fits
+
+
+def _plainly(text: str) -> str:
+    """The text with symbols numbered in their order."""
+    seen: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda found: seen.setdefault(found[0], f"s.{len(seen)}"), text)
+
+
+def is_alike(program: Program, one: int, other: int) -> bool:
+    """True when the two ranks hold parts of the same shapes throughout: the program of one is that of the other."""
+    return all(s.local_shape(one) == s.local_shape(other) for s in _specs(program))
+
+
+def _is_everyones(found: _Recorded) -> bool:
+    """True when the program holds no constants of its rank's own, which no capture knows."""
+    known = {id(x) for x in found.constants}
+    return all(id(i.source) in known for i in found.program.inputs if i.role == "constant")
+
+
+def _specs(program: Program) -> set[Spec]:
+    carried = [n.op for n in program.nodes if isinstance(n.op, Carry)]
+    given = [i.spec for i in program.inputs if i.spec is not None]
+    found = {*program.specs.values(), *given, *(op.src for op in carried), *(op.dst for op in carried)}
+    return {s.concrete for s in found}
+
+
+def _constants(captured: Capture) -> tuple[Tensor, ...]:
+    return tuple(i.source for i in captured.program.inputs if i.role == "constant")
+
+
+def _with_constants(found: _Recorded, mine: Sequence[Tensor]) -> Program:
+    """The program with this rank's own constants in the place of the other's."""
+    became = {id(x): y for x, y in zip(found.constants, mine, strict=True)}
+
+    def own(given: Input) -> Input:
+        new = became.get(id(given.source)) if given.role == "constant" else None
+        return given if new is None else replace(given, source=new)
+
+    return replace(found.program, inputs=tuple(map(own, found.program.inputs)))

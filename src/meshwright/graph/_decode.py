@@ -1,0 +1,300 @@
+"""Plain data as a program: what `_encode.py` writes, with every name looked up and every number checked.
+
+Nothing is evaluated. Operators are those of `torch.ops`, functions those of a table; anything else raises DataError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec
+from meshwright.reshard import Exchange, Step, View, parse_step
+from meshwright.tensor import Mark
+
+from ._dynamic import BatchSize
+from ._encode import FORMAT
+from ._expressions import computed
+from ._node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Value
+from ._numbers import FUNCTIONS
+from ._program import Change, Input, Program, Role
+from ._rank_numbers import Length, Offset, RankPlace
+from .torch_hooks import Operator, ShapeEnv, named_symbol
+
+MOST = 2**62
+"""Numbers in a file are smaller."""
+MOST_SYMBOLS = 1000
+
+
+class DataError(ValueError):
+    """Data that is no program."""
+
+
+@dataclass(slots=True)
+class Decoder:
+    """The tables of one program; `tensors` are its constants, by name."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    meshes: list[ProcessMesh] = field(default_factory=list[ProcessMesh])
+    specs: list[Spec] = field(default_factory=list[Spec])
+    values: list[Value] = field(default_factory=list[Value])
+
+    def program(self, data: Any) -> Program:
+        """The program that the data is. Raises DataError, or what Python raises for data of another form."""
+        if number(data["format"]) > FORMAT:
+            raise DataError(f"it has format {data['format']}, and this version reads formats up to {FORMAT}")
+        self.numbers = computed(data["sizes"], self._symbols(data["symbols"]))
+        self.meshes = [_mesh(*row) for row in data["meshes"]]
+        self.specs = [self._spec(*row) for row in data["specs"]]
+        self.values = [self._value(*row) for row in data["values"]]
+        origins = [_origin(*row) for row in data["origins"]]
+        return Program(
+            tuple(self._input(*row) for row in data["inputs"]),
+            tuple(self._node(origins, *row) for row in data["nodes"]),
+            self.tree(data["outputs"]),
+            tuple((self._at(x), self._at(v)) for x, v in data["writes"]),
+            tuple(_change(*row) for row in data["changes"]),
+            number(data["rank"]),
+            {self._at(v): item(self.specs, spec) for v, spec in data["lies"]},
+        )
+
+    def _symbols(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        if len(rows) > MOST_SYMBOLS:
+            raise DataError(f"it has {len(rows)} symbols")
+        world = ShapeEnv()
+        return {text(name): named_symbol(world, name, *_symbol(*facts)) for name, facts in rows.items()}
+
+    def size(self, n: Any) -> Any:
+        return self.numbers[n] if isinstance(n, str) else number(n)
+
+    def _spec(self, mesh: Any, dtype: Any, sizes: Any, layout: Any) -> Spec:
+        kind = _kind(dtype)
+        if not isinstance(kind, torch.dtype):
+            raise DataError(f"a spec has the dtype {dtype!r}")
+        return Spec(item(self.meshes, mesh), self._layout(layout), [self.size(n) for n in row(sizes)], kind)
+
+    def _layout(self, data: Any) -> Layout:
+        dims, partial, varying = row(data)
+        return Layout(tuple(map(self._dim, row(dims))), tuple((text(a), text(op)) for a, op in partial), texts(varying))
+
+    def _dim(self, data: Any) -> Dim:
+        if isinstance(data, dict):
+            return Product(tuple((self.size(n), texts(axes)) for n, axes in data["product"]))
+        return texts(data)
+
+    def _value(self, name: Any, dtype: Any, sizes: Any, device: Any) -> Value:
+        torch.device(text(device))
+        return Value(text(name), tuple(self.size(n) for n in row(sizes)), _kind(dtype), device)
+
+    def _at(self, n: Any) -> Value:
+        return item(self.values, n)
+
+    def _input(self, value: Any, role: Any, name: Any, spec: Any, source: Any) -> Input:
+        v, where = self._at(value), self.tree(source)
+        if not _SOURCES[one_of(Role, role)](where):
+            raise DataError(f"nothing tells where the input {name!r} comes from")
+        if isinstance(where, Tensor):
+            if (tuple(where.shape), where.dtype) != (v.shape, v.dtype):
+                raise DataError(f"the constant {v!r} is a tensor of shape {tuple(where.shape)} and dtype {where.dtype}")
+            where = where.to(v.device)
+        return Input(v, role, text(name), None if spec is None else item(self.specs, spec), where)
+
+    def _node(self, origins: list[Origin], op: Any, args: Any, kwargs: Any, out: Any, origin: Any) -> Node:
+        given = {text(k): self.tree(v) for k, v in kwargs.items()}
+        node = Node(self._op(op), tuple(self.tree(row(args))), given, self.tree(out), item(origins, origin))
+        if isinstance(node.op, Carry) and (len(node.args) != 1 or not all(map(_is_value, (*node.args, node.out)))):
+            raise DataError(f"{node.op!r} takes a tensor and gives one")
+        return node
+
+    def _op(self, data: Any) -> Op:
+        kind, what = only(data)
+        if kind == "op":
+            return operator_named(what)
+        if kind == "python":
+            return FUNCTIONS[what]
+        first, second = row(what)
+        if kind == "carry":
+            return self._carry(self._step(first), item(self.specs, second))
+        if kind == "mark":
+            return Mark(item(self.meshes, first), self._layout(second))
+        if kind == "on copy":
+            return OnCopy(operator_named(first), _places(self.tree(second)))
+        if kind == "over":
+            return Over(operator_named(first), tuple(number(n) for n in row(second)))
+        raise DataError(f"an operator of the kind {kind!r}")
+
+    def _carry(self, step: Step, src: Spec) -> Carry:
+        op = Carry(step, src)
+        if op.dst.dtype != src.dtype:
+            raise DataError(f"{op!r} gives {op.dst!r} of {src!r}")
+        return op
+
+    def _step(self, data: Any) -> Step:
+        if isinstance(data, str):
+            return parse_step(data)
+        kind, spec = only(data)
+        return {"View": View, "Exchange": Exchange}[kind](item(self.specs, spec))
+
+    def tree(self, x: Any) -> Any:
+        """Arguments, results and sources of inputs."""
+        if isinstance(x, list):
+            return [self.tree(v) for v in x]
+        if not isinstance(x, dict):
+            return x
+        kind, what = only(x)
+        if kind not in _READERS:
+            raise DataError(f"an argument of the kind {kind!r}")
+        return _READERS[kind](self, what)
+
+    def _tensor(self, name: Any) -> Tensor:
+        return self.tensors[text(name)]
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Value) and x.is_tensor
+
+
+def _is_nothing(x: Any) -> bool:
+    return x is None
+
+
+_SOURCES: dict[Role, Callable[[Any], bool]] = {
+    "saved": _is_nothing,
+    "parameter": _is_nothing,
+    "gradient": _is_nothing,
+    "buffer": _is_nothing,
+    "state": lambda x: isinstance(x, tuple) and all(isinstance(part, str) for part in x),
+    "batch": lambda x: type(x) is int,
+    "constant": lambda x: isinstance(x, Tensor),
+    "scalar": lambda x: x is not None and not isinstance(x, Tensor),
+    "number": lambda x: isinstance(x, (Length, Offset, RankPlace)),
+    "size": lambda x: isinstance(x, BatchSize),
+}
+"""Role of an input → whether such a source tells where it comes from."""
+
+
+def operator_named(name: Any) -> Operator:
+    """The operator of `torch.ops` whose text is `aten.mm.default`."""
+    parts = text(name).split(".")
+    found: Any = torch.ops
+    kinds = (type(torch.ops.aten), type(torch.ops.aten.add), Operator)
+    for part, kind in zip(parts, kinds, strict=len(parts) == len(kinds)):
+        found = getattr(found, part, None)
+        if not isinstance(found, kind):
+            raise DataError(f"torch.ops has no operator {name!r}: is the library imported that registers it?")
+    if not isinstance(found, Operator):
+        raise DataError(f"{name!r} names no overload")
+    return found
+
+
+def number(n: Any, least: int | None = 0) -> int:
+    """A whole number, which is not too large."""
+    if type(n) is not int or not (least is None or n >= least) or abs(n) >= MOST:
+        raise DataError(f"{n!r} is no number that can stand there")
+    return n
+
+
+def text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise DataError(f"{x!r} stands where a text belongs")
+    return x
+
+
+def texts(x: Any) -> tuple[str, ...]:
+    return tuple(map(text, row(x)))
+
+
+def row(x: Any) -> list[Any]:
+    if not isinstance(x, list):
+        raise DataError(f"{x!r} stands where a list belongs")
+    return x
+
+
+def item(table: list[Any], at: Any) -> Any:
+    return table[number(at)]
+
+
+def only(x: Any) -> tuple[str, Any]:
+    """The only key of an object, and what stands there."""
+    ((kind, what),) = x.items()
+    return kind, what
+
+
+def one_of(names: Any, name: Any) -> Any:
+    if name not in get_args(names):
+        raise DataError(f"{name!r} is none of {', '.join(get_args(names))}")
+    return name
+
+
+def torch_name(kind: type, name: Any) -> Any:
+    """`torch.<name>`, which is of the kind."""
+    found = getattr(torch, text(name), None)
+    if not isinstance(found, kind):
+        raise DataError(f"torch.{name} is no {kind.__name__}")
+    return found
+
+
+def _symbol(kind: Any, hint: Any) -> tuple[str, Any]:
+    least = {"size": 2, "number": -MOST}
+    if kind == "found":
+        return kind, None
+    return kind, number(hint, least[kind])
+
+
+def _places(x: Any) -> tuple[Any, ...]:
+    if not isinstance(x, tuple):
+        raise DataError(f"{x!r} are no places of arguments")
+    return x
+
+
+def _kind(name: Any) -> Kind:
+    numbers: dict[str, Kind] = {"python int": int, "python float": float, "python bool": bool}
+    return numbers[name] if name in numbers else torch_name(torch.dtype, name)
+
+
+def _mesh(shape: Any, ranks: Any, names: Any) -> ProcessMesh:
+    array = torch.tensor([number(r) for r in row(ranks)]).reshape([number(n) for n in row(shape)])
+    return ProcessMesh(array.numpy(), texts(names))
+
+
+def _origin(phase: Any, layer: Any, where: Any, grad: Any, cast: Any) -> Origin:
+    modes = None if cast is None else (text(cast[0]), torch_name(torch.dtype, cast[1]))
+    return Origin(one_of(Phase, phase), text(layer), text(where), grad is True, modes)
+
+
+def _change(by: Any, what: Any, where: Any, saved: Any) -> Change:
+    amounts = {text(unit): float(n) for unit, n in saved.items()}
+    return Change(text(by), text(what), text(where), {u: int(n) if n.is_integer() else n for u, n in amounts.items()})
+
+
+def _pairs(decoder: Decoder, what: Iterable[Any]) -> dict[Any, Any]:
+    return {decoder.tree(k): decoder.tree(v) for k, v in what}
+
+
+def _torch(kind: type) -> Callable[[Decoder, Any], Any]:
+    return lambda decoder, what: torch_name(kind, what)
+
+
+_READERS: dict[str, Callable[[Decoder, Any], Any]] = {
+    "%": lambda decoder, what: decoder._at(what),
+    "()": lambda decoder, what: tuple(decoder.tree(row(what))),
+    "{}": _pairs,
+    "slice": lambda decoder, what: slice(*decoder.tree(row(what))),
+    "float": lambda decoder, what: float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[what]),
+    "complex": lambda decoder, what: complex(*decoder.tree(row(what))),
+    "Size": lambda decoder, what: torch.Size([number(n) for n in row(what)]),
+    "dtype": _torch(torch.dtype),
+    "layout": _torch(torch.layout),
+    "memory_format": _torch(torch.memory_format),
+    "device": lambda decoder, what: torch.device(text(what)),
+    "tensor": lambda decoder, what: decoder._tensor(what),
+    "BatchSize": lambda decoder, what: BatchSize(number(what[0]), number(what[1]), number(what[2], 1)),
+    "Length": lambda decoder, what: Length(item(decoder.specs, what[0]), number(what[1])),
+    "Offset": lambda decoder, what: Offset(item(decoder.specs, what[0]), number(what[1])),
+    "RankPlace": lambda decoder, what: RankPlace(item(decoder.meshes, what[0]), texts(what[1])),
+}

@@ -1,0 +1,138 @@
+"""Programs in files: the program as JSON text, its constants as tensors, in one safetensors file.
+
+A file is written beside its place and renamed when it is complete. What is read is checked by a checksum, and every
+name in it is looked up in a table: reading a file runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from meshwright.layout import MeshwrightError
+
+from ._decode import Decoder
+from ._encode import Encoder
+from ._errors import ProgramFileError
+from ._program import Program
+from ._verify import verify
+
+KIND = "meshwright program"
+LONGEST = 100_000_000
+"""So long a text safetensors reads."""
+
+T = TypeVar("T")
+
+
+def save_program(program: Program, path: str | os.PathLike[str]) -> str:
+    """Writes the program, with its constants, into one file; gives the file's checksum.
+
+    Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
+    """
+    encoder = Encoder()
+    text = json.dumps(encoder.program(program), allow_nan=False, separators=(",", ":"))
+    decoded(path, text, encoder.tensors)
+    checksum = _checksum(text, encoder.tensors)
+    metadata = {"kind": KIND, "program": text, "sha256": checksum}
+    data = save(encoder.tensors, metadata)
+    if int.from_bytes(data[:8], "little") > LONGEST:
+        raise ProgramFileError(
+            "to save a program", f"a text of {len(text)} characters", f"a file holds one of at most {LONGEST}",
+            "a smaller program: the layers of a model as programs of their own",
+        )  # fmt: skip
+    write_whole(path, data)
+    return checksum
+
+
+def load_program(path: str | os.PathLike[str]) -> Program:
+    """The program in a file that `save_program` wrote. Raises ProgramFileError for a file that holds none."""
+    metadata, tensors = _read(path)
+    text = metadata["program"]
+    if _checksum(text, tensors) != metadata["sha256"]:
+        raise no_program(path, "its checksum is another one: the file was changed, or not copied to its end")
+    return decoded(path, text, tensors)
+
+
+def decoded(path: Any, text: str, tensors: Mapping[str, Tensor]) -> Program:
+    """The program that the text is."""
+    return told(path, lambda: verify(Decoder(tensors).program(read_json(text))))
+
+
+def told(path: Any, act: Callable[[], T]) -> T:
+    """What `act` gives; whatever it raises for data of another form is told as ProgramFileError."""
+    try:
+        return act()
+    except MeshwrightError as error:
+        raise no_program(path, f"{error.asked}: {error.why}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise no_program(path, str(error).split("\n")[0] or type(error).__name__) from error
+
+
+def read_json(text: str | bytes) -> Any:
+    """JSON without what JSON does not have: NaN and infinities."""
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def no_program(path: Any, why: str) -> ProgramFileError:
+    return ProgramFileError(
+        f"to load {os.fspath(path)}", "no program that can be read", why,
+        "a file that save_program wrote with this version of Meshwright or an older one",
+    )  # fmt: skip
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file."""
+    try:
+        data = Path(path).read_bytes()
+        tensors = load(data)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise no_program(path, str(error)) from error
+    length = int.from_bytes(data[:8], "little")
+    metadata: Any = told(path, lambda: read_json(data[8 : 8 + length])).get("__metadata__")
+    if metadata is None or metadata.get("kind") != KIND or not metadata.keys() >= {"program", "sha256"}:
+        raise no_program(path, "it is a safetensors file, and there is no program in it")
+    return metadata, tensors
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over the text and over all tensors: names, dtypes, shapes, numbers."""
+    found = sha256(text.encode())
+    for name in sorted(tensors):
+        x = tensors[name]
+        found.update(f"\n{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        found.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file that is there as a whole or not at all, whenever the machine stops."""
+    place = Path(path).absolute()
+    beside = place.with_name(f".{place.name}.{token_hex(8)}")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, place)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name
+    finally:
+        os.close(folder)

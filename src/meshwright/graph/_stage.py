@@ -1,0 +1,162 @@
+"""The setting in which a forward pass is captured: fake whole tensors, and everything that is done to them noted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import MeshwrightError, Spec
+from meshwright.tensor import DistTensor, Mark, capturing, operators_recorded
+
+from ._dynamic import DynamicSizes
+from ._effects import draws, writes_to
+from ._errors import CaptureError
+from ._interception import intercepted
+from ._node import Origin
+from ._recording import Recording
+from ._where import user_frame, user_line
+from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, interception_off, unrecorded
+
+WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+
+
+def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`call(*args)` in such a setting, with errors of what cannot be captured."""
+    try:
+        return call(*args)
+    except MeshwrightError:
+        raise
+    except DataDependent as error:
+        raise CaptureError(
+            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+        ) from error  # fmt: skip
+    except AttributeError as error:
+        if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
+            raise
+        raise CaptureError(
+            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
+            "a model is captured as for one device: how its tensors lie is decided later",
+            "mw.reshard(x, mesh, placements) to say how x is to lie, mw.local_map for a function of local parts",
+        ) from error  # fmt: skip
+
+
+def _check_whole(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, DistTensor):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"a distributed tensor {x.spec!r} from elsewhere",
+                "a model is captured as for one device, and only its parameters, buffers and batch are taken for whole",
+                "register_buffer for a tensor that the module keeps, or the tensor as part of the batch",
+            )  # fmt: skip
+
+
+class Stage:
+    """The setting in which a forward pass is captured."""
+
+    def __init__(self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes) -> None:
+        self.module, self.mode, self.recording, self.sizes = module, mode, recording, sizes
+        self.path: list[str] = [""]
+        recording.origin = self.origin
+
+    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
+        """A fake whole tensor in the place of `x`."""
+        shape = self.sizes.of(x, source) if role == "batch" else tuple(x.shape)
+        if spec is not None and role == "batch":
+            spec = Spec(spec.mesh, spec.layout, shape, spec.dtype)
+        with self.mode:
+            fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
+        fake.requires_grad_(x.requires_grad)
+        if isinstance(x, nn.Parameter):
+            fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+        fake._lies = spec  # pyright: ignore[reportAttributeAccessIssue]
+        self.recording.add_input(fake, role, name, spec, source)
+        return fake
+
+    def origin(self) -> Origin:
+        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast())
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Inside, operators, marks and users' autograd functions are recorded."""
+        with ExitStack() as stack, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute")  # asked for when a real tensor becomes a fake one
+            for name, part in self.module.named_modules():
+                enter = part.register_forward_pre_hook(self._entering(name))
+                leave = part.register_forward_hook(lambda *_: self._left(), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(capturing(self.opaque))
+            stack.enter_context(intercepted(self.opaque))
+            stack.enter_context(operators_recorded(self.note, self.run))
+            yield
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.path.append(name)
+
+    def _left(self) -> None:
+        self.path.pop()
+
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carries an operator out; one that draws, or makes a tensor of symbolic sizes, makes a fake one."""
+        leaves = list(_plain_leaves((args, kwargs)))
+        _check_whole(leaves)
+        if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
+            return args[0]  # what it holds is not known before the program runs
+        if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+            return op(*args, **kwargs)
+        with self.mode:
+            return op(*args, **kwargs)
+
+    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        with interception_off():
+            if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
+                return
+            self.recording.note(op, args, kwargs, out)
+
+    def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True for what is asked of constants; raises CaptureError where the answer will be another one."""
+        values = [self.recording.value_of(a) for a in _plain_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if values and not all(self.recording.is_constant(v) for v in values):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
+                "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+            )  # fmt: skip
+        return bool(values)
+
+    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+        """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
+        with unrecorded(), self.mode:
+            out = shown()
+            if isinstance(op, Mark):
+                out._lies = Spec(op.mesh, op.layout, out.shape, out.dtype)
+        with interception_off():
+            self.recording.note(op, args, {}, out)
+        return out
+
+
+def _plain_leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _plain_leaves(item)
+    elif isinstance(tree, dict):
+        yield from _plain_leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def _device(x: Tensor) -> torch.device:
+    """Where the tensor will be: meta tensors stand for what is not there yet, on the default device."""
+    return torch.get_default_device() if x.device.type == "meta" else x.device
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None

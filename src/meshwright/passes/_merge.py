@@ -1,0 +1,216 @@
+"""Gradient merge: a batch in pieces, whose gradients are added up before one update.
+
+The program of one piece stands in the merged one once per piece, one after the other, so that only one piece's
+activations live at a time. What a gradient's reduction over ranks reads is added up before it: the ranks communicate
+once for all pieces. Buffers that the forward pass renews go from piece to piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.graph import (
+    Carry,
+    Change,
+    Draft,
+    Input,
+    Node,
+    Origin,
+    Program,
+    RewriteError,
+    Value,
+    communication,
+    map_values,
+)
+from meshwright.layout import Spec
+from meshwright.reshard import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, View
+from meshwright.tensor import DistTensor, local_parts, map_tensors, stamp, tensors_in
+
+aten = torch.ops.aten
+
+LINEAR = {aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default}
+"""Operators of one operand that a sum goes through."""
+
+SUMS = (AllReduce, ReduceScatter, AllGather, AllToAll, Slice, View)
+"""Steps that a sum goes through, as far as they do not take maxima or products."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A batch is taken in `pieces` along dim 0; with `average`, losses and gradients are means over them.
+
+    Leaves of the batch that have as many rows as its first tensor are cut; every piece gets the others whole.
+    """
+
+    pieces: int
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pieces < 1:
+            raise RewriteError(
+                f"Merge({self.pieces})", f"{self.pieces} pieces", "a batch has pieces", "Merge(4), or no merge"
+            )
+
+    def first(self, batch: Any) -> Any:
+        """The first piece of a batch: what a program of one piece is recorded for. RewriteError for uneven pieces."""
+        rows = _rows_of(tensors_in(batch))
+        return map_tensors(lambda x: self._cut(x) if _rows_of([x]) == rows else x, batch)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DistTensor):
+            return x[: self._part(x.shape[0])]
+        spec = Spec(x.spec.mesh, x.spec.layout, (self._part(x.spec.shape[0]), *x.spec.shape[1:]), x.spec.dtype)
+        with local_parts():
+            return stamp(x[: self._part(x.shape[0])].as_subclass(Tensor), spec)
+
+    def _part(self, rows: int) -> int:
+        if rows % self.pieces:
+            raise RewriteError(
+                repr(self), f"{rows} rows", "pieces have one size, so that their mean is that of the batch",
+                f"a batch of a multiple of {self.pieces} rows on each rank",
+            )  # fmt: skip
+        return rows // self.pieces
+
+    def program(self, step: Program, leaves: Sequence[Any]) -> Program:
+        """The program of all pieces of a batch with these leaves, from the one for its first piece.
+
+        Outputs are those of `record_gradients`: a loss and gradients.
+        """
+        rows = _rows_of(x for x in leaves if isinstance(x, Tensor))
+        cut = {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _rows_of([x]) == rows}
+        return _Merged(self, step, cut).program() if self.pieces > 1 else step
+
+
+def _rows_of(tensors: Iterable[Tensor]) -> int | None:
+    """The rows of the first tensor that has any; those of the whole tensor where it is distributed."""
+    return next(((x.spec.shape if isinstance(x, DistTensor) else x.shape)[0] for x in tensors if x.dim()), None)
+
+
+@dataclass
+class _Merged:
+    """The pieces of a step, and the sums of what they give; `cut` are the leaves of the batch that have pieces."""
+
+    how: Merge
+    step: Program
+    cut: Collection[int]
+    became: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    specs: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
+    sums: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    draft: Draft = field(init=False)
+
+    def program(self) -> Program:
+        inputs = tuple(self._whole(i) if self._is_cut(i) else i for i in self.step.inputs)
+        self.draft = Draft(replace(self.step, inputs=inputs, nodes=(), writes=(), outputs=()))
+        self._reserve()
+        wanted = {"": self.step.outputs["out"], **self.step.outputs["grads"]}
+        chains = {name: self._chain(v) for name, v in wanted.items()}
+        bottoms = {_bottom(v, chains[name]) for name, v in wanted.items()}
+        pieces = {
+            old.value: self._pieces(old, new)
+            for old, new in zip(self.step.inputs, inputs, strict=True)
+            if old is not new
+        }
+        for at in range(self.how.pieces):
+            self.became = {x: self.became.get(v, v) if at else x for x, v in self.step.writes}
+            self.became |= {x: parts[at] for x, parts in pieces.items()}
+            for node in self.step.nodes:
+                self._copy(node, bottoms)
+        grads = {name: self._finished(wanted[name], chain) for name, chain in chains.items()}
+        return self._closed(inputs, {"out": grads.pop(""), "grads": grads})
+
+    def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
+        nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
+        writes = tuple((x, self.became.get(v, v)) for x, v in self.step.writes)
+        specs = {**self.step.specs, **self.specs}
+        made = replace(self.step, inputs=inputs, nodes=nodes, outputs=outputs, writes=writes, specs=specs)
+        merged = Draft(made).finish()
+        before, after = (len(list(communication(p))) for p in (self.step, merged))
+        saved = {"collectives": before * self.how.pieces - after}
+        return merged.with_changes(Change("merge", f"one update for {self.how.pieces} pieces of the batch", "", saved))
+
+    def _reserve(self) -> None:
+        """Names of the recorded step are not given again."""
+        for node in self.step.nodes:
+            for v in node.outs:
+                self.draft.names.fresh(v.name)
+
+    def _is_cut(self, given: Input) -> bool:
+        return given.role == "batch" and given.source in self.cut
+
+    def _whole(self, given: Input) -> Input:
+        """The batch in the place of its first piece."""
+        v, spec = given.value, given.spec
+        shape = (v.shape[0] * self.how.pieces, *v.shape[1:])
+        if spec is not None:
+            spec = Spec(spec.mesh, spec.layout, (spec.shape[0] * self.how.pieces, *spec.shape[1:]), spec.dtype)
+        return replace(given, value=Value(v.name, shape, v.dtype, v.device), spec=spec)
+
+    def _pieces(self, piece: Input, whole: Input) -> Sequence[Value]:
+        made = [self._fresh(piece.value) for _ in range(self.how.pieces)]
+        args = (whole.value, self.how.pieces, 0)
+        return self.draft.add_as(aten.chunk.default, args, {}, made, self.draft.end, Origin("forward"))
+
+    def _fresh(self, v: Value) -> Value:
+        new = Value(self.draft.names.fresh(v.name), v.shape, v.dtype, v.device)
+        if v in self.step.specs:
+            self.specs[new] = self.step.specs[v]
+        return new
+
+    def _copy(self, node: Node, bottoms: Collection[Value]) -> None:
+        args, kwargs = map_values(lambda v: self.became.get(v, v), (node.args, dict(node.kwargs)))
+        self.became.update({v: self._fresh(v) for v in node.outs})
+        out = map_values(lambda v: self.became[v], node.out)
+        self.draft.add_as(node.op, args, kwargs, out, self.draft.end, node.origin)
+        for v in node.outs:
+            if v in bottoms:
+                self._add(v)
+
+    def _add(self, v: Value) -> None:
+        before, new = self.sums.get(v), self.became[v]
+        if before is not None:
+            args = (before, new)
+            new = self._fresh(v)
+            self.draft.add_as(aten.add.Tensor, args, {}, new, self.draft.end, Origin("backward"))
+        self.sums[v] = new
+
+    def _chain(self, v: Value) -> list[Node]:
+        """The nodes that a sum goes through, from `v` down to the first that communicates; none where none does."""
+        found: list[Node] = []
+        node = self.step.producers.get(v)
+        while node is not None and _is_linear(node):
+            found.append(node)
+            node = self.step.producers.get(node.ins[0])
+        while found and not (isinstance(found[-1].op, Carry) and found[-1].op.communicates):
+            found.pop()
+        return found
+
+    def _finished(self, v: Value, chain: Sequence[Node]) -> Value:
+        """The sum, or mean, over all pieces, through what `chain` does."""
+        bottom = _bottom(v, chain)
+        new = self.sums.get(bottom, bottom)
+        if self.how.average and bottom in self.sums:
+            mean = self._fresh(bottom)
+            args = (new, self.how.pieces)
+            new = self.draft.add_as(aten.div.Tensor, args, {}, mean, self.draft.end, Origin("backward"))
+        for node in reversed(chain):
+            became = {**self.became, node.ins[0]: new}
+            args = map_values(lambda u, became=became: became.get(u, u), node.args)
+            new = self._fresh(node.outs[0])
+            self.draft.add_as(node.op, args, dict(node.kwargs), new, self.draft.end, node.origin)
+        return new
+
+
+def _bottom(v: Value, chain: Sequence[Node]) -> Value:
+    return chain[-1].ins[0] if chain else v
+
+
+def _is_linear(node: Node) -> bool:
+    """True where a sum of results is the result of the sum of first operands."""
+    if isinstance(node.op, Carry):
+        return isinstance(node.op.step, SUMS) and getattr(node.op.step, "op", "sum") in ("sum", "avg")
+    return node.op in LINEAR

@@ -1,0 +1,84 @@
+"""Batches of changing sizes: recorded again a few times, then never, with eager mode's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.engine import StaticError
+
+MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+SIZES = [(8, 6), (8, 6), (4, 6), (12, 10), (6, 5), (4, 4), (16, 9)]
+
+
+class Model(nn.Module):
+    """Asks for sizes in Python: positions by `arange`, a flattening of batch and sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Dropout(0.1), nn.Linear(16, 4))
+
+    def forward(self, x_bsd: Tensor, labels_bs: Tensor) -> Tensor:
+        b, s, _ = x_bsd.shape
+        positions_s = torch.arange(s) / s
+        return F.cross_entropy(self.layers(x_bsd + positions_s[:, None]).view(b * s, -1), labels_bs.view(-1))
+
+
+def losses(static: bool, sizes: list[tuple[int, int]], most: int = 16) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    model = Model()
+    first = model.layers[0]
+    first.weight = mw.shard_tensor(first.weight, MESH, [mw.Replicate(), mw.Shard(0)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dist_model = mw.to_static(model, None, None, optimizer, mw.Strategy(max_programs=most))
+    found: list[float] = []
+    for b, s in sizes:
+        torch.manual_seed(b * s)
+        batch = [mw.shard_tensor(v, MESH, [mw.Shard(0)]) for v in (torch.randn(b, s, 8), torch.randint(0, 4, (b, s)))]
+        if static:
+            found.append(dist_model(*batch).item())
+            continue
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, dist_model.recordings
+
+
+def test_changing_sizes_are_recorded_four_times() -> None:
+    eager = mw.simulate(lambda: losses(False, SIZES), 4)[0]
+    static = mw.simulate(lambda: losses(True, SIZES), 4)[0]
+    assert static[0] == eager[0]
+    assert static[1] == 4  # no states yet; states; another batch; another length
+
+
+def test_there_are_at_most_so_many_programs() -> None:
+    with pytest.raises(StaticError, match="max_programs"):
+        mw.simulate(lambda: losses(True, SIZES, most=2), 4)
+
+
+def test_a_size_that_is_compared_is_recorded_for_both_answers() -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x_sd: Tensor) -> Tensor:
+            return self.layer(x_sd).sum() * (2 if x_sd.shape[0] > 10 else 1)
+
+    torch.manual_seed(0)
+    model = Long()
+    dist_model = mw.to_static(model, None, lambda out, labels: out + 0 * labels)
+    dist_model.eval()
+
+    def run() -> int:
+        for n in (4, 6, 8, 12, 14, 16, 5, 9, 20):
+            x = torch.randn(n, 4)
+            assert dist_model(x, torch.zeros(())).item() == pytest.approx(model(x).item(), rel=1e-5)
+        return dist_model.recordings
+
+    assert mw.simulate(run, 1) == [3]

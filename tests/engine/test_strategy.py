@@ -1,0 +1,152 @@
+"""Every option of a strategy: seen in the program, with the numbers kept; or refused with a reason; in TOML and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.engine import StrategyError, strategy_from_toml, strategy_to_toml
+from meshwright.engine._strategy import (
+    DpOptimization,
+    FusedPasses,
+    MpOptimization,
+    Pipeline,
+    Recomputing,
+    Sharding,
+    SpOptimization,
+)
+from meshwright.graph import Program, communication
+from meshwright.models import Llama, LlamaConfig, mark
+from meshwright.passes import Bucket, Hierarchy
+
+SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_forward=48)
+PLAIN = {"dp_optimization": DpOptimization(False), "mp_optimization": MpOptimization(False), "inplace": False}
+
+
+def run(strategy: mw.Strategy) -> tuple[list[float], Program, dict[str, Any]]:
+    """Losses of three steps, the program, and how the first big matrix and its states lie."""
+
+    def rank() -> Any:
+        mesh = mw.ProcessMesh(np.arange(4).reshape(1, 2, 2), ["pp", "dp", "tp"])
+        model = Llama(SMALL)
+        mark(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        dist_model = mw.to_static(model, None, None, optimizer, strategy)
+        generator = torch.Generator().manual_seed(0)
+        found: list[float] = []
+        for _ in range(3):
+            tokens = [torch.randint(0, 32, (4, 8), generator=generator) for _ in range(2)]
+            found.append(dist_model(*[mw.shard_tensor(t, mesh["pp", 0], [mw.Shard(0)]) for t in tokens]).item())
+        weight = model.blocks[0].attention.q.weight
+        lies = {"weight": weight.spec, "state": optimizer.state[weight]["exp_avg"].spec}
+        return found, dist_model.program, lies
+
+    return mw.simulate(rank, 4)[0]
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], Program, dict[str, Any]]:
+    return run(mw.Strategy(**PLAIN))
+
+
+def kinds(program: Program) -> Counter[str]:
+    return Counter(f"{n.origin.phase} {type(n.op.step).__name__}" for n in communication(program))
+
+
+def test_without_passes_gradients_are_reduced_one_by_one(plain: Any) -> None:
+    assert kinds(plain[1])["backward AllReduce"] > 20
+
+
+def test_buckets_and_shared_conversions_are_on_by_default(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy())
+    assert losses == plain[0]
+    assert kinds(program)["backward AllReduce"] <= 10
+    assert {"bucket", "in_place"} <= {c.by for c in program.changes}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharding_cuts_states_gradients_and_parameters(stage: int, plain: Any) -> None:
+    losses, program, lies = run(mw.Strategy(sharding=Sharding(True, stage, least=64), **PLAIN))
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    cut = "f32[32@tp@dp, 32]"
+    assert repr(lies["state"]) == cut
+    assert (repr(lies["weight"]) == cut) == (stage == 3)
+    found = kinds(program)
+    assert (found["update AllGather"] > 0) == (stage < 3)
+    assert (found["forward AllGather"] > 0) == (stage == 3)
+    assert (found["backward AllGather"] > 0) == (stage == 3)
+    scattered = sum(n for kind, n in found.items() if kind.endswith("ReduceScatter"))
+    assert (scattered > 0) == (stage > 1)
+
+
+def test_parameters_may_stay_whole_until_the_backward_pass(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy(sharding=Sharding(True, 3, least=64, regather=False), **PLAIN))
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    assert kinds(program)["backward AllGather"] == 0
+
+
+def test_sequence_parallelism_scatters_and_gathers(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy(sp_optimization=SpOptimization(True), **PLAIN))
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    found = kinds(program)
+    assert found["forward ReduceScatter"] == found["forward AllGather"] == 5  # two a block, and the embedding's
+
+
+@pytest.mark.parametrize("how", [{"layers": ("blocks.*",)}, {"budget": 0.5}])
+def test_recompute_keeps_the_numbers(how: dict[str, Any], plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy(recompute=Recomputing(True, **how), **PLAIN))
+    assert losses == plain[0]
+    assert any(c.by == "recompute" for c in program.changes)
+
+
+def test_fused_passes_find_what_the_model_writes_out(plain: Any) -> None:
+    losses, _, _ = run(mw.Strategy(fused_passes=FusedPasses(True), **PLAIN))
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+
+
+def test_own_passes_come_last(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy(passes=(Bucket(bytes=4096),), **PLAIN))
+    assert losses == plain[0]
+    assert [c.by for c in program.changes][-1] == "bucket"
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Sharding(True, 4), "stage"),
+        (lambda: Recomputing(True), "budget"),
+        (lambda: Recomputing(True, ("a",), 0.5), "budget"),
+        (lambda: FusedPasses(True, ("fuse_everything",)), "fuse_norm"),
+        (lambda: Pipeline(True), "stages"),
+        (lambda: mw.Strategy(compiler="cinn"), "inductor"),
+        (lambda: strategy_from_toml("[sharding]\nenabled = true"), "enable"),
+        (lambda: strategy_from_toml("shardings = 1"), "sharding"),
+        (lambda: strategy_from_toml('[sharding]\nstage = "two"'), "int"),
+        (lambda: strategy_from_toml('[[passes]]\nname = "buckets"'), "bucket"),
+        (lambda: strategy_from_toml("[sharding"), "TOML"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
+    with pytest.raises(StrategyError, match=word):
+        make()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        mw.Strategy(),
+        mw.Strategy(compiler="inductor", full_graph=False, max_programs=3),
+        mw.Strategy(sharding=Sharding(True, 3, ("dp", "ep"), 64), recompute=Recomputing(True, budget=0.25)),
+        mw.Strategy(
+            passes=(Bucket(bytes=2**20), Hierarchy("gpu", "node")), fused_passes=FusedPasses(True, ("fuse_norm",))
+        ),
+    ],
+)
+def test_toml_and_back(strategy: mw.Strategy) -> None:
+    assert strategy_from_toml(strategy_to_toml(strategy)) == strategy

@@ -1,0 +1,176 @@
+"""Live memory: counted by hand on small programs, and against what real tensors take on a training step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright as mw
+from meshwright.graph import (
+    Carry,
+    ProgramError,
+    Value,
+    live_memory,
+    map_values,
+    runner,
+    strides_of,
+    verify,
+    work_of,
+)
+from meshwright.graph._execute import carrying
+from meshwright.tensor import local_parts
+from tests.passes.random_programs import program
+from tests.passes.steps import copied, llama_step
+
+aten = torch.ops.aten
+
+
+def test_a_value_lives_until_it_was_read_last() -> None:
+    def build(add: Any, x: Value) -> Any:
+        a = add(aten.exp.default, x)  # 16
+        b = add(aten.exp.default, a)  # 16 + 16
+        c = add(aten.sum.default, b)  # a is gone: 16 + 4
+        return c, ()
+
+    live = live_memory(program(build, (4,)))
+    assert (live.held, live.live) == (16, (32, 48, 36))
+    assert live.at == 1
+    assert [v.name for v in live.alive()] == ["exp", "exp_1"]
+    assert str(live) == "48 bytes at aten.exp.default (forward), node 1 of 3: 16 of inputs, 32 of values"
+
+
+def test_views_share_memory_and_keep_it_alive() -> None:
+    def build(add: Any, x: Value) -> Any:
+        a = add(aten.exp.default, x)
+        head = add(aten.slice.Tensor, a, 0, 0, 1)
+        flat = add(aten._unsafe_view.default, head, [1])
+        b = add(aten.exp.default, x)
+        return (add(aten.add.Tensor, flat, flat), b), ()
+
+    live = live_memory(program(build, (4,)))
+    assert live.live == (32, 32, 32, 48, 52)
+
+
+def test_released_inputs_die() -> None:
+    def build(add: Any, x: Value, y: Value) -> Any:
+        return add(aten.exp.default, add(aten.mul.Tensor, x, y)), ()
+
+    made = program(build, (4,), (4,))
+    assert live_memory(made).live == (48, 64)
+    assert live_memory(made, released=[made.inputs[0].value]).live == (48, 48)
+
+
+def test_writing_over_takes_no_memory() -> None:
+    def build(add: Any, x: Value) -> Any:
+        y = add(aten.add_.Tensor, x, 1)
+        return (), [(x, y)]
+
+    assert live_memory(verify(program(build, (4,)))).live == (16,)
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda add, x: (add(aten.exp.default, x) and add(aten.add_.Tensor, x, 1) and x, ()), "does not write it back"),
+        (lambda add, x: (_late(add, x), [(x, x)]), "read after its memory was written over"),
+        (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.neg.default, add(aten.t.default, x))))]), None),
+        (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.t.default, x)))]), "may lie in the memory of"),
+    ],
+)
+def test_what_was_written_over_is_read_no_more(build: Any, why: str | None) -> None:
+    made = program(build, (2, 2))
+    if why is None:
+        verify(made)
+        return
+    with pytest.raises(ProgramError, match=why):
+        verify(made)
+
+
+def _late(add: Any, x: Value) -> Value:
+    view = add(aten.t.default, x)
+    add(aten.add_.Tensor, x, 1)
+    return add(aten.exp.default, view)
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of the storages that are alive after each operator, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(out)
+        return out
+
+    def see(self, out: Any) -> None:
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor):
+                self._add(t)
+
+    def _add(self, t: Tensor) -> None:
+        key, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+        self.live += size if not self.held.get(key) else 0
+        self.held[key] = self.held.get(key, 0) + 1
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(t, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.held[key] -= 1
+        self.live -= size if not self.held[key] else 0
+
+
+def test_the_count_is_what_a_run_takes() -> None:
+    step = llama_step((1, 1, 1))
+    one, inputs = step.programs[0], step.inputs[0]
+
+    def measure() -> tuple[int, int]:
+        given, meter = [copied(x) for x in inputs], Meter()
+        with local_parts(), torch.no_grad(), meter:
+            meter.see(given)
+            before = meter.live
+            out = runner(one)(*given)
+        del out
+        return before, meter.peak
+
+    live = live_memory(one)
+    assert (live.held, live.peak) == mw.simulate(measure, 1)[0]
+
+
+def test_the_sums_of_a_step_are_those_of_its_matrices() -> None:
+    step = llama_step((1, 1, 1))
+    found = sum(work_of(n).flops for n in step.programs[0].nodes if "mm" in str(n.op))
+    weights = sum(
+        i.value.nbytes // 4 for i in step.programs[0].inputs if i.role == "parameter" and len(i.value.shape) == 2
+    )
+    embedding = 32 * 32
+    assert found == 6 * 16 * 8 * (weights - embedding)
+
+
+def test_imagined_strides_are_those_of_real_tensors() -> None:
+    step = llama_step((1, 1, 1))
+    one, inputs = step.programs[0], step.inputs[0]
+    expected = strides_of(one)
+
+    def measure() -> dict[Value, Any]:
+        known = {i.value: x for i, x in zip(one.inputs, map(copied, inputs), strict=True)}
+        with local_parts(), torch.no_grad():
+            for node in one.nodes:
+                args, kwargs = map_values(known.__getitem__, (node.args, dict(node.kwargs)))
+                op = carrying(node.op) if isinstance(node.op, Carry) else node.op
+                out = op(*args, **kwargs)
+                known.update(zip(node.outs, out if isinstance(out, (list, tuple)) else [out], strict=True))
+        return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
+
+    def told(v: Value, strides: Any) -> list[int]:
+        return [step for n, step in zip(v.shape, strides, strict=True) if n != 1]
+
+    found = mw.simulate(measure, 1)[0]
+    assert {v: told(v, s) for v, s in found.items()} == {v: told(v, s) for v, s in expected.items()}
