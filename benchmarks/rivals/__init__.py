@@ -1,0 +1,1 @@
+"""What Meshwright is measured beside: other libraries, and programs written by hand."""

@@ -1,0 +1,370 @@
+"""Figure 5: a static training step beside a program written by hand and beside DTensor, both compiled, on processes.
+
+A Llama-style model in two sizes, one in which computing dominates and one in which everything else does, on 2 and 4
+processes with one thread each. All contenders live in the same processes, keep the same layout, start with the same
+weights and give the loss of each step as a number; they take turns, in blocks of a few steps. A ratio is the median,
+over the turns, of the ratio of two blocks of one turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm import launch
+from meshwright.models import LlamaConfig
+
+BY_HAND_GOAL, DTENSOR_GOAL, LOSS_GOAL = 1.0, 0.9, 1e-4
+ADAMW: dict[str, Any] = {"lr": 5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CHECKED_STEPS = 6
+ROOT = Path(__file__).parents[1]
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Tensor, Tensor], float]
+"""Tokens and targets [b, s] -> the mean loss of the whole batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model, its batch, and how a turn is taken."""
+
+    model: LlamaConfig
+    batch: int
+    sequence: int
+    steps: int
+    turns: int
+    quick_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One size on one mesh, as it stands in the table and on a command line."""
+
+    size: str
+    dp: int
+    tp: int
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp
+
+    def __str__(self) -> str:
+        return f"{self.size} dp={self.dp} tp={self.tp}"
+
+
+SIZES = {
+    "overhead": Size(LlamaConfig(256, 64, 2, 4, 2, 176), batch=4, sequence=32, steps=10, turns=60, quick_turns=15),
+    "compute": Size(LlamaConfig(2048, 512, 4, 8, 4, 1376), batch=8, sequence=128, steps=1, turns=15, quick_turns=5),
+}
+CASES = [Case(size, dp, tp) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ours": {},
+    # "without buckets": {"dp_optimization": {"enable": False}},
+    # "without sharing": {"mp_optimization": {"enable": False}},
+    # "without foreach": {"foreach": False},
+    # "without inductor": {"compiler": "none"},
+}
+"""Settings of the static mode by name: "ours" with every pass, and one entry for each pass without it."""
+
+
+# --- the contenders ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every contender is built from: the case, its size, both libraries' meshes and the batches."""
+
+    case: Case
+    size: Size
+    mesh: Any
+    torch_mesh: Any
+    batches: Sequence[Batch]
+
+    def whole(self) -> Any:
+        """A new model with the same weights each time."""
+        from meshwright.models import Llama
+
+        return Llama(self.size.model)
+
+    def own(self, batch: Batch) -> Batch:
+        """This rank's part of a batch."""
+        tokens, targets = (x.chunk(self.case.dp)[self.torch_mesh["dp"].get_local_rank()] for x in batch)
+        return tokens, targets
+
+
+def ours(
+    model: nn.Module, loader: Iterable[Batch], loss: Any, optimizer: torch.optim.Optimizer, strategy: dict[str, Any]
+) -> mw.DistModel:
+    """The static mode, compiled."""
+    return mw.to_static(model, loader, loss, optimizer, mw.Strategy.of(**{"compiler": "inductor", **strategy}))
+
+
+class Eager:
+    """The eager mode with the manner of a `DistModel`: one step a call."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def train(self) -> None:
+        self.model.train()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        loss = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def our_step(stage: Stage, make: Callable[..., Any]) -> Step:
+    from meshwright.models import mark
+
+    model = stage.whole()
+    mark(model, stage.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    dist_model = make(model, stage.batches, None, optimizer)
+    dist_model.train()
+    return lambda *batch: dist_model(*batch).item()
+
+
+def static_step(settings: dict[str, Any]) -> Callable[[Stage], Step]:
+    return lambda stage: our_step(stage, lambda *parts: ours(*parts, settings))
+
+
+def eager_step(stage: Stage) -> Step:
+    return our_step(stage, lambda model, loader, loss, optimizer: Eager(model, optimizer))
+
+
+def by_hand_step(stage: Stage) -> Step:
+    from benchmarks.rivals import by_hand
+
+    step = by_hand.training_step(stage.whole(), stage.size.model, rope(stage), by_hand.AdamW(**ADAMW), stage.torch_mesh)
+    return lambda *batch: step(*stage.own(batch))
+
+
+def dtensor_step(stage: Stage) -> Step:
+    from benchmarks.rivals import by_hand, dtensor_model
+
+    step = dtensor_model.training_step(stage.whole(), rope(stage), by_hand.AdamW(**ADAMW), stage.torch_mesh)
+    return lambda *batch: step(*stage.own(batch))
+
+
+def rope(stage: Stage) -> tuple[Tensor, Tensor]:
+    from meshwright.models._llama import rope_table
+
+    return rope_table(stage.size.sequence, stage.size.model.head_size)
+
+
+RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}
+
+
+# --- one of the processes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A contender after its first steps: what it takes from then on, or why it cannot."""
+
+    step: Step | None
+    losses: list[float]
+    seconds: float
+    error: str = ""
+
+
+def main(path: str, case: Case, turns: int, caches: str) -> None:
+    """One rank: every contender's first steps, then all in turns; rank 0 writes what was found."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
+    stage = set_up(case)
+    contenders = {name: static_step(settings) for name, settings in STRATEGIES.items()} | RIVALS
+    starts = {name: start(stage, build, f"{caches}/{name}") for name, build in contenders.items()}
+    steps = {name: found.step for name, found in starts.items() if found.step is not None}
+    times = slowest_rank(in_turns(steps, stage, turns))
+    if stage.torch_mesh.get_rank() == 0:
+        Path(path).write_text(json.dumps(row(starts, times, one_device(stage))))
+    torch.distributed.barrier()
+
+
+def set_up(case: Case) -> Stage:
+    """Both libraries on the processes of one run; torch.compile is loaded, so that nobody pays for that."""
+    import meshwright as mw
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    mw.init_process(backend="gloo")
+    torch.compile(lambda x: x + 1)(torch.ones(1))
+    size = SIZES[case.size]
+    mesh = mw.ProcessMesh(torch.arange(case.ranks).reshape(1, case.dp, case.tp).numpy(), dim_names=["pp", "dp", "tp"])
+    torch_mesh = torch.distributed.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, size.batch, size.sequence)
+    batches = [torch.randint(size.model.vocab, shape, generator=generator).unbind() for _ in range(4)]
+    return Stage(case, size, mesh, torch_mesh, batches)
+
+
+def start(stage: Stage, build: Callable[[Stage], Step], cache: str) -> Start:
+    """A contender's first steps, compiled without anything that another one has left; all ranks agree on failure."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.replace(" ", "_")  # Inductor cannot compile below a path with a space
+    step, losses, error, seconds = None, [], "", 0.0
+    torch.distributed.barrier()
+    begin = time.perf_counter()
+    try:
+        step = build(stage)
+        for number in range(CHECKED_STEPS):
+            losses.append(step(*batch_of(stage, number)))
+            seconds = seconds or time.perf_counter() - begin
+    except Exception as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {str(raised)[:300]}"
+    failed = torch.tensor(bool(error), dtype=torch.int32)
+    torch.distributed.all_reduce(failed)
+    return Start(None if failed else step, losses, seconds, error or ("another rank failed" if failed else ""))
+
+
+def batch_of(stage: Stage, number: int) -> Batch:
+    return stage.batches[number % len(stage.batches)]
+
+
+def one_device(stage: Stage) -> list[float]:
+    """The losses of the same steps in plain torch."""
+    model = stage.whole()
+    plain = Eager(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    return [plain(*batch_of(stage, number)).item() for number in range(CHECKED_STEPS)]
+
+
+def in_turns(steps: dict[str, Step], stage: Stage, turns: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each contender in each turn; each turn begins with another one."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    gc.disable()
+    for turn in range(turns):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect(0)
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            for number in range(stage.size.steps):
+                steps[name](*batch_of(stage, number))
+            times[name].append((time.perf_counter() - begin) / stage.size.steps * 1e3)
+    gc.enable()
+    return times
+
+
+def slowest_rank(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    table = torch.tensor(list(times.values()), dtype=torch.float64)
+    torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX)
+    return dict(zip(times, table.tolist(), strict=True))
+
+
+# --- the figure --------------------------------------------------------------------------------------------------
+
+
+def row(starts: dict[str, Start], times: dict[str, list[float]], losses: list[float]) -> dict[str, Any]:
+    """What one case has shown."""
+    good = {name: found.losses for name, found in starts.items() if name in times}
+    return {
+        "ms": {name: spread(found) for name, found in times.items()},
+        "first_step_s": {name: round(starts[name].seconds, 1) for name in times},
+        "ratios": ratios(times),
+        "ratios_of_minima": ratios({name: [min(found)] for name, found in times.items()}),
+        "without_pass": passes(times),
+        "loss_difference": {name: difference(found, losses) for name, found in good.items()},
+        "failed": {name: found.error for name, found in starts.items() if found.error},
+    }
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    lower, median, upper = statistics.quantiles(times, n=4)
+    return {"min": round(min(times), 2), "q1": round(lower, 2), "median": round(median, 2), "q3": round(upper, 2)}
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    pairs = [("ours", "by hand"), ("ours", "DTensor"), ("by hand", "DTensor"), ("eager", "by hand")]
+    return {f"{a} / {b}": ratio(times[a], times[b]) for a, b in pairs if a in times and b in times}
+
+
+def passes(times: dict[str, list[float]]) -> dict[str, float]:
+    """The time without a pass over the time with all of them: above 1 is what the pass gains."""
+    return {name: ratio(times[name], times["ours"]) for name in STRATEGIES if name != "ours" and name in times}
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """The median over turns of a's time over b's."""
+    return round(statistics.median(x / y for x, y in zip(a, b, strict=True)), 3)
+
+
+def difference(losses: list[float], reference: list[float]) -> float:
+    """The largest relative difference."""
+    return float(f"{max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)):.1e}")
+
+
+def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
+    """The worst ratio of our time to that of the program by hand; every case stands in the details."""
+    rows = {str(case): measure(case, turns(SIZES[case.size], quick)) for case in cases}
+    by_hand, dtensor = worst(rows, "ours / by hand"), worst(rows, "ours / DTensor")
+    return {
+        "name": "static_speed",
+        "value": by_hand,
+        "goal": BY_HAND_GOAL,
+        "ok": by_hand is not None and dtensor is not None and by_hand <= BY_HAND_GOAL and dtensor <= DTENSOR_GOAL
+        and all(map(agree, rows.values())),
+        "rival": {"over_dtensor": dtensor, "over_dtensor_goal": DTENSOR_GOAL},
+        "details": {"unit": "ms per step, one thread a process, Gloo on loopback", "cases": rows},
+    }  # fmt: skip
+
+
+def measure(case: Case, turns: int, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """The row of one case, from processes of its own."""
+    print(f"{case} ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "row.json"
+        argv = ["-m", "benchmarks.static_speed", path, case.size, case.dp, case.tp, turns, directory]
+        env = {"PYTHONPATH": python_path(), **(env or {})}
+        status = launch([str(word) for word in argv], case.ranks, env, timeout=1800)
+        if status or not path.exists():
+            return {"failed": {"all": f"the processes ended with status {status}"}}
+        return json.loads(path.read_text())
+
+
+def turns(size: Size, quick: bool) -> int:
+    return size.quick_turns if quick else size.turns
+
+
+def python_path() -> str:
+    """This folder's parent first, so that the processes find the benchmarks from anywhere."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def worst(rows: dict[str, dict[str, Any]], pair: str) -> float | None:
+    """The largest ratio; None where a case has none."""
+    found = [row.get("ratios", {}).get(pair) for row in rows.values()]
+    return None if None in found else max(found)
+
+
+def agree(row: dict[str, Any]) -> bool:
+    """Whether nobody failed and all contenders gave the losses of one device."""
+    return not row["failed"] and all(value <= LOSS_GOAL for value in row["loss_difference"].values())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1], Case(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])), int(sys.argv[5]), sys.argv[6])
+    else:
+        print(json.dumps(run()))

@@ -1,0 +1,16 @@
+"""The contenders of the figure on static speed take the same steps; nothing is compiled and nothing timed here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import static_speed
+from benchmarks.static_speed import Case
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)], ids=["tp", "dp"])
+def test_all_contenders_give_the_losses_of_one_device(dp: int, tp: int) -> None:
+    found = static_speed.measure(Case("overhead", dp, tp), turns=2, env={"TORCH_COMPILE_DISABLE": "1"})
+    assert not found["failed"]
+    assert set(found["loss_difference"]) == {*static_speed.STRATEGIES, *static_speed.RIVALS}
+    assert static_speed.agree(found)
