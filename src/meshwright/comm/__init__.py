@@ -1,9 +1,10 @@
 """Carrying a step out: one interface, and the carriers that have it."""
 
 from ._call import Call, Group
-from ._carrier import Carrier, Receive
+from ._carrier import Arrival, Arrived, Carrier, Receive
 from ._counters import Counters
 from ._current import current, install, use
+from ._delayed import Delayed
 from ._errors import (
     CallError,
     CommError,
@@ -22,6 +23,8 @@ from ._recorded import Recorded
 from ._simulated import Simulated, simulate
 
 __all__ = [
+    "Arrival",
+    "Arrived",
     "Call",
     "CallError",
     "Carrier",
@@ -30,6 +33,7 @@ __all__ = [
     "Counters",
     "DeadPeerError",
     "DeadlockError",
+    "Delayed",
     "DisagreementError",
     "Group",
     "LaunchError",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,24 @@ def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> Call:
     return Call("all_reduce", op, dtype, shapes, shapes, group)
 
 
+class Arrival(Protocol):
+    """A conversion under way."""
+
+    def wait(self) -> Tensor:
+        """This rank's part, once it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A conversion that is done."""
+
+    part: Tensor
+
+    def wait(self) -> Tensor:
+        return self.part
+
+
 class Carrier(ABC):
     """One rank's way to the others.
 
@@ -55,6 +74,13 @@ class Carrier(ABC):
     def convert(self, way: Plan, x: Tensor) -> Tensor:
         """This rank's part after a conversion, from its part `x`; `x` itself when the plan has no work."""
         return execute(way, x, self)
+
+    def start(self, way: Plan, x: Tensor) -> Arrival:
+        """A conversion that is begun: `wait()` gives the part. `x` stays as it is until then.
+
+        Ranks begin the same conversions in the same order. A carrier that cannot work on the side has done it by then.
+        """
+        return Arrived(self.convert(way, x))
 
     def local_shape(self, spec: Spec) -> tuple[int, ...]:
         """Shape of what the caller holds of a tensor that lies as `spec` says."""

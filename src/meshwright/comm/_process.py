@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import MeshwrightError
+from meshwright.reshard import Plan
 
 from ._call import Call, Group, Shape
-from ._carrier import Carrier, Receive
+from ._carrier import Arrival, Carrier, Receive
 from ._current import install
 from ._guard import Check, Guard
 from ._links import Links
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
+from ._side import Side
 from .torch_hooks import Backend, PrefixStore, Store, open_backend
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ class ProcessCarrier(Carrier):
         self._limit = limit
         self._store: Store = open_store(place, limit)
         self._backends: dict[tuple[str, Group], Backend] = {}
+        self._side = Side()
         self._guard = Guard(place.rank, check)
         self._links = Links(place, self._store, self._guard.state)
         self._guard.connect(self._links)
@@ -69,6 +72,13 @@ class ProcessCarrier(Carrier):
             yield
         finally:
             self._guard.check = before
+
+    def start(self, way: Plan, x: Tensor) -> Arrival:
+        """A conversion on the side, in a thread of its own; on devices with streams it is done by the caller."""
+        if x.device.type != "cpu" or not way.rounds:
+            return super().start(way, x)
+        plain = x.as_subclass(Tensor)
+        return self._side.begin(lambda: self.convert(way, plain))
 
     def close(self) -> None:
         """Say to the other ranks that this one has ended; called when the process exits."""
@@ -93,6 +103,11 @@ class ProcessCarrier(Carrier):
 
     def _barrier(self, call: Call) -> None:
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
+
+    def _check_group(self, group: Group) -> None:
+        """The first thing that every call does; what was begun on the side comes before it."""
+        self._side.drain()
+        super()._check_group(group)
 
     def _carried(self, call: Call, carry: Callable[[], T]) -> T:
         """`carry()`, once all ranks of the call are about to do the same."""

@@ -18,7 +18,8 @@ from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
 from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
-from ._node import Carry, Node, Op, Origin, Over, Value, map_values, name_of, size_hint, values_in
+from ._node import Carry, Node, Op, Origin, Over, Start, Value, Wait, map_values, name_of, size_hint, values_in
+from ._package import machine, save_kernels, with_kernels
 from ._pass import (
     OwnRules,
     Pass,
@@ -77,9 +78,11 @@ __all__ = [
     "Slot",
     "Snapshot",
     "Spot",
+    "Start",
     "StateKey",
     "UserFunction",
     "Value",
+    "Wait",
     "Work",
     "apply_passes",
     "asserts",
@@ -103,6 +106,7 @@ __all__ = [
     "live_memory",
     "load_program",
     "looked_at",
+    "machine",
     "map_values",
     "measure_of",
     "memories",
@@ -125,6 +129,7 @@ __all__ = [
     "registered_rewrites",
     "rewrite",
     "runner",
+    "save_kernels",
     "save_program",
     "size_hint",
     "slots_of",
@@ -134,6 +139,7 @@ __all__ = [
     "type_text",
     "values_in",
     "verify",
+    "with_kernels",
     "with_layouts",
     "work_of",
     "write_whole",

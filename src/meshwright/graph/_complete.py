@@ -182,7 +182,7 @@ class _State:
             return None
         operands, decision = found
         for v, need in zip(operands, decision.ins, strict=True):
-            if v in unknown and v is not None and need is not None:
+            if v is not None and v in unknown and need is not None:
                 spec = self._spec(v, need.mesh).with_layout(Layout(need.layout.dims))
                 self._want(v, node, spec, "forward" if wish is None else "backward")
         return decision

@@ -19,7 +19,7 @@ from meshwright.tensor import Mark
 from ._dynamic import BatchSize
 from ._encode import FORMAT
 from ._expressions import computed
-from ._node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Value
+from ._node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Start, Value, Wait
 from ._numbers import FUNCTIONS
 from ._program import Change, Input, Program, Role
 from ._rank_numbers import Length, Offset, RankPlace
@@ -107,8 +107,9 @@ class Decoder:
     def _node(self, origins: list[Origin], op: Any, args: Any, kwargs: Any, out: Any, origin: Any) -> Node:
         given = {text(k): self.tree(v) for k, v in kwargs.items()}
         node = Node(self._op(op), tuple(self.tree(row(args))), given, self.tree(out), item(origins, origin))
-        if isinstance(node.op, Carry) and (len(node.args) != 1 or not all(map(_is_value, (*node.args, node.out)))):
-            raise DataError(f"{node.op!r} takes a tensor and gives one")
+        tensors = 2 if isinstance(node.op, Wait) else 1 if isinstance(node.op, (Carry, Start)) else None
+        if tensors is not None and (len(node.args) != tensors or not all(map(_is_value, (*node.args, node.out)))):
+            raise DataError(f"{node.op!r} takes {tensors} and gives a tensor")
         return node
 
     def _op(self, data: Any) -> Op:
@@ -118,12 +119,12 @@ class Decoder:
         if kind == "python":
             return FUNCTIONS[what]
         first, second = row(what)
-        if kind == "carry":
-            return self._carry(self._step(first), item(self.specs, second))
+        if kind in _CARRIED:
+            return _CARRIED[kind](self._carry(self._step(first), item(self.specs, second)))
         if kind == "mark":
             return Mark(item(self.meshes, first), self._layout(second))
         if kind == "on copy":
-            return OnCopy(operator_named(first), _places(self.tree(second)))
+            return OnCopy(operator_named(first), tuple(self.tree(row(second))))
         if kind == "over":
             return Over(operator_named(first), tuple(number(n) for n in row(second)))
         raise DataError(f"an operator of the kind {kind!r}")
@@ -246,12 +247,6 @@ def _symbol(kind: Any, hint: Any) -> tuple[str, Any]:
     return kind, number(hint, least[kind])
 
 
-def _places(x: Any) -> tuple[Any, ...]:
-    if not isinstance(x, tuple):
-        raise DataError(f"{x!r} are no places of arguments")
-    return x
-
-
 def _kind(name: Any) -> Kind:
     numbers: dict[str, Kind] = {"python int": int, "python float": float, "python bool": bool}
     return numbers[name] if name in numbers else torch_name(torch.dtype, name)
@@ -270,6 +265,13 @@ def _origin(phase: Any, layer: Any, where: Any, grad: Any, cast: Any) -> Origin:
 def _change(by: Any, what: Any, where: Any, saved: Any) -> Change:
     amounts = {text(unit): float(n) for unit, n in saved.items()}
     return Change(text(by), text(what), text(where), {u: int(n) if n.is_integer() else n for u, n in amounts.items()})
+
+
+def _itself(op: Carry) -> Carry:
+    return op
+
+
+_CARRIED: dict[str, Callable[[Carry], Op]] = {"carry": _itself, "start": Start, "wait": Wait}
 
 
 def _pairs(decoder: Decoder, what: Iterable[Any]) -> dict[Any, Any]:

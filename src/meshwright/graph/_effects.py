@@ -9,7 +9,7 @@ import torch
 
 from meshwright.reshard import Exchange
 
-from ._node import Carry, Node, OnCopy, Op, Over, Value, values_in
+from ._node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, values_in
 from .torch_hooks import Operator
 
 
@@ -49,7 +49,8 @@ def is_pure(op: Op) -> bool:
 
 def crosses(op: Op) -> bool:
     """True for steps from one mesh to another."""
-    return isinstance(op, Carry) and isinstance(op.step, Exchange)
+    carry = op.carry if isinstance(op, (Start, Wait)) else op
+    return isinstance(carry, Carry) and isinstance(carry.step, Exchange)
 
 
 def asserts(op: Op) -> bool:

@@ -22,7 +22,7 @@ from meshwright.tensor import DistTensor, Mark
 from ._dynamic import BatchSize
 from ._errors import ProgramFileError
 from ._expressions import ExpressionError, Rows
-from ._node import Carry, Kind, Node, OnCopy, Origin, Over, Value, name_of
+from ._node import Carry, Kind, Node, OnCopy, Origin, Over, Start, Value, Wait, name_of
 from ._numbers import FUNCTIONS
 from ._program import Input, Program
 from ._rank_numbers import Length, Offset, RankPlace
@@ -100,12 +100,11 @@ class Encoder:
         op = node.op
         if isinstance(op, Operator):
             return {"op": str(op)}
-        if isinstance(op, Carry):
-            return {"carry": [self._step(op.step), self.spec(op.src)]}
-        if isinstance(op, OnCopy):
-            return {"on copy": [str(op.op), self.tree(op.places)]}
-        if isinstance(op, Over):
-            return {"over": [str(op.op), list(op.places)]}
+        if isinstance(op, (Carry, Start, Wait)):
+            carry = op if isinstance(op, Carry) else op.carry
+            return {type(op).__name__.lower(): [self._step(carry.step), self.spec(carry.src)]}
+        if isinstance(op, (OnCopy, Over)):
+            return {"over" if isinstance(op, Over) else "on copy": [str(op.op), self.tree(list(op.places))]}
         if isinstance(op, Mark):
             return {"mark": [self._mesh(op.mesh), self._layout(op.layout)]}
         if op in FUNCTION_NAMES:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.comm import Carrier, current
+from meshwright.comm import Arrival, Carrier, current
 from meshwright.reshard import Plan
 
 from ._effects import is_view
-from ._node import Carry, Value, map_values
+from ._node import Carry, Start, Value, Wait, map_values
 from ._program import Program
 
 Run = Callable[..., tuple[Any, list[Any]]]
@@ -62,6 +62,10 @@ def _identifier(name: str) -> str:
 
 
 def _plainly(op: Any) -> Callable[..., Any]:
+    if isinstance(op, Start):
+        return starting(op.carry)
+    if isinstance(op, Wait):
+        return _arrived
     return carrying(op) if isinstance(op, Carry) else op if hasattr(op, "__name__") else _named(op)
 
 
@@ -85,6 +89,20 @@ def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
 
     symbolic = op.src.is_symbolic
     return carry
+
+
+def starting(op: Carry) -> Callable[[Tensor], Arrival]:
+    """The beginning of the step as a function of the caller's part."""
+
+    def start(x: Tensor) -> Arrival:
+        return current().start(op.of_part(tuple(x.shape)) if op.src.is_symbolic else way, x)
+
+    way = Plan(op.src, op.dst, (op.step,))
+    return start
+
+
+def _arrived(started: Arrival, x: Tensor) -> Tensor:
+    return started.wait()
 
 
 def runner(program: Program) -> Run:

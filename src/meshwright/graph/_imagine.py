@@ -11,7 +11,7 @@ from meshwright.reshard import View
 from meshwright.tensor import map_tensors
 
 from ._infer import carried_shape
-from ._node import Carry, Node, Value, map_values, size_hint
+from ._node import Carry, Node, Start, Value, Wait, map_values, size_hint
 from ._program import Input, Program
 from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
@@ -46,6 +46,10 @@ def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
     args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
+    if isinstance(node.op, Wait):
+        return args[0]
+    if isinstance(node.op, Start):
+        return args[0].new_empty(_known(carried_shape(node.op.carry, node.ins[0], rank)))
     if isinstance(node.op, Carry):
         shape = _known(carried_shape(node.op, node.ins[0], rank))
         return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier, current
-from meshwright.reshard import Plan
 
-from ._execute import to_fx
+from ._execute import carrying, to_fx
 from ._node import Carry, Node, Value
 from ._program import Input, Program
 from .torch_hooks import FakeMode, compile_graph
 
 _CARRIED: list[Carry] = []
 """Steps that compiled programs carry out, by number."""
+_CALLS: list[Callable[[Tensor], Tensor]] = []
 _NUMBER_OF: dict[Carry, int] = {}
 
 
@@ -31,19 +31,26 @@ def number_of(op: Carry) -> int:
     if op not in _NUMBER_OF:
         _NUMBER_OF[op] = len(_CARRIED)
         _CARRIED.append(op)
+        _CALLS.append(carrying(op))
     return _NUMBER_OF[op]
 
 
-@torch.library.custom_op("meshwright::carry", mutates_args=())
-def carry_step(x: Tensor, number: int) -> Tensor:
+_LIBRARY = torch.library.Library("meshwright", "DEF")
+"""An operator of a library costs a quarter of what a `custom_op` costs per call."""
+_LIBRARY.define("carry(Tensor x, int number) -> Tensor")
+
+
+def _carry(x: Tensor, number: int) -> Tensor:
     """Carries a step of a conversion out on the caller's carrier."""
-    op = _CARRIED[number]
-    return current().convert(Plan(op.src, op.dst, (op.step,)), x)
+    return _CALLS[number](x)
 
 
-@carry_step.register_fake
-def _(x: Tensor, number: int) -> Tensor:
+def _shown(x: Tensor, number: int) -> Tensor:
     return x.new_empty(current().local_shape(_CARRIED[number].dst))
+
+
+_LIBRARY.impl("carry", _carry, "CompositeExplicitAutograd")
+_LIBRARY.impl("carry", _shown, "Meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,10 +67,17 @@ class Kernels:
         return f"kernels of {len(self.nodes)} operators"
 
 
-def compiled(program: Program, here: Carrier, options: dict[str, Any] | None = None) -> Program:
+Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
+"""Gives a function for a part of a program, where some of its values are the numbers given."""
+
+
+def compiled(
+    program: Program, here: Carrier, options: dict[str, Any] | None = None, make: Make | None = None
+) -> Program:
     """The program with the operators of its forward and backward pass as one call of compiled kernels.
 
-    Nodes that read Python numbers which change from call to call, and those behind them, stay as they are.
+    Nodes that read Python numbers which change from call to call, and those behind them, stay as they are. `make`
+    gives other kernels than those that are compiled now.
     """
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
     late = _later(program)
@@ -75,7 +89,7 @@ def compiled(program: Program, here: Carrier, options: dict[str, Any] | None = N
     read_later = {v for n in late for v in n.ins} | set(program.results)
     gives = [v for n in region for v in n.outs if v in read_later]
     part = Program(tuple(Input(v, "batch", v.name) for v in reads), tuple(region), tuple(gives), rank=program.rank)
-    call = _compile(part, rank_numbers, options or {})
+    call = make(part, rank_numbers) if make is not None else _compile(part, rank_numbers, options or {})
     node = Node(Kernels(call, tuple(region)), tuple(reads), {}, tuple(gives), region[0].origin)
     rest = [n for n in program.nodes if n in late]
     return replace(program, nodes=(node, *rest))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._node import Carry, OnCopy, Op, Over, Value, map_values, values_in
+from ._node import Carry, OnCopy, Op, Over, Start, Value, Wait, map_values, values_in
 from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
 
@@ -36,6 +36,10 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
     if isinstance(op, Carry):
         (x,) = values_in(args)
         return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
+    if isinstance(op, (Start, Wait)):
+        x = next(values_in(args))
+        shape = carried_shape(op.carry, x, rank) if isinstance(op, Start) else x.shape
+        return Value(names.fresh(stem_of(op)), shape, x.dtype, x.device)
     with no_modes(), imagining(mode or FakeMode(shape_env=world_of(args))), torch.no_grad():
         real_args, real_kwargs = map_values(stand_in, (args, dict(kwargs)))
         out = op(*real_args, **real_kwargs)
@@ -83,6 +87,8 @@ def stem_of(op: Op) -> str:
     if isinstance(op, Carry):
         name = type(op.step).__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
+    if isinstance(op, (Start, Wait)):
+        return stem_of(op.carry) + ("_started" if isinstance(op, Start) else "")
     if isinstance(op, (OnCopy, Over)):
         return stem_of(op.op)
     if isinstance(op, Operator):

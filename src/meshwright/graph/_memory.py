@@ -15,7 +15,7 @@ from meshwright.reshard import Exchange, Fill, View
 
 from ._effects import writes_to
 from ._errors import RewriteError
-from ._node import Carry, Node, OnCopy, Op, Over, Value, name_of, values_in
+from ._node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, name_of, values_in
 from ._program import Program
 from .torch_hooks import Operator
 
@@ -29,13 +29,15 @@ def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
     if isinstance(op, Carry):
         if _keeps_the_part(op):
             yield from ((v, x) for v in node.outs for x in node.ins)
+    elif isinstance(op, Wait):
+        yield from ((v, node.args[0]) for v in node.outs)
     elif isinstance(op, Over):
         for place, held in zip(op.places, _given(node, op.places), strict=True):
             made = node.out if len(op.places) == 1 else node.out[op.places.index(place)]
             yield from zip(values_in(made), values_in(held), strict=True)
     elif isinstance(op, Operator):
         yield from _by_schema(op, node)
-    elif not isinstance(op, OnCopy):
+    elif not isinstance(op, (OnCopy, Start)):
         yield from ((v, x) for v in node.outs for x in node.ins if v.is_tensor and x.is_tensor)
 
 
@@ -181,7 +183,7 @@ def _owners(program: Program) -> Iterator[tuple[Value, int]]:
 
 def _is_told(op: Op) -> bool:
     """False for Python functions, of which nobody knows whether results have memory of their own."""
-    return isinstance(op, (Carry, Over, OnCopy, Operator))
+    return isinstance(op, (Carry, Start, Wait, Over, OnCopy, Operator))
 
 
 def _last_reads(program: Program, found: Memories) -> dict[Value, int]:

@@ -90,6 +90,26 @@ class Carry:
         return repr(self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A step that is begun: its value, of the form of the result, is under way until a `Wait` gives it."""
+
+    carry: Carry
+
+    def __repr__(self) -> str:
+        return f"start {self.carry!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The end of a step that was begun: of what `Start` gave, and of its operand, which must stay until then."""
+
+    carry: Carry
+
+    def __repr__(self) -> str:
+        return f"wait for {self.carry!r}"
+
+
 Place = int | str | tuple[int | str, int]
 """An argument: its place, its name, or one of either and the number in the list that it is."""
 
@@ -137,7 +157,7 @@ class Over:
         return str(self.op)
 
 
-Op = Operator | Carry | OnCopy | Over | Callable[..., Any]
+Op = Operator | Carry | Start | Wait | OnCopy | Over | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +220,6 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 def name_of(op: Op) -> str:
     """Name of an operator in texts."""
-    if isinstance(op, (Carry, OnCopy, Over)):
+    if isinstance(op, (Carry, Start, Wait, OnCopy, Over)):
         return repr(op)
     return str(op) if isinstance(op, Operator) else getattr(op, "__name__", repr(op))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from meshwright.layout import Spec
 
 from ._layouts import Layouts
-from ._node import Carry, Node, Value, name_of, values_in
+from ._node import Carry, Node, Start, Value, name_of, values_in
 from ._text import node_text, tree_text, type_text
 
 Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
@@ -112,7 +112,8 @@ class Program:
 def communication(program: Program, phase: str | None = None) -> Iterator[Node]:
     """The nodes in which ranks communicate, in order."""
     for node in program.nodes:
-        if isinstance(node.op, Carry) and node.op.communicates and phase in (None, node.origin.phase):
+        op = node.op.carry if isinstance(node.op, Start) else node.op
+        if isinstance(op, Carry) and op.communicates and phase in (None, node.origin.phase):
             yield node
 
 

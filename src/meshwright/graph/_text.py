@@ -8,7 +8,7 @@ import torch
 
 from meshwright.layout import write_dtype
 
-from ._node import Carry, Node, Value, map_values, name_of
+from ._node import Carry, Node, Start, Value, map_values, name_of
 
 
 def type_text(v: Value) -> str:
@@ -35,6 +35,8 @@ def short_name(node: Node) -> str:
     """The operator's name without its namespace and usual overload; a step in the words of a plan."""
     if isinstance(node.op, Carry):
         return f"{node.op!r} of {node.op.src!r} "
+    if isinstance(node.op, Start):
+        return f"{node.op!r} of {node.op.carry.src!r} "
     name = name_of(node.op)
     return name.removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
 

@@ -17,7 +17,8 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
 
     Raises ProgramError that names the node and, where `by` is given, who made the program.
     """
-    for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *(_types(program) if deep else ())):
+    types = _types(program) if deep else ()
+    for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *types):
         raise ProgramError(
             f"a program{f' made by {by}' if by else ''}", f"{what}: {found}", why,
             "a pass that adds values before what reads them, and replaces what it removes (Draft does both)",

@@ -11,7 +11,7 @@ import torch
 
 from ._effects import is_view
 from ._memory import SECRET_VIEWS
-from ._node import Carry, Node, OnCopy, Over, Value, size_hint
+from ._node import Node, OnCopy, Over, Value, size_hint
 from .torch_hooks import Operator
 
 
@@ -32,7 +32,7 @@ def work_of(node: Node) -> Work:
     op = node.op.op if isinstance(node.op, (OnCopy, Over)) else node.op
     made = [v for v in node.outs if v.is_tensor]
     dtype = _dtype((*node.ins, *made))
-    if isinstance(op, Carry) or not isinstance(op, Operator) or not made or _is_free(op):
+    if not isinstance(op, Operator) or not made or _is_free(op):
         return Work(0, 0, dtype)
     nbytes = sum(v.nbytes for v in {*node.ins, *made})
     name = op._schema.name.split("::")[1]

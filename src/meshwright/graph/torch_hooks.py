@@ -135,6 +135,23 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapp
     return compile_fx(module, list(examples), config_patches=patches)  # pyright: ignore[reportReturnType]
 
 
+def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str) -> None:
+    """Writes the module's kernels, made ahead of time for inputs like `examples`: a file for `load_package`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        from torch._inductor import aoti_compile_and_package
+        exported = torch.export.export(module, tuple(examples))
+        aoti_compile_and_package(exported, package_path=path, inductor_configs={"fallback_random": True})
+
+
+def load_package(path: str) -> Callable[..., Any]:
+    """The kernels in a file: a function that gives a list."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        from torch._inductor import aoti_load_package
+        return aoti_load_package(path)
+
+
 def conditions(mode: FakeTensorMode) -> list[Any]:
     """What was decided by the sizes that were seen, as symbolic expressions that must be true."""
     return [guard.expr for guard in _world(mode).guards]
@@ -162,7 +179,7 @@ def functions_told(apply: Callable[..., Any]) -> Generator[None]:
     before = function.__dict__["apply"]
 
     def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, lambda *a, **k: before.__get__(None, cls)(*a, **k), args, kwargs)
+        return apply(cls, before.__get__(None, cls), args, kwargs)
 
     function.apply = classmethod(told)
     try:

@@ -16,6 +16,7 @@ from ._recompute import Recompute
 from ._regather import Regather
 from ._release import Release
 from ._scatter import Scatter
+from ._schedule import Schedule
 from ._sequence import SequenceParallel
 from ._share import Share
 from ._tidy import Tidy
@@ -38,6 +39,7 @@ __all__ = [
     "Regather",
     "Release",
     "Scatter",
+    "Schedule",
     "SequenceParallel",
     "ShardParameters",
     "Share",

@@ -48,7 +48,7 @@ class Amp(Pass):
     on: ClassVar[Literal["captured", "recorded"]] = "captured"
     dtype: torch.dtype = torch.bfloat16
     level: Literal["O1", "O2"] = "O1"
-    single: frozenset[str] = frozenset(SINGLE)
+    single: frozenset[str] = field(default=frozenset(SINGLE), repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype != torch.bfloat16:

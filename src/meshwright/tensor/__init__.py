@@ -16,9 +16,9 @@ from ._errors import (
 )
 from ._explain import Decided, decisions
 from ._make import Mark, distribute, from_local, lay, place, redistribute, whole
-from ._marks import captured_whole, capturing
-from ._random import drawing_by, random_source
-from ._tree import map_tensors
+from ._marks import captured_whole, capturing, recording_parts
+from ._random import Source, drawing_by, random_source
+from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception as local_parts
 from .torch_hooks import operators_recorded
 
@@ -38,6 +38,7 @@ __all__ = [
     "PlainInBackwardError",
     "RanWholeWarning",
     "RandomSourceError",
+    "Source",
     "absent",
     "captured_whole",
     "capturing",
@@ -52,7 +53,9 @@ __all__ = [
     "operators_recorded",
     "place",
     "random_source",
+    "recording_parts",
     "redistribute",
     "stamp",
+    "tensors_in",
     "whole",
 ]

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm import current
 from meshwright.layout import Product, Spec
+
+from .torch_hooks import FakeTensor
 
 Key = tuple[int, int]
 """Two words of 32 bits."""
@@ -56,11 +59,15 @@ def philox(counter: Words, key: Key) -> Words:
     return a, b.bitwise_and_(MASK), c, d.bitwise_and_(MASK)
 
 
-def draw_key(generator: torch.Generator | None = None) -> Key:
-    """64 bits from torch's default generator for the CPU, or from the given one."""
+def draw_bits(generator: torch.Generator | None = None) -> Tensor:
+    """64 bits from torch's default generator for the CPU, or from the given one, in an int64 tensor."""
     device = generator.device if generator is not None else "cpu"
-    bits = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device, generator=generator))
-    return bits & MASK, (bits >> 32) & MASK
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def key_of(bits: Tensor) -> Key:
+    number = int(bits)
+    return number & MASK, (number >> 32) & MASK
 
 
 # --- distributions -----------------------------------------------------------------------------------------------
@@ -143,6 +150,28 @@ def counted(name: str, values: Sequence[Any], key: Key, spec: Spec, rank: int, d
         numbers = kind.of(*_uniforms(part, key, kind, spec.dtype), *values)
         out[start : start + part.numel() * per] = numbers.flatten()
     return _picked(out.view(rows.numel(), -1), places * per + columns % per).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the caller's rank holds of a drawn tensor, as an operator of the 64 bits that are its key."""
+
+    name: str
+    values: tuple[Any, ...]
+    spec: Spec
+    device: torch.device
+
+    def __call__(self, bits: Tensor) -> Tensor:
+        if isinstance(bits, FakeTensor) or bits.is_meta:
+            return self.empty()
+        return counted(self.name, self.values, key_of(bits), self.spec, current().rank, self.device)
+
+    def empty(self) -> Tensor:
+        """A tensor like the result."""
+        return torch.empty(self.spec.local_shape(current().rank), dtype=self.spec.dtype, device=self.device)
+
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.spec!r} by counters"
 
 
 def _indices(spec: Spec, rank: int) -> list[Tensor]:

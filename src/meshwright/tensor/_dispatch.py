@@ -62,7 +62,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
 def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
     """`out=`: the call without it, written into it."""
     out = kwargs["out"]
-    new = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    plain = getattr(func, "overloadpacket", func)
+    new = plain(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     if new.shape != out.shape:
         raise OperationError(
             f"{name_of(func)} with out=", f"out is {out._spec!r}, the result has shape {tuple(new.shape)}",

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import init
 
-from ._random import dropout, fill_random, like_random
+from ._random import LIKE, dropout, fill_random, like_random
 from ._registry import handles
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
-handles(*[getattr(Tensor, n) for n in _FILLS])(fill_random)
+_FILLING: list[Any] = [getattr(torch.ops.aten, n) for n in _FILLS]
+_WITHOUT_TENSORS = [getattr(op, o) for op in _FILLING for o in op.overloads() if not o.endswith(("out", "Tensor"))]
+handles(*[getattr(Tensor, n) for n in _FILLS], *_WITHOUT_TENSORS)(fill_random)
 
 
 @handles(init.uniform_, init.normal_, init.constant_)
@@ -40,5 +42,5 @@ def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return x.uniform_(-bound, bound, generator=given.get("generator"))
 
 
-handles(torch.rand_like, torch.randn_like, torch.randint_like)(like_random)
+handles(*LIKE)(like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)

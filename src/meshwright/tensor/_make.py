@@ -15,7 +15,7 @@ from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, r
 from ._absent import absent, make_absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
-from ._errors import LocalShapeError
+from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
 from ._marks import captured_whole
 from .torch_hooks import no_interception, shares_storage
@@ -86,6 +86,11 @@ def from_local(
 
     Without `shape` all parts are taken to have the shape of this one. Raises LocalShapeError when `local` does not fit.
     """
+    if captured_whole(local) is not None:
+        raise OperationError(
+            "dtensor_from_local in a model that is captured", f"a tensor of shape {tuple(local.shape)}",
+            "a model is captured as for one device: there are no parts yet", "mw.local_map, or a LocalLayer",
+        )  # fmt: skip
     layout = layout_of(placements, local.dim(), mesh)
     rank = current().rank
     spec = Spec(mesh, layout, shape if shape is not None else _grown(local.shape, layout, mesh), local.dtype)

@@ -15,6 +15,7 @@ Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
 
 class _Watching(threading.local):
     note: Opaque | None = None
+    parts: Opaque | None = None
 
 
 _watching = _Watching()
@@ -33,3 +34,18 @@ def capturing(note: Opaque) -> Generator[None]:
 def captured_whole(x: Any) -> Opaque | None:
     """Whom to tell about `x`, where it is a whole tensor of a model that is being captured."""
     return _watching.note if _watching.note is not None and isinstance(x, FakeTensor) else None
+
+
+@contextmanager
+def recording_parts(note: Opaque) -> Generator[None]:
+    """Inside, calls that are one operator of a program, whatever they are made of, are told to `note`."""
+    before, _watching.parts = _watching.parts, note
+    try:
+        yield
+    finally:
+        _watching.parts = before
+
+
+def as_one(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+    """`op(*args)`; where parts are being recorded, one node that gives what `shown()` looks like."""
+    return op(*args) if _watching.parts is None else _watching.parts(op, args, shown)

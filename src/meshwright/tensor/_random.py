@@ -24,10 +24,11 @@ from meshwright.layout import Layout, Spec
 
 from ._absent import make_absent
 from ._convert import convert_local
-from ._counter import DISTRIBUTIONS, counted, draw_key, is_counted
+from ._counter import DISTRIBUTIONS, Counted, draw_bits, is_counted
 from ._dist_tensor import DistTensor, local_rank, rank_or_none, stamp
 from ._errors import RandomSourceError
 from ._local import dense_strides, whole_spec
+from ._marks import as_one
 from .torch_hooks import no_interception
 
 Source = Literal["torch", "counter", "rank"]
@@ -38,7 +39,7 @@ _sources: WeakKeyDictionary[Any, Source] = WeakKeyDictionary()
 which recompute checkpointed calls."""
 
 
-def _source() -> Source:
+def drawing_by() -> Source:
     """The source by which the calling rank draws."""
     return _sources.get(current()) or _sources.get(threading.current_thread()) or "torch"
 
@@ -54,11 +55,11 @@ def random_source(source: Source) -> AbstractContextManager[None]:
             '"torch" for the numbers of one device, "counter" for the same numbers on every mesh, each rank drawing '
             'its part alone, or "rank" for the cheapest',
         )  # fmt: skip
-    return _drawing_by(source)
+    return _drawing(source)
 
 
 @contextmanager
-def _drawing_by(source: Source) -> Generator[None]:
+def _drawing(source: Source) -> Generator[None]:
     here = threading.current_thread() if rank_or_none() is None else current()
     before, _sources[here] = _sources.get(here), source
     try:
@@ -99,20 +100,21 @@ class Draw:
         out = self.empty(x)
         if self.name != "dropout":
             getattr(out.new_empty(0), self.name)(*self.args, **self.kwargs)  # refuses what torch refuses
-        key = draw_key(self.kwargs.get("generator"))
+        bits = draw_bits(self.kwargs.get("generator"))
         if local_rank() not in spec.mesh:
             return out
         values = DISTRIBUTIONS[self.name].values(self.args, self.kwargs)
         part = spec.with_dtype(out.dtype).with_layout(Layout(spec.layout.dims))
+        draw = Counted(self.name, tuple(values), part, out.device)
         with torch.no_grad():
-            out.copy_(counted(self.name, values, key, part, local_rank(), out.device))
+            out.copy_(as_one(draw, (bits,), draw.empty))
         return convert_local(out, part, part.with_layout(spec.layout)) if spec.layout.partial else out
 
 
 def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> Tensor:
     """This rank's part, under `spec`, of what is drawn for a whole tensor like `x`."""
     dtype = (draw.like or {}).get("dtype") or spec.dtype
-    source = _source()
+    source = drawing_by()
     if source == "counter" and is_counted(draw.name, dtype):
         return draw.count(_empty(x, spec, current().local_shape(spec)), spec)
     if source == "rank":
@@ -137,18 +139,26 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
         return NotImplemented
     with no_interception():
-        local = _drawn(x, x._spec, Draw(func.__name__, tuple(rest), kwargs))
+        local = _drawn(x, x._spec, Draw(func.__name__.split(".")[0], tuple(rest), kwargs))
         if not x._away:
             x.copy_(local)
     return x
 
 
-_LIKE: dict[Any, tuple[str, tuple[str, ...]]] = {
-    torch.rand_like: ("uniform_", ()),
-    torch.randn_like: ("normal_", ()),
-    torch.randint_like: ("random_", ("low", "high")),
+_LIKE: dict[Any, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    torch.rand_like: ("uniform_", (), ("default",)),
+    torch.randn_like: ("normal_", (), ("default",)),
+    torch.randint_like: ("random_", ("low", "high"), ("default", "low_dtype")),
 }
-"""Function → the method that fills its result, and the parameters that it has before those of `empty_like`."""
+"""Function → the method that fills its result, the parameters that it has before those of `empty_like`, and the
+overloads that it is in captured programs."""
+
+LIKE = {
+    f: (name, parameters)
+    for function, (name, parameters, overloads) in _LIKE.items()
+    for f in (function, *[getattr(getattr(torch.ops.aten, function.__name__), o) for o in overloads])
+}
+"""Function or operator → the method that fills its result, and the parameters before those of `empty_like`."""
 
 
 def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +175,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
     """The tensor that the result is like, and what the call draws."""
-    name, parameters = _LIKE[func]
+    name, parameters = LIKE[func]
     x = args[0] if args else kwargs.pop("input")
     bounds = [*args[1:], *[kwargs.pop(p) for p in parameters if p in kwargs]]
     if parameters and len(bounds) == 1:

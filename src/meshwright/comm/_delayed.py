@@ -1,0 +1,85 @@
+"""A slow network on a fast machine: what a carrier carries arrives late, and waiting for it leaves the processor free.
+
+On a machine without accelerators communication and computation share the cores, so nothing can overlap. With this
+carrier a conversion is there not before `latency + bytes / bandwidth` seconds after it was begun, one after the other
+as on one link: what a schedule hides of that is what it would hide of a real network's time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from meshwright.reshard import Plan
+
+from ._call import Call, received_bytes
+from ._carrier import Arrival, Arrived, Carrier, Receive
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A conversion whose result may be had at a time of the monotonic clock."""
+
+    part: Tensor
+    due: float
+
+    def wait(self) -> Tensor:
+        _sleep_until(self.due)
+        return self.part
+
+
+class Delayed(Carrier):
+    """What `inner` carries, late: `latency` in seconds per collective, `bandwidth` in bytes per second."""
+
+    kind = "delayed"
+
+    def __init__(self, inner: Carrier, latency: float, bandwidth: float) -> None:
+        super().__init__(inner.rank, inner.size)
+        self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
+        self.seen = inner.seen
+        self._free = 0.0
+
+    def start(self, way: Plan, x: Tensor) -> Arrival:
+        began = time.monotonic()
+        out = self.inner.convert(way, x)
+        return _Late(out, self._due(began, way.received(self.rank))) if way.rounds else Arrived(out)
+
+    def _due(self, began: float, nbytes: float) -> float:
+        """When the link has carried another call that began at a time."""
+        self._free = max(began, self._free) + self.latency + nbytes / self.bandwidth
+        return self._free
+
+    def _late(self, call: Call, carry: Callable[[], T]) -> T:
+        began = time.monotonic()
+        out = carry()
+        _sleep_until(self._due(began, received_bytes(call, self.rank)))
+        return out
+
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+        return self._late(call, lambda: self.inner._all_reduce(x, call))
+
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+        return self._late(call, lambda: self.inner._all_gather(x, call))
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        return self._late(call, lambda: self.inner._reduce_scatter(pieces, call))
+
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+        return self._late(call, lambda: self.inner._all_to_all(pieces, call))
+
+    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+        return self._late(call, lambda: self.inner._exchange(sends, receives, call))
+
+    def _barrier(self, call: Call) -> None:
+        self._late(call, lambda: self.inner._barrier(call))
+
+
+def _sleep_until(due: float) -> None:
+    while (left := due - time.monotonic()) > 0:
+        time.sleep(left)

@@ -1,0 +1,84 @@
+"""Kernels in files: what Inductor makes of a program, made ahead of time, for the machine that makes them.
+
+Only of programs in which ranks do not communicate, whose sizes are all known, and which write over none of their inputs
+while kernels run. A file of kernels is native code: load only what you made.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+
+from meshwright.comm import Carrier
+
+from ._errors import ProgramFileError
+from ._execute import to_fx
+from ._inductor import compiled
+from ._memory import written_inputs
+from ._node import Value
+from ._program import Program, communication
+from .torch_hooks import load_package, package_graph
+
+
+def machine() -> str:
+    """What kernels are made for: this version of torch, and this kind of processor."""
+    flags = Path("/proc/cpuinfo")
+    lines = [line for line in flags.read_text().splitlines() if line.startswith("flags")] if flags.exists() else []
+    kind = sha256("".join(lines[:1]).encode()).hexdigest()[:16]
+    return f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {kind}"
+
+
+def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> bool:
+    """Writes the kernels of the program; False, and no file, for a program whose kernels are made where it runs.
+
+    Raises ProgramFileError where no kernels can be made on this machine.
+    """
+    if not _is_packaged(program):
+        return False
+    beside = Path(path).absolute().with_name(f".{token_hex(8)}.pt2")
+    made: list[bool] = []
+
+    def package(part: Program, numbers: dict[Value, int]) -> Callable[..., Any]:
+        made.append(not written_inputs(part) and all(i.value.is_tensor for i in part.inputs))
+        if made[0]:
+            examples = [torch.empty(i.value.shape, dtype=i.value.dtype) for i in part.inputs]  # pyright: ignore
+            package_graph(to_fx(part, numbers=numbers, results=part.outputs), examples, str(beside))
+        return _no_call
+
+    try:
+        compiled(program, here, make=package)
+        if made != [True]:
+            return False
+        os.replace(beside, path)
+    except RuntimeError as error:
+        raise ProgramFileError(
+            "to save kernels", str(error).split("\n")[0], "Inductor makes them by a C++ compiler",
+            "dist_model.save(folder), without kernels: they are made where the program runs",
+        ) from error  # fmt: skip
+    finally:
+        beside.unlink(missing_ok=True)
+    return True
+
+
+def with_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> Program:
+    """The program, as `compiled` gives it, with the kernels in the file."""
+    call = load_package(os.fspath(path))
+    return compiled(program, here, make=lambda part, numbers: call)
+
+
+def _is_packaged(program: Program) -> bool:
+    """True where all sizes are known, everything lies on the processor, and no ranks communicate."""
+    values = [*program.producers, *(i.value for i in program.inputs)]
+    known = all(isinstance(n, int) for v in values for n in v.shape) and all(v.device == "cpu" for v in values)
+    return known and next(communication(program), None) is None
+
+
+def _no_call(*args: Any) -> Any:
+    raise AssertionError("kernels that were made for a file are not called")

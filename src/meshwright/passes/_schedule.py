@@ -1,0 +1,222 @@
+"""Overlap: collectives are begun as soon as what they read is there, and waited for where their results are read.
+
+List scheduling, on two resources: operators run one after the other, those on the longest path to the end first, and
+so do collectives on the link, in the order of the program, which is the same on all ranks. Times are those of the cost
+room. An operator may run only `window` places before its turn; of several windows, the one is taken that ends first
+below the memory cap, or with less memory hardly later. So gathers are fetched ahead, and gradients of weights fill the
+time in which others are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import ClassVar
+
+from meshwright.cost import Cluster, cluster_of
+from meshwright.graph import (
+    Carry,
+    Change,
+    Node,
+    Pass,
+    Program,
+    Start,
+    Value,
+    Wait,
+    asserts,
+    draws,
+    live_memory,
+    map_values,
+    refuse_writing,
+    register_pass,
+    work_of,
+)
+
+WINDOWS = (0, 8, 32, 128, 512)
+CLOSE = 1.01
+"""How much later a schedule may end that takes less memory."""
+
+
+@register_pass
+@dataclass(frozen=True)
+class Schedule(Pass):
+    """Hides collectives behind operators, on `cluster`; the peak stays below `memory` bytes, or what the device has."""
+
+    name: ClassVar[str] = "schedule"
+    cluster: Cluster = field(default_factory=lambda: cluster_of("H100"))
+    memory: float | None = None
+    windows: tuple[int, ...] = WINDOWS
+
+    def run(self, program: Program) -> Program:
+        refuse_writing(program, repr(self))
+        tasks = _Tasks(program, self.cluster)
+        if not tasks.sends:
+            return program
+        cap = self.cluster.device.memory if self.memory is None else self.memory
+        found = [f for window in self.windows if (f := self._tried(tasks, window)).peak <= cap]
+        if not found:
+            return program
+        soon = CLOSE * min(f.seconds for f in found)
+        best = min((f for f in found if f.seconds <= soon), key=lambda f: (f.peak, f.window))
+        return best.program.with_changes(self._told(tasks, best))
+
+    def _tried(self, tasks: _Tasks, window: int) -> _Found:
+        order, seconds = _scheduled(tasks, window)
+        program = replace(tasks.program, nodes=tuple(_split(order, tasks.program)))
+        return _Found(program, seconds, live_memory(program).peak, window)
+
+    def _told(self, tasks: _Tasks, best: _Found) -> Change:
+        alone, compute = sum(tasks.seconds), tasks.compute
+        sent = alone - compute
+        what = f"{len(tasks.sends)} collectives begun ahead, at most {best.window} places"
+        shown = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are not hidden"
+        saved = {"seconds": alone - best.seconds, "bytes": live_memory(tasks.program).peak - best.peak}
+        return Change(self.name, f"{what}: {shown}", "", saved)
+
+
+@dataclass(frozen=True)
+class _Found:
+    program: Program
+    seconds: float
+    peak: int
+    window: int
+
+
+@dataclass
+class _Tasks:
+    """The nodes of a program as tasks: what each takes, which come before it, and how long the way to the end is."""
+
+    program: Program
+    cluster: Cluster
+    seconds: list[float] = field(default_factory=list[float])
+    sends: set[int] = field(default_factory=set[int])
+    """Tasks that are collectives."""
+    before: list[set[int]] = field(default_factory=list[set[int]])
+    behind: list[list[int]] = field(default_factory=list[list[int]])
+    rest: list[float] = field(default_factory=list[float])
+    """Seconds from the beginning of a task to the end of all, were there no other task in its way."""
+
+    def __post_init__(self) -> None:
+        nodes = self.program.nodes
+        self.seconds = [self._seconds(node) for node in nodes]
+        self.sends = {at for at, node in enumerate(nodes) if _sends(node)}
+        makers = {v: at for at, node in enumerate(nodes) for v in node.outs}
+        self.before = [{makers[v] for v in node.ins if v in makers} for node in nodes]
+        for chain in (
+            [*sorted(self.sends)],
+            [at for at, node in enumerate(nodes) if draws(node.op) or asserts(node.op)],
+        ):
+            for first, second in pairwise(chain):
+                self.before[second].add(first)
+        self.behind = [[] for _ in nodes]
+        for at, needed in enumerate(self.before):
+            for other in needed:
+                self.behind[other].append(at)
+        self.rest = [0.0] * len(nodes)
+        for at in reversed(range(len(nodes))):
+            self.rest[at] = self.seconds[at] + max((self.rest[b] for b in self.behind[at]), default=0.0)
+
+    @property
+    def compute(self) -> float:
+        return sum(s for at, s in enumerate(self.seconds) if at not in self.sends)
+
+    def _seconds(self, node: Node) -> float:
+        if isinstance(node.op, Carry):
+            return self.cluster.seconds(node.op.step, node.op.src.concrete)
+        work = work_of(node)
+        return self.cluster.device.seconds(work.flops, work.nbytes, work.dtype) if work.nbytes else 0.0
+
+
+def _sends(node: Node) -> bool:
+    return isinstance(node.op, Carry) and node.op.communicates
+
+
+def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
+    """The order in which tasks begin, and when the last one ends."""
+    run = _Run(tasks, window)
+    while run.first < len(tasks.program.nodes):
+        run.step()
+    return run.order, max(run.now, run.link)
+
+
+@dataclass
+class _Run:
+    """A simulation of one rank: the time of its operators, `now`, and the time until which its link is taken."""
+
+    tasks: _Tasks
+    window: int
+    now: float = 0.0
+    link: float = 0.0
+    first: int = 0
+    """The first task of the program that did not begin yet."""
+    order: list[int] = field(default_factory=list[int])
+    ready: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        count = len(self.tasks.program.nodes)
+        self.begun = [False] * count
+        self.there = [0.0] * count
+        """When the results of a task are there."""
+        self.missing = [len(needed) for needed in self.tasks.before]
+        self.ready = [at for at in range(count) if not self.missing[at]]
+
+    def step(self) -> None:
+        """The next task: a collective that can begin, else the operator on the longest path, else time passes."""
+        near = [at for at in self.ready if at <= self.first + self.window]
+        arrived = [at for at in near if self._arrival(at) <= self.now]
+        sends = [at for at in arrived if at in self.tasks.sends]
+        if sends:
+            self._begin(min(sends))
+        elif arrived:
+            self._begin(max(arrived, key=lambda at: (self.tasks.rest[at], -at)))
+        else:
+            self.now = min(map(self._arrival, near))
+
+    def _arrival(self, at: int) -> float:
+        """When all operands are there; a collective needs those before it on the link only to have begun."""
+        sends = self.tasks.sends
+        needed = self.tasks.before[at]
+        if at in sends:
+            needed = {b for b in needed if b not in sends or self._reads(at, b)}
+        return max((self.there[b] for b in needed), default=0.0)
+
+    def _reads(self, at: int, other: int) -> bool:
+        nodes = self.tasks.program.nodes
+        return any(v in nodes[other].outs for v in nodes[at].ins)
+
+    def _begin(self, at: int) -> None:
+        seconds = self.tasks.seconds[at]
+        if at in self.tasks.sends:
+            self.link = max(self.link, self.now) + seconds
+            self.there[at] = self.link
+        else:
+            self.now += seconds
+            self.there[at] = self.now
+        self.begun[at] = True
+        self.order.append(at)
+        self.ready.remove(at)
+        for follower in self.tasks.behind[at]:
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self.ready.append(follower)
+        while self.first < len(self.begun) and self.begun[self.first]:
+            self.first += 1
+
+
+def _split(order: Sequence[int], program: Program) -> Iterator[Node]:
+    """The nodes in a new order, each collective as its beginning and, before what reads it first, its end."""
+    waiting: dict[Value, Node] = {}
+    for at in order:
+        node = program.nodes[at]
+        for v in dict.fromkeys(node.ins):
+            if v in waiting:
+                yield waiting.pop(v)
+        if not (isinstance(node.op, Carry) and node.op.communicates):
+            yield node
+            continue
+        (x,), (v,) = node.ins, node.outs
+        started = Value(f"{v.name}_started", v.shape, v.dtype, v.device)
+        yield replace(node, op=Start(node.op), out=started)
+        waiting[v] = Node(Wait(node.op), (started, x), {}, map_values(lambda v: v, v), node.origin)
+    yield from waiting.values()

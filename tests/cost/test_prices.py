@@ -1,0 +1,71 @@
+"""Prices: rooflines, rings, and clusters whose groups reach over nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.cost import DEVICES, LINKS, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
+from meshwright.layout import ProcessMesh, parse_spec
+from meshwright.reshard import AllGather, AllReduce, Relabel, plan
+
+TOY = Device("toy", {torch.float32: 1e9}, bandwidth=1e6, memory=1e9, overhead=0.0, reach=1.0)
+WIRE = Link("wire", 1e6, 1e-3, start=0.0, reach=1.0)
+NETWORK = Link("network", 1e5, 1e-2, start=0.0, reach=1.0)
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "seconds"), [(1e9, 0, 1.0), (0, 1e6, 1.0), (1e9, 5e5, 1.0), (1e8, 1e6, 1.0)]
+)
+def test_an_operator_takes_the_longer_of_work_and_traffic(flops: float, nbytes: float, seconds: float) -> None:
+    assert TOY.seconds(flops, nbytes) == pytest.approx(seconds)
+
+
+def test_a_ring_has_a_hop_per_other_rank_and_the_bytes_that_are_received() -> None:
+    mesh = ProcessMesh(range(4), ["tp"])
+    cluster = Cluster(TOY, WIRE)
+    pending, cut = parse_spec("f32[1000] +tp", mesh), parse_spec("f32[1000@tp]", mesh)
+    assert cluster.seconds(AllReduce(("tp",)), pending) == pytest.approx(6e-3 + 6000 / 1e6)
+    assert cluster.seconds(AllGather((("tp", 0),)), cut) == pytest.approx(3e-3 + 3000 / 1e6)
+    assert cluster.seconds(Relabel(cut.layout), cut) == 0
+
+
+@pytest.mark.parametrize(("axes", "bandwidth"), [(["tp"], 1e6), (["dp"], 1e5), (["dp", "tp"], 4e5)])
+def test_a_group_over_nodes_shares_their_network(axes: list[str], bandwidth: float) -> None:
+    mesh = ProcessMesh(np.arange(8).reshape(2, 4), ["dp", "tp"])
+    cluster = Cluster(TOY, WIRE, per_node=4, outside=NETWORK)
+    assert cluster.link(mesh.group(0, axes)).bandwidth == bandwidth
+
+
+def test_a_cluster_prices_the_steps_of_a_plan() -> None:
+    mesh = ProcessMesh(np.arange(16).reshape(2, 8), ["dp", "tp"])
+    src, dst = parse_spec("f32[64, 64] +dp", mesh), parse_spec("f32[64, 64]", mesh)
+    assert plan(src, dst, cluster_of("H100").seconds).dst is dst
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_known_device_has_a_cluster_and_says_what_it_is(name: str) -> None:
+    cluster = cluster_of(name)
+    assert name in repr(cluster)
+    assert cluster.device.source
+    assert device_of(name) is cluster.device
+    assert link_of(cluster.inside.name) in LINKS.values()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: device_of("TPU"),
+        lambda: link_of("string"),
+        lambda: Device("none", {}, 1.0, 1.0),
+        lambda: Link("none", 0.0, 0.0),
+        lambda: Cluster(TOY, WIRE, per_node=0),
+    ],
+)
+def test_what_cannot_be_is_refused(act: Any) -> None:
+    with pytest.raises(CostError) as caught:
+        act()
+    assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))

@@ -1,0 +1,117 @@
+"""Training steps recorded once, and programs run on simulated ranks with the same inputs before and after a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.graph import Program, runner
+from meshwright.models import Llama, LlamaConfig, mark
+from meshwright.tensor import local_parts
+
+SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=2, kv_heads=1, feed_forward=48)
+
+
+def plain(**how: Any) -> mw.Strategy:
+    """No passes but those that are given."""
+    alone = mw.Strategy(inplace=False, foreach=False, **how)
+    off = {name: replace(getattr(alone, name), enable=False) for name in ("dp_optimization", "mp_optimization")}
+    return replace(alone, **off)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The program of one training step on each rank, and what it was given."""
+
+    programs: tuple[Program, ...]
+    inputs: tuple[tuple[Any, ...], ...]
+
+    def run(self, programs: Sequence[Program] | None = None) -> list[tuple[Any, list[Tensor], list[Any]]]:
+        """On each rank: outputs, written values, and what the inputs are afterwards; given ones are left alone."""
+        ranks = programs or self.programs
+
+        def rank() -> tuple[Any, list[Tensor], list[Any]]:
+            me = mw.get_rank()
+            given = [copied(x) for x in self.inputs[me]]
+            with local_parts(), torch.no_grad():
+                outputs, written = runner(ranks[me])(*given)
+                written = [v.clone() for v in written]
+                left = [x.clone() if isinstance(x, Tensor) else x for x in given]
+            return outputs, written, left
+
+        return mw.simulate(rank, len(ranks))
+
+    def changed(self, change: Callable[[Program], Program]) -> list[Program]:
+        """The program of each rank after a pass."""
+        return [change(p) for p in self.programs]
+
+
+def copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def numbers(results: Any) -> list[Tensor]:
+    """All tensors in results, in order."""
+    if isinstance(results, Tensor):
+        return [results]
+    items = results.values() if isinstance(results, dict) else results if isinstance(results, (list, tuple)) else ()
+    return [t for item in items for t in numbers(item)]
+
+
+def assert_same(step: Step, programs: Sequence[Program], exactly: bool = True) -> None:
+    """The programs give what those of the step give, to the bit unless they need not."""
+    for (out, written, _), (out2, written2, _) in zip(step.run(), step.run(programs), strict=True):
+        for a, b in zip(numbers((out, written)), numbers((out2, written2)), strict=True):
+            if exactly:
+                assert torch.equal(a, b)
+            else:
+                torch.testing.assert_close(a, b)
+
+
+@cache
+def llama_step(shape: tuple[int, int, int] = (1, 2, 2), optimizer: str = "AdamW", batch: int = 16) -> Step:
+    """The second step of a small Llama on a mesh of (pp, dp, tp)."""
+
+    def model() -> nn.Module:
+        m = Llama(SMALL, 0)
+        mark(m, mw.ProcessMesh(np.arange(int(np.prod(shape))).reshape(shape), ["pp", "dp", "tp"]))
+        return m
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, SMALL.vocab, (batch, 9), generator=generator)
+    return recorded(model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), int(np.prod(shape)), optimizer)
+
+
+def recorded(
+    model: Callable[[], nn.Module],
+    batch: tuple[Any, ...],
+    ranks: int,
+    optimizer: str = "AdamW",
+    steps: int = 2,
+    **how: Any,
+) -> Step:
+    """The last of some steps of a model whose output is its loss; those before it are eager."""
+
+    def rank() -> tuple[Program, tuple[Any, ...]]:
+        torch.manual_seed(0)
+        m = model()
+        opt = getattr(torch.optim, optimizer)(m.parameters(), lr=1e-2, **how)
+        for _ in range(steps - 1):
+            m(*batch).backward()
+            opt.step()
+            opt.zero_grad()
+        dist = mw.to_static(m, None, None, opt, strategy=plain())
+        dist(*batch)
+        found = dist._latest
+        assert found is not None
+        return found.program, tuple(copied(fetch(batch)) for fetch in found.fetch)
+
+    found = mw.simulate(rank, ranks)
+    return Step(tuple(p for p, _ in found), tuple(x for _, x in found))

@@ -1,0 +1,151 @@
+"""Buckets: fewer collectives, the same bits, and as early as their members allow."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.graph import Carry, Program
+from meshwright.passes import Bucket, Regather, Scatter, SequenceParallel
+
+from .programs import MLP, after, bare, counted, llama, llama_with, mesh_of, mlp, mlp_batch, placed, step_of
+from .steps import Step
+
+
+def test_gradients_are_one_bucket_and_the_same_bits() -> None:
+    found = after(mlp(dp=4), Bucket())
+    assert counted(mlp(dp=4).programs[0]) == {"AllReduce(dp)": 5}
+    assert found.counts == {"AllReduce(dp)": 1}  # the loss goes with them
+    assert found.is_equal
+    assert [str(c) for c in found.told("bucket")] == [
+        "bucket: 5 × AllReduce(dp) are one of 852 bytes at backward (4 rounds)"
+    ]
+
+
+def test_uneven_batches_have_even_gradients() -> None:
+    found = after(mlp(rows=7, dp=3), Bucket())
+    assert found.counts == {"AllReduce(dp)": 1}
+    assert found.is_equal
+
+
+def test_a_llama_reduces_its_gradients_once() -> None:
+    """One bucket along dp, beside the number of tokens, which the loss needs at once."""
+    found = after(llama(layers=1, dp=2, tp=2), Bucket())
+    assert found.counts == {"AllReduce(tp)": 9, "AllReduce(tp max)": 1, "AllReduce(dp)": 2, "AllReduce(dp tp)": 1}
+    assert found.is_equal
+
+
+def test_stages_have_buckets_of_their_own() -> None:
+    found = after(llama(layers=2, pp=2, dp=2), Bucket())
+    assert found.counts["AllReduce(dp)"] == 1
+    assert found.is_equal
+
+
+def test_a_bucket_leaves_during_the_backward_pass() -> None:
+    """A full bucket does not wait for gradients that are computed later."""
+    program = after(llama(layers=1, dp=2), Bucket(bytes=8192)).program
+    at = [n for n, node in enumerate(program.nodes) if is_sum(node.op)]
+    products = [n for n, node in enumerate(program.nodes) if str(node.op) == "aten.mm.default"]
+    assert 5 <= len(at) < 13
+    assert sum(n < products[-1] for n in at) >= len(at) - 3
+
+
+def is_sum(op: Any) -> bool:
+    return isinstance(op, Carry) and repr(op.step) == "AllReduce(dp)"
+
+
+def test_what_is_needed_soon_does_not_wait() -> None:
+    """Sums over tp of the norms' gradients are needed in the update: none of them rides with what is needed at once."""
+    step = llama_with(SequenceParallel("tp"), tp=2)
+    found = after(step, Bucket())
+    before = counted(step.programs[0], "backward")
+    backward = counted(found.program, "backward")
+    assert before == {"ReduceScatter(tp)": 3, "AllGather(tp)": 3, "AllReduce(tp)": 5}
+    assert backward == {
+        "ReduceScatter(tp)": 3,
+        "AllGather(tp)": 3,
+        "AllReduce(tp)": 2,
+    }  # three norms and the loss in one
+    assert found.is_equal
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gathers_and_scatters_of_any_dim(dim: int) -> None:
+    step = gathered(dim)
+    assert counted(step.programs[0]) == {"AllGather(dp)": 3, "AllReduce(dp)": 4}
+    found = after(step, Scatter(), Bucket())
+    assert found.counts == {"AllGather(dp)": 1, "ReduceScatter(dp)": 1, "AllReduce(dp)": 1}
+    assert found.is_equal
+
+
+class Gathered(nn.Module):
+    """Three layers whose weights are cut, and gathered where they are used."""
+
+    def __init__(self, mesh: mw.ProcessMesh, dim: int, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh = mesh
+        make = [torch.randn(8, width), torch.randn(width, width), torch.randn(width, 4)]
+        self.weights = nn.ParameterList([nn.Parameter(mw.shard_tensor(w, mesh, placed(mesh, dp=dim))) for w in make])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (mw.reshard(t, self.mesh, placed(self.mesh, dp=0)) for t in (x, y))
+        for w in self.weights:
+            x = torch.tanh(x @ mw.reshard(w, self.mesh, placed(self.mesh)))
+        return (x - y).square().mean()
+
+
+@cache
+def gathered(dim: int, width: int = 8) -> Step:
+    mesh = mesh_of(dp=2)
+    return step_of(lambda: Gathered(mesh, dim, width), mlp_batch(), 2)
+
+
+def test_uneven_parts_stay_as_they_are() -> None:
+    """Of a width of 7 the ranks hold 4 and 3."""
+    found = after(gathered(1, 7), Scatter(), Bucket())
+    assert found.counts == {"AllGather(dp)": 3, "ReduceScatter(dp)": 3, "AllReduce(dp)": 1}
+    assert found.is_equal
+
+
+@pytest.mark.parametrize(
+    ("stage", "counts"),
+    [
+        (1, {"AllReduce(dp)": 2, "ReduceScatter(dp)": 1, "AllGather(dp)": 1}),
+        (3, {"AllReduce(dp)": 2, "ReduceScatter(dp)": 1, "AllGather(dp)": 2}),
+    ],
+)
+def test_zero_sends_everything_in_buckets(stage: Any, counts: dict[str, int]) -> None:
+    step = llama_with(stage=stage, dp=2)
+    found = after(step, Regather(), Scatter(), Bucket())
+    assert found.counts == counts
+    assert found.is_equal
+
+
+def test_a_bucket_is_no_larger_than_said() -> None:
+    found = after(mlp(dp=4), Bucket(bytes=600))
+    sizes = [node.ins[0].nbytes for node in found.program.nodes if is_sum(node.op)]
+    assert sizes == [336, 516]
+    assert found.is_equal
+
+
+def test_one_rank_runs_as_it_is() -> None:
+    mesh = mesh_of(dp=1)
+    step = step_of(lambda: MLP(mesh), mlp_batch(), 1)
+    assert [Bucket()(p) is p for p in step.programs] == [True]
+
+
+def test_to_static_takes_it() -> None:
+    def train(*passes: Any) -> tuple[list[float], Program]:
+        model = MLP(mesh_of(dp=2))
+        step = mw.to_static(model, None, None, torch.optim.AdamW(model.parameters()), strategy=bare(*passes))
+        return [step(*mlp_batch()).item() for _ in range(3)], step.program
+
+    plain, bucketed = (mw.simulate(lambda p=passes: train(*p), 2)[0] for passes in ((), (Bucket(),)))
+    assert plain[0] == bucketed[0]
+    assert counted(bucketed[1]) == {"AllReduce(dp)": 1}

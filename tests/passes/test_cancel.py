@@ -1,0 +1,93 @@
+"""Conversions behind conversions become the cheapest way from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.passes import Cancel
+
+from .programs import after, counted, llama, llama_with, mesh_of, mlp_batch, placed, step_of
+from .steps import Step
+
+MESH = mesh_of(dp=1, tp=2)
+
+
+class Chain(nn.Module):
+    """The product with a weight on a way through several layouts."""
+
+    def __init__(self, start: dict[str, int], ways: Sequence[dict[str, int]], between: Callable[[Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(mw.shard_tensor(torch.randn(8, 4), MESH, placed(MESH, **start)))
+        self.ways, self.between = ways, between
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x @ self.weight
+        for way in self.ways:
+            x = self.between(mw.reshard(x, MESH, placed(MESH, **way)))
+        return (x.sin() - y).square().sum()
+
+
+def chain(start: dict[str, int], *ways: dict[str, int], between: Callable[[Tensor], Tensor] = lambda x: x) -> Step:
+    return step_of(lambda: Chain(start, ways, between), mlp_batch(), 2)
+
+
+@pytest.mark.parametrize(
+    ("start", "ways", "before", "now"),
+    [
+        ({"tp": 1}, [{}, {"tp": 1}], {"AllGather(tp)": 1}, {}),
+        ({"tp": 1}, [{}, {"tp": 0}], {"AllGather(tp)": 1}, {"AllToAll": 1}),
+        ({"tp": 0}, [{}, {"tp": 0}], {"AllReduce(tp)": 1}, {"ReduceScatter(tp)": 1}),
+        ({"tp": 0}, [{"tp": 0}, {}], {"ReduceScatter(tp)": 1, "AllGather(tp)": 1}, {"AllReduce(tp)": 1}),
+        ({"tp": 0}, [{}, {}], {"AllReduce(tp)": 1}, None),
+    ],
+    ids=["gather slice", "gather slice elsewhere", "reduce slice", "scatter gather", "as cheap as it gets"],
+)
+def test_a_way_is_as_short_as_its_ends_allow(
+    start: dict[str, int], ways: list[dict[str, int]], before: dict[str, int], now: dict[str, int] | None
+) -> None:
+    step = chain(start, *ways)
+    assert counted(step.programs[0], "forward") == before
+    found = after(step, Cancel())
+    assert counted(found.program, "forward") == (before if now is None else now)
+    assert found.error <= 1e-5  # of a loss of about 100
+
+
+def test_views_that_change_nothing_are_seen_through() -> None:
+    step = chain({"tp": 1}, {}, {"tp": 1}, between=lambda x: x.view(x.shape))
+    assert counted(after(step, Cancel()).program, "forward") == {}
+
+
+def test_what_others_need_stays() -> None:
+    """The slice of a gathered tensor, where the whole one is used too."""
+    step = chain({"tp": 1}, {}, between=lambda x: x.cos() + mw.reshard(x, MESH, placed(MESH, tp=1)))
+    found = after(step, Cancel())
+    assert counted(found.program, "forward") == counted(step.programs[0], "forward")
+    assert counted(found.program, "forward")["AllGather(tp)"] >= 1
+
+
+def test_sums_along_two_axes_are_one() -> None:
+    step = llama(layers=1, dp=2, tp=2)
+    found = after(step, Cancel())
+    lost = {k: n - found.counts.get(k, 0) for k, n in counted(step.programs[0]).items() if n != found.counts.get(k, 0)}
+    assert lost == {"AllReduce(tp)": 1, "AllReduce(dp)": 1, "AllReduce(dp tp)": -1}
+    assert found.error <= 1e-6
+    assert "AllReduce(dp) · AllReduce(tp) is AllReduce(dp tp)" in found.told("cancel")[0].what
+
+
+def test_exchanges_with_other_stages_stay() -> None:
+    step = llama(layers=2, pp=2, dp=2)
+    found = after(step, Cancel())
+    assert found.counts == counted(step.programs[0])
+
+
+def test_gradients_that_are_only_used_in_parts_are_scattered() -> None:
+    """ZeRO 1: states are cut, so each rank needs its part of the gradient."""
+    found = after(llama_with(stage=1, dp=2), Cancel())
+    assert found.counts == {"AllReduce(dp)": 2, "ReduceScatter(dp)": 12, "AllGather(dp)": 12}
+    assert found.is_equal

@@ -1,0 +1,150 @@
+"""Overlap: the same bits in another order, collectives begun early and ended late, and gathers fetched ahead."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.comm import Delayed, current, use
+from meshwright.cost import Cluster, Device, Link
+from meshwright.graph import (
+    Carry,
+    Draft,
+    Input,
+    Node,
+    Origin,
+    Program,
+    Start,
+    Value,
+    Wait,
+    communication,
+    live_memory,
+    name_of,
+)
+from meshwright.layout import ProcessMesh, parse_spec
+from meshwright.passes import InPlace, Schedule
+from meshwright.reshard import AllGather, AllReduce
+
+from .steps import assert_same, llama_step
+
+aten = torch.ops.aten
+DEVICE = Device("toy", {torch.float32: 1e9}, bandwidth=1e9, memory=1e9, overhead=1.0, reach=1.0)
+SLOW = Cluster(DEVICE, Link("wire", 1e12, 0.0, start=2.0, reach=1.0))
+"""An operator takes one second, and a collective two."""
+
+
+def toy(build: Any) -> Program:
+    """`build(add, send, x)` gives the outputs of a program with one input."""
+    mesh = ProcessMesh([0, 1], ["dp"])
+    pending, cut = parse_spec("f32[4] +dp", mesh), parse_spec("f32[8@dp]", mesh)
+    given = Input(Value("x", (4,), torch.float32), "parameter", "x")
+    draft = Draft(Program((given,), (), ()))
+
+    def add(op: Any, *args: Any) -> Any:
+        return draft.add(op, *args, before=draft.end, origin=Origin())
+
+    def reduce(x: Value) -> Any:
+        return add(Carry(AllReduce(("dp",)), pending), x)
+
+    def gather(x: Value) -> Any:
+        return add(Carry(AllGather((("dp", 0),)), cut), x)
+
+    out = build(add, reduce, gather, given.value)
+    return Program((given,), tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft), out)
+
+
+def order(program: Program) -> list[str]:
+    return [
+        type(n.op).__name__.lower() if isinstance(n.op, (Start, Wait)) else name_of(n.op).split(".")[1]
+        for n in program.nodes
+    ]
+
+
+def test_what_does_not_need_it_runs_while_a_collective_is_under_way() -> None:
+    def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
+        weight = add(aten.neg.default, x)  # is needed only at the end
+        value = add(aten.exp.default, x)
+        return weight, add(aten.abs.default, reduce(value))
+
+    program = toy(build)
+    scheduled = Schedule(SLOW)(program)
+    assert order(scheduled) == ["exp", "start", "neg", "wait", "abs"]
+    (told,) = scheduled.changes
+    assert told.saved["seconds"] == pytest.approx(1.0)  # neg is hidden: 5 seconds become 4
+    assert "1 collectives begun ahead" in told.what
+
+
+def test_gathers_are_fetched_ahead() -> None:
+    def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
+        y = x
+        for _ in range(3):
+            whole = gather(x)
+            y = add(aten.add.Tensor, add(aten.exp.default, y), add(aten.sum.default, whole))
+        return y
+
+    first, *_ = scheduled = order(Schedule(SLOW)(toy(build)))
+    assert first == "start"
+    assert scheduled.index("wait") > scheduled.index("exp")
+    near = order(Schedule(SLOW, windows=(0,))(toy(build)))
+    assert [name for name in near if name in ("start", "wait")] == ["start", "wait"] * 3
+
+
+def test_below_a_cap_less_is_fetched_ahead() -> None:
+    def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
+        return [add(aten.sum.default, add(aten.exp.default, gather(x))) for _ in range(8)]
+
+    program = toy(build)
+    free = Schedule(SLOW)(program)
+    cap = (live_memory(program).peak + live_memory(free).peak) // 2
+    capped = Schedule(SLOW, memory=cap)(program)
+    assert live_memory(capped).peak <= cap < live_memory(free).peak
+    assert Schedule(SLOW, memory=1)(program) is program
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)])
+def test_a_step_keeps_its_bits(shape: tuple[int, int, int]) -> None:
+    step = llama_step(shape)
+    programs = step.changed(Schedule())
+    assert_same(step, programs)
+    assert_same(step, [InPlace()(p) for p in programs])
+    for before, after in zip(step.programs, programs, strict=True):
+        assert [n.op.carry for n in communication(after)] == [n.op for n in communication(before)]  # type: ignore[union-attr]
+
+
+def test_operands_stay_until_the_end_of_a_collective() -> None:
+    def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
+        value = add(aten.exp.default, x)
+        return add(aten.abs.default, reduce(value)), add(aten.neg.default, value)
+
+    program = InPlace()(Schedule(SLOW)(toy(build)))
+    assert order(program) == ["exp", "start", "neg", "wait", "abs_"]
+
+
+def test_a_delayed_carrier_is_late_and_hides_what_is_done_meanwhile() -> None:
+    def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
+        return reduce(add(aten.exp.default, x))
+
+    plan_of = toy(build).nodes[1].op
+
+    def rank() -> list[float]:
+        assert isinstance(plan_of, Carry)
+        way = plan_of.of_part((4,))
+        spent: list[float] = []
+        with use(Delayed(current(), latency=0.05, bandwidth=1e9)):
+            began = time.monotonic()
+            arrival = current().start(way, torch.ones(4))
+            spent.append(time.monotonic() - began)
+            assert torch.equal(arrival.wait(), torch.full((4,), 2.0))
+            spent.append(time.monotonic() - began)
+            assert torch.equal(current().convert(way, torch.ones(4)), torch.full((4,), 2.0))
+            spent.append(time.monotonic() - began)
+        return spent
+
+    begun, waited, again = mw.simulate(rank, 2)[0]
+    assert begun < waited
+    assert waited >= 0.05
+    assert again >= 0.1
