@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Call, Check, CommError, ProcessCarrier, current, init_process
+from meshwright.layout import ProcessMesh, parse_spec
+from meshwright.reshard import plan
 
 REDUCTIONS = {
     "sum": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex64],
@@ -125,7 +127,24 @@ def calls() -> list[Call]:
     return log
 
 
-RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs]
+def begun() -> Results:
+    """Conversions that are begun, with calls between them, and waited for in another order."""
+    carrier = current()
+    mesh = ProcessMesh(range(carrier.size), ["dp"])
+    whole, cut, pending = (parse_spec(f"f32[{spec}", mesh) for spec in ("6, 2]", "6@dp, 2]", "6, 2] +dp"))
+    mine = values((6, 2), torch.float32, carrier.rank)
+    gathered = carrier.start(plan(cut, whole), values(cut.local_shape(carrier.rank), torch.float32, carrier.rank))
+    reduced = carrier.start(plan(pending, whole), mine)
+    between = carrier.all_reduce(mine[:1], "max", tuple(range(carrier.size)))
+    scattered = carrier.start(plan(pending, cut), mine)
+    return {
+        "scattered": [scattered.wait(), scattered.wait()],
+        "gathered": [gathered.wait(), reduced.wait()],
+        "between": [between],
+    }
+
+
+RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs, begun]
 
 
 def error_of(call: Callable[[], object]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import comm, engine, layout, spmd, tensor
+from meshwright import comm, engine, graph, layout, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -67,6 +67,32 @@ class TwoResults(mw.LocalLayer):
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         return a, a
+
+
+class Asks(torch.nn.Linear):
+    """Takes a branch by a tensor's numbers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input).sum()
+        return out if out > 0 else -out
+
+
+class Counts(torch.nn.Linear):
+    """Counts its calls in Python."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input).sum()
+
+
+def a_program_of(module: torch.nn.Module) -> Callable[[], Any]:
+    return on_ranks(lambda: mw.to_static(module)(torch.ones(2, 3)), 1)
+
+
+def a_value_that_nothing_makes() -> None:
+    graph.verify(graph.Program((), (), graph.Value("a", (), torch.float32)))
 
 
 def loader(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +170,11 @@ CASES: list[Case] = [
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
     ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),
     ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
+    # programs
+    ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
+    ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
+    ("a static model that was not called", lambda: mw.to_static(Asks(3, 2)).program, engine.StaticError, "first"),
+    ("a value that nothing makes", a_value_that_nothing_makes, graph.ProgramError, "Draft"),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),

@@ -1,4 +1,4 @@
-"""Every option of a strategy: seen in the program, with the numbers kept; or refused with a reason; in TOML and back."""
+"""Every option of a strategy: seen in the program, with the numbers kept; or refused with a reason; and TOML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ from meshwright.models import Llama, LlamaConfig, mark
 from meshwright.passes import Bucket, Hierarchy
 
 SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_forward=48)
-PLAIN = {"dp_optimization": DpOptimization(False), "mp_optimization": MpOptimization(False), "inplace": False}
+PLAIN: dict[str, Any] = {
+    "dp_optimization": DpOptimization(False),
+    "mp_optimization": MpOptimization(False),
+    "inplace": False,
+    "foreach": False,
+}
+OFF: dict[str, Any] = {
+    "dp_optimization": {"enable": False},
+    "mp_optimization": {"enable": False},
+    "inplace": False,
+    "foreach": False,
+}
 
 
 def run(strategy: mw.Strategy) -> tuple[list[float], Program, dict[str, Any]]:
@@ -67,7 +78,7 @@ def test_buckets_and_shared_conversions_are_on_by_default(plain: Any) -> None:
     losses, program, _ = run(mw.Strategy())
     assert losses == plain[0]
     assert kinds(program)["backward AllReduce"] <= 10
-    assert {"bucket", "in_place"} <= {c.by for c in program.changes}
+    assert {"bucket", "in_place", "foreach"} <= {c.by for c in program.changes}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -110,6 +121,33 @@ def test_fused_passes_find_what_the_model_writes_out(plain: Any) -> None:
     assert losses == pytest.approx(plain[0], rel=1e-5)
 
 
+def test_mixed_precision_multiplies_in_bfloat16(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy.of(amp={"enable": True}, **OFF))
+    assert losses == pytest.approx(plain[0], rel=2e-2)
+    assert losses != plain[0]
+    products = [n for n in program.nodes if str(n.op) == "aten.mm.default"]
+    assert products
+    assert {n.outs[0].dtype for n in products} == {torch.bfloat16}
+    assert {i.value.dtype for i in program.inputs if i.role == "parameter"} == {torch.float32}
+
+
+def test_a_batch_in_pieces_reduces_gradients_once(plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy.of(gradient_merge={"enable": True, "k_steps": 2}, **OFF))
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    gradients, once = (
+        [n for n in communication(p) if repr(n.op) == "AllReduce(dp)" and len(n.outs[0].shape) == 2]
+        for p in (program, plain[1])
+    )
+    assert len(gradients) == len(once)
+
+
+@pytest.mark.parametrize("option", ["foreach", "release"])
+def test_updates_are_grouped_or_done_early(option: str, plain: Any) -> None:
+    losses, program, _ = run(mw.Strategy.of(**{**OFF, option: True}))
+    assert losses == plain[0]
+    assert any(c.by == option for c in program.changes)
+
+
 def test_own_passes_come_last(plain: Any) -> None:
     losses, program, _ = run(mw.Strategy(passes=(Bucket(bytes=4096),), **PLAIN))
     assert losses == plain[0]
@@ -124,6 +162,8 @@ def test_own_passes_come_last(plain: Any) -> None:
         (lambda: Recomputing(True, ("a",), 0.5), "budget"),
         (lambda: FusedPasses(True, ("fuse_everything",)), "fuse_norm"),
         (lambda: Pipeline(True), "stages"),
+        (lambda: mw.Strategy.of(amp={"enable": True, "dtype": "float16"}), "bfloat16"),
+        (lambda: mw.Strategy.of(gradient_merge={"k_steps": 0}), "piece"),
         (lambda: mw.Strategy(compiler="cinn"), "inductor"),
         (lambda: strategy_from_toml("[sharding]\nenabled = true"), "enable"),
         (lambda: strategy_from_toml("shardings = 1"), "sharding"),
@@ -143,9 +183,8 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
         mw.Strategy(),
         mw.Strategy(compiler="inductor", full_graph=False, max_programs=3),
         mw.Strategy(sharding=Sharding(True, 3, ("dp", "ep"), 64), recompute=Recomputing(True, budget=0.25)),
-        mw.Strategy(
-            passes=(Bucket(bytes=2**20), Hierarchy("gpu", "node")), fused_passes=FusedPasses(True, ("fuse_norm",))
-        ),
+        mw.Strategy(passes=(Bucket(bytes=2**20), Hierarchy("gpu", "node"))),
+        mw.Strategy(fused_passes=FusedPasses(True, ("fuse_norm",))),
     ],
 )
 def test_toml_and_back(strategy: mw.Strategy) -> None:

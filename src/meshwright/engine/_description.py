@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import slots_of
+from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, drawing_by, local_parts
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DEPTH = 5
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_LIBRARIES = ("torch.", "builtins", "numpy", f"{__name__.partition('.')[0]}.")
+_LIBRARIES = ("torch.", "builtins.", "numpy.")
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec and its mesh."""
+    return f"{spec!r} on {spec.mesh!r}"
 
 
 def lies_text(x: Any) -> str:
-    """Dtype, shape and layout of a tensor, and its mesh."""
+    """Dtype and shape of a tensor, and its layout and mesh where it is distributed."""
     if isinstance(x, DistTensor):
-        return f"{x.spec!r} on {x.spec.mesh!r}"
+        return spec_text(x._spec)
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -41,7 +47,7 @@ def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[
 
 
 def setting_text(network: nn.Module, optimizer: Optimizer | None) -> str:
-    """One number, in text, for everything that may be switched: of the network, and of the optimizer if there is one."""
+    """A text for all that may be switched: of the network, and of the optimizer if there is one."""
     with local_parts():
         lines = [*_modes(), *_network(network), *([] if optimizer is None else _optimizer(network, optimizer))]
     return sha256("\n".join(lines).encode()).hexdigest()
@@ -87,7 +93,7 @@ def described(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         return _held(value)
     if isinstance(value, FunctionType):
-        return f"{value.__qualname__} {_function(value, depth)}"
+        return f"{value.__qualname__} {_function(value, depth)}" if depth else value.__qualname__
     if isinstance(value, type):
         return _class(value)
     return _inside(value, depth) if depth else type(value).__qualname__
@@ -124,8 +130,14 @@ def _plain(member: Any) -> Any:
 
 
 def _function(f: Any, depth: int) -> str:
-    cells = [described(c.cell_contents, depth - 1) for c in f.__closure__ or () if depth and _is_filled(c)]
+    cells = [_cell(c.cell_contents, depth) for c in f.__closure__ or () if _is_filled(c)]
     return _short([_code(f.__code__), *cells, described(f.__defaults__, 1), described(f.__kwdefaults__, 2)])
+
+
+def _cell(value: Any, depth: int) -> str:
+    """What a function takes from around it; methods find their own class there, and functions themselves."""
+    named = isinstance(value, type) or (callable(value) and not depth)
+    return getattr(value, "__qualname__", type(value).__qualname__) if named else described(value, max(depth - 1, 0))
 
 
 def _is_filled(cell: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -81,14 +81,21 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
 
 def lay_as_captured(captured: Capture, optimizer: Optimizer | None) -> None:
     """Parameters, buffers and their states become the parts that the captured program's inputs say."""
-    inputs = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
-    for slot in captured.slots:
-        given = inputs[slot.name]
-        if given.spec is None or (isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec):
+    lay_as(captured.program.inputs, captured.slots, optimizer)
+
+
+def lay_as(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
+    """Parameters, buffers and their states become the parts that the inputs say."""
+    held = {i.name: i for i in inputs if i.role in ("parameter", "buffer")}
+    for slot in slots:
+        given = held[slot.name]
+        if given.spec is None:
             continue
+        lies = isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec
         states = optimizer.state.get(slot.tensor, {}) if optimizer is not None else {}
         for key, value in states.items():
             spec = lies_as(value, given) if isinstance(value, Tensor) else None
-            if spec is not None:
+            if spec is not None and not (lies and isinstance(value, DistTensor)):
                 states[key] = lay(value, spec)
-        lay(slot.tensor, given.spec)
+        if not lies:
+            lay(slot.tensor, given.spec)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.comm import current
@@ -25,44 +25,64 @@ from meshwright.graph import (
     Input,
     Program,
     Slot,
+    compiled,
     holds_of,
-    lies_as,
     load_program,
+    machine,
     no_program,
     read_json,
+    save_kernels,
     save_program,
     slots_of,
     told,
+    with_kernels,
     write_whole,
     written_inputs,
 )
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, lay, local_parts
 
-from ._apart import lie_apart
-from ._description import code_of, lies_text
+from ._description import code_of, lies_text, spec_text
 from ._errors import StaticError
+from ._inputs import lay_as
+from ._setting import Settings
 from ._strategy import Strategy
-from ._variants import Dynamic, Variant, Variants
+from ._variants import Dynamic, Variant, Variants, kind_of, sizes_of
 
 KIND = "meshwright programs"
 FORMAT = 1
 INDEX = "programs.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A program that was loaded, and the file of its kernels where this machine can run them."""
+
+    program: Program
+    kernels: Path | None = None
+
+    def lowered(self) -> Program:
+        """The program with kernels: those of the file, or new ones."""
+        here = current()
+        return compiled(self.program, here) if self.kernels is None else with_kernels(self.program, here, self.kernels)
+
+
 @dataclass(slots=True)
 class Shelf:
     """Programs that were loaded and not asked for yet; `taken` counts those that were."""
 
-    variants: list[tuple[list[str], Variant[Program]]] = field(default_factory=list[Any])
+    variants: list[tuple[list[str], Variant[Saved]]] = field(default_factory=list[Any])
     taken: int = 0
 
-    def take(self, key: Sequence[str], sizes: Any, leaves: Sequence[Any], held: Sequence[Any]) -> Variant[Program] | None:
-        """The program for such a batch, if there is one; what it writes over in place lies in memory of its own."""
+    def take(
+        self, key: Any, leaves: Sequence[Any], settings: Settings, apart: Callable[[], bool]
+    ) -> Variant[Saved] | None:
+        """The program for such a batch, if there is one; one that writes in place wants tensors `apart`."""
+        if not self.variants:
+            return None
+        text, sizes = key_text(key, tuple(map(kind_of, leaves)), settings.texts), sizes_of(leaves)
         for at, (known, variant) in enumerate(self.variants):
-            if known == list(key) and variant.takes(sizes, leaves):
-                if written_inputs(variant.program) and not lie_apart(held):
-                    continue
+            fits = known == text and variant.takes(sizes, leaves)
+            if fits and (not written_inputs(variant.program.program) or apart()):
                 del self.variants[at]
                 self.taken += 1
                 return variant
@@ -84,7 +104,7 @@ class Model:
         return {
             **code_of(self.network, self.loss, self.optimizer),
             "strategy": re.sub(r" at 0x\w+", "", repr(plan)),
-            **{f"tensor {s.name}": _whole_text(s.tensor) for s in slots_of(self.network)},
+            **{f"tensor {s.name}": f"{s.tensor.dtype}{list(s.tensor.shape)}" for s in slots_of(self.network)},
         }
 
 
@@ -96,18 +116,30 @@ def key_text(key: Any, kinds: Any, settings: Mapping[int, str]) -> list[str] | N
     return [mode, settings[setting], *map(repr, rest), repr(kinds)]
 
 
-def save_programs(folder: Any, model: Model, variants: Variants[Any], settings: Mapping[int, str]) -> None:
+def save_programs(folder: Any, model: Model, variants: Variants[Any], settings: Settings, kernels: bool) -> None:
     """Writes every program that can still be asked for, then the index; files of earlier programs are removed."""
     place = _place(folder)
     place.mkdir(parents=True, exist_ok=True)
-    rows = [_saved(place, key, v) for key, v in _asked_for(variants, settings)]
+    rows = [_saved(place, key, v, kernels) for key, v in _asked_for(variants, settings.texts)]
+    if not rows:
+        raise StaticError(
+            f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
+            "programs are recorded at the first call for a kind of batch; what runs in pieces is no program",
+            "dist_model.compile(*batch) first, with tensors that may be on the meta device",
+        )  # fmt: skip
     here = current()
     index = {
-        "kind": KIND, "format": FORMAT, "ranks": here.size, "rank": here.rank, "model": model.text(), "programs": rows,
-    }  # fmt: skip
+        "kind": KIND,
+        "format": FORMAT,
+        "ranks": here.size,
+        "rank": here.rank,
+        "model": model.text(),
+        "marks": settings.marks,
+        "programs": rows,
+    }
     text = json.dumps(index, indent=1)
     write_whole(place / INDEX, json.dumps({"sha256": _sum(text), "index": text}).encode())
-    for old in {p.name for p in place.glob("program-*.safetensors")} - {row["file"] for row in rows}:
+    for old in {p.name for p in place.glob("program-*")} - {name for row in rows for name in _files(row)}:
         (place / old).unlink(missing_ok=True)
 
 
@@ -118,7 +150,11 @@ def _asked_for(variants: Variants[Any], settings: Mapping[int, str]) -> Iterator
             yield from ((text, variant) for variant in found)
 
 
-def _saved(place: Path, key: list[str], variant: Variant[Any]) -> dict[str, Any]:
+def _files(row: Mapping[str, Any]) -> list[str]:
+    return [row["file"], *[made["file"] for made in row["kernels"]]]
+
+
+def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
     assert isinstance(variant.holds, Holds)
     beside = place / f".program.{os.getpid()}"
     checksum = save_program(variant.program.program, beside)
@@ -130,29 +166,48 @@ def _saved(place: Path, key: list[str], variant: Variant[Any]) -> dict[str, Any]
         "sizes": [list(shape) for shape in variant.sizes],
         "dynamic": [[leaf, sorted(dims)] for leaf, dims in variant.dynamic.items()],
         "holds": variant.holds.as_data(),
+        "kernels": list(_saved_kernels(place, name, variant.program.program)) if kernels else [],
     }
 
 
-def load_programs(folder: Any, model: Model) -> tuple[Shelf, dict[str, Spec]]:
-    """The programs of a folder, and how the values of parameters and buffers lie in them, by name.
+def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[str, Any]]:
+    """Where the kernels of the program are, if they can be saved."""
+    path = place / name.replace(".safetensors", ".pt2")
+    if save_kernels(program, current(), path):
+        yield {"file": path.name, "sha256": sha256(path.read_bytes()).hexdigest(), "machine": machine()}
+
+
+def _kernels(place: Path, rows: Sequence[Mapping[str, Any]], program: str) -> Path | None:
+    """The file with kernels, where it is what was saved, and was saved on such a machine."""
+    path = place / program.replace(".safetensors", ".pt2")
+    for row in rows:
+        fits = row["machine"] == machine() and row["file"] == path.name and path.is_file()
+        if fits and sha256(path.read_bytes()).hexdigest() == row["sha256"]:
+            return path
+    return None
+
+
+def load_programs(folder: Any, model: Model, shelf: Shelf, settings: Settings) -> dict[str, Spec]:
+    """Puts the programs of a folder on the shelf; gives how the values of parameters and buffers lie in them.
 
     The model's tensors are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
     programs of another model; both before anything is changed.
     """
     path = _place(folder) / INDEX
     try:
-        outer = path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise no_program(path, f"{error.strerror}; programs are saved for each of the ranks that there were") from error
-    index = told(path, lambda: _index(outer))
+    index = told(path, lambda: _index(data))
     _check(path, index, model)
-    found = told(path, lambda: [_variant(path, row) for row in index["programs"]])
-    inputs = [i for _, v in found for i in v.program.inputs if i.role in ("parameter", "buffer")]
-    slots = slots_of(model.network)
-    homes = _homes(path, inputs, slots)
-    for slot in slots:
-        _lay(slot, homes.get(slot.name), model.optimizer)
-    return Shelf(found), {i.value.name: i.spec for i in inputs if i.spec is not None}
+    found = [told(path, lambda row=row: _variant(path, row)) for row in index["programs"]]
+    given = [i for _, v in found for i in v.program.program.inputs if i.role in ("parameter", "buffer")]
+    inputs, slots = {i.name: i for i in given}, slots_of(model.network)
+    _check_marks(path, index["marks"], inputs, slots)
+    lay_as(given, slots, model.optimizer)
+    shelf.variants += found
+    settings.marks = index["marks"]
+    return {i.value.name: i.spec for i in given if i.spec is not None}
 
 
 def _index(data: bytes) -> dict[str, Any]:
@@ -162,15 +217,16 @@ def _index(data: bytes) -> dict[str, Any]:
     index = read_json(outer["index"])
     if index["kind"] != KIND or index["format"] > FORMAT:
         raise ValueError(f"it is {index['kind']!r} of format {index['format']}, this reads formats up to {FORMAT}")
-    return index
+    if not isinstance(index["programs"], list) or not all(isinstance(index[k], dict) for k in ("model", "marks")):
+        raise ValueError("it is no index of programs")
+    return {**index, "model": {**index["model"], "rank": f"{index['rank']} of {index['ranks']}"}}
 
 
 def _check(path: Path, index: Mapping[str, Any], model: Model) -> None:
     """Raises StaticError where the programs are those of another model, or of other ranks."""
-    here, now = current(), model.text()
-    now = {**now, "rank": f"{here.rank} of {here.size}"}
-    before = {**index["model"], "rank": f"{index['rank']} of {index['ranks']}"}
-    for what in dict.fromkeys((*before, *now)):
+    here, before = current(), index["model"]
+    now = {"rank": f"{here.rank} of {here.size}", **model.text()}
+    for what in dict.fromkeys((*now, *before)):
         if before.get(what) != now.get(what):
             raise _other(path, what, before.get(what, "not there"), now.get(what, "not there"))
 
@@ -183,34 +239,30 @@ def _other(path: Path, what: str, before: str, now: str) -> StaticError:
     )  # fmt: skip
 
 
-def _variant(path: Path, row: Mapping[str, Any]) -> tuple[list[str], Variant[Program]]:
+def _variant(path: Path, row: Mapping[str, Any]) -> tuple[list[str], Variant[Saved]]:
     name: str = row["file"]
     if not re.fullmatch(r"program-[0-9a-f]{16}\.safetensors", name):
         raise ValueError(f"{name!r} is no name of a program's file")
     sizes = tuple(tuple(map(int, shape)) for shape in row["sizes"])
     dynamic: Dynamic = {int(leaf): frozenset(map(int, dims)) for leaf, dims in row["dynamic"]}
-    program = load_program(path.parent / name)
-    return list(row["key"]), Variant(program, sizes, dynamic, holds_of(row["holds"]))
+    saved = Saved(load_program(path.parent / name), _kernels(path.parent, row["kernels"], name))
+    return list(row["key"]), Variant(saved, sizes, dynamic, holds_of(row["holds"]))
 
 
-def _homes(path: Path, inputs: Sequence[Input], slots: Sequence[Slot]) -> dict[str, Spec]:
-    """Name of a parameter or buffer → how programs take it; marks that say otherwise are refused."""
-    homes = {i.name: i.spec for i in inputs if i.spec is not None}
+def _check_marks(path: Path, marks: Mapping[str, str], inputs: Mapping[str, Input], slots: Sequence[Slot]) -> None:
+    """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
     for slot in slots:
-        wanted = homes.get(slot.name)
-        if slot.spec is not None and slot.spec is not wanted:
-            raise _other(path, slot.name, repr(wanted), repr(slot.spec))
-    return homes
+        given, lies = inputs.get(slot.name), lies_text(slot.tensor)
+        if given is None:
+            raise _other(path, slot.name, "not there", lies)
+        first = marks.get(slot.name, "not there")
+        if lies not in (first, spec_text(given.spec) if given.spec is not None else first):
+            raise _other(path, slot.name, first, lies)
 
 
-def _lay(slot: Slot, spec: Spec | None, optimizer: Optimizer | None) -> None:
-    """The tensor, and the states that belong to it, become the parts that programs take."""
-    if spec is None or isinstance(slot.tensor, DistTensor):
-        return
-    like = Input(_value_like(slot), "parameter", slot.name, spec)
-    states = optimizer.state.get(slot.tensor, {}) if optimizer is not None else {}
-    for key, value in states.items():
-        home = lies_as(value, like) if isinstance(value, Tensor) else None
-        if home is not None:
-            states[key] = lay(value, home)
-    lay(slot.tensor, spec)
+def _place(folder: Any) -> Path:
+    return Path(folder) / f"rank-{current().rank}"
+
+
+def _sum(text: str) -> str:
+    return sha256(text.encode()).hexdigest()

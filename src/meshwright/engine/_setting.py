@@ -6,7 +6,7 @@ that were switched, parameters that were frozen or replaced, states that were lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Snapshot
+from meshwright.graph import Snapshot, slots_of
 from meshwright.tensor import DistTensor, drawing_by, local_parts
+
+from ._description import lies_text, setting_text
+from ._errors import StaticError
 
 REMEMBERED = 16
 """So many settings are told apart; the oldest is forgotten first."""
@@ -29,6 +32,10 @@ class Settings:
     optimizer: Optimizer | None
     known: dict[int, tuple[Snapshot, Any]] = field(default_factory=dict[int, "tuple[Snapshot, Any]"])
     count: int = 0
+    texts: dict[int, str] = field(default_factory=dict[int, str])
+    """What each setting was, for other processes."""
+    marks: dict[str, str] = field(default_factory=dict[str, str])
+    """How parameters and buffers lay at first."""
 
     def number(self, training: bool) -> int:
         """Number of the setting that holds now; a new one where it is not known."""
@@ -39,7 +46,10 @@ class Settings:
                 return number
         self.count += 1
         self.known[self.count] = (Snapshot.of(self.network), now)
+        self.texts[self.count] = setting_text(self.network, self.optimizer if training else None)
+        self.marks = self.marks or {s.name: lies_text(s.tensor) for s in slots_of(self.network)}
         if len(self.known) > REMEMBERED:
+            del self.texts[next(iter(self.known))]
             del self.known[next(iter(self.known))]
         return self.count
 
@@ -69,9 +79,17 @@ def _lies(x: Tensor) -> Any:
 
 
 def form_of(tree: Any) -> Any:
-    """How a batch is built, without its tensors: types, lengths, keys in their order."""
+    """How a batch is built, without its tensors: types, lengths, keys in their order.
+
+    Raises StaticError for a leaf that is no tensor and cannot be compared.
+    """
     if isinstance(tree, (tuple, list)):
         return (type(tree), *[form_of(v) for v in tree])
     if isinstance(tree, Mapping):
         return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
+    if not isinstance(tree, Tensor) and not isinstance(tree, Hashable):
+        raise StaticError(
+            f"a batch with a {type(tree).__name__}", "what is neither a tensor nor hashable",
+            "what is no tensor becomes part of the program, and tells programs apart", "torch.as_tensor(x)",
+        )  # fmt: skip
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from meshwright.graph import (
     Layouts,
     Program,
     Run,
+    Slot,
     StateKey,
     Value,
     apply_passes,
@@ -42,6 +44,7 @@ from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured, leaves_in
 from ._pieces import Pieces
+from ._program_files import Model, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
 from ._shared import recorded_once
 from ._strategy import Strategy
@@ -95,6 +98,7 @@ class DistModel:
         self.network, self.loader, self.loss, self.optimizer = network, loader, loss, optimizer
         self._variants: Variants[Compiled] = Variants(strategy.max_programs)
         self._settings = Settings(network, optimizer)
+        self._shelf = Shelf()
         self._latest: Compiled | None = None
         self._homes: dict[str, Spec] = {}
         self.pieces: Pieces | None = None
@@ -151,7 +155,7 @@ class DistModel:
     def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
         """The program that takes the batch, recorded now if there is none."""
         key = self._key(batch)
-        found = self._variants.find(key, leaves)
+        found = self._variants.find(key, leaves) or self._loaded(key, leaves)
         if found is None:
             dynamic = self._variants.open_sizes(key, leaves)
             found, fits = self._compile(batch, dynamic)
@@ -172,8 +176,41 @@ class DistModel:
 
     @property
     def recordings(self) -> int:
-        """How many programs were recorded so far."""
-        return self._variants.count
+        """How many programs were recorded so far; those that were loaded do not count."""
+        return self._variants.count - self._shelf.taken
+
+    def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
+        """Writes every program recorded so far into a folder, each rank its own; `load` takes them from there.
+
+        Parameters and states are no part of it. With `kernels`, programs in which ranks do not communicate are compiled
+        ahead of time for `Strategy(compiler="inductor")`. Raises ProgramFileError for programs that no file can hold.
+        """
+        save_programs(folder, self._model, self._variants, self._settings, kernels)
+
+    def load(self, folder: str | os.PathLike[str]) -> DistModel:
+        """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
+
+        Parameters, buffers and states are laid as the programs take them. Raises StaticError for programs of another
+        model, another loss, optimizer or strategy, or of another number of ranks, and ProgramFileError for files that
+        hold none.
+        """
+        self._homes |= load_programs(folder, self._model, self._shelf, self._settings)
+        return self
+
+    @property
+    def _model(self) -> Model:
+        return Model(self.network, self.loss, self.optimizer, self.strategy)
+
+    def _loaded(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
+        """The loaded program that takes the batch, ready to run."""
+        slots = slots_of(self.network)
+        taken = self._shelf.take(key, leaves, self._settings, lambda: self._apart(slots))
+        if taken is None:
+            return None
+        lowered = taken.program.lowered() if self.strategy.compiler == "inductor" else None
+        found = self._ready(taken.program.program, slots, lowered)
+        self._variants.add(key, leaves, found, taken.dynamic, taken.holds)
+        return found
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
         """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
@@ -249,33 +286,37 @@ class DistModel:
             self._states_lie(),
             type(self.optimizer),
             sizes_of(list(leaves_in(batch))),
-            self._apart(captured),
+            self._apart(captured.slots),
         )
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
         lay_as_captured(captured, self.optimizer)
         self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
         self.layouts = layouts
+        return self._ready(program, captured.slots), fits
+
+    def _ready(self, program: Program, slots: Sequence[Slot], lowered: Program | None = None) -> Compiled:
+        """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
         writes = {given.value: at for at, given in enumerate(program.inputs)}
-        lowered = compiled(program, current()) if self.strategy.compiler == "inductor" else program
-        found = Compiled(
+        if lowered is None:
+            lowered = compiled(program, current()) if self.strategy.compiler == "inductor" else program
+        return Compiled(
             program,
             runner(lowered),
-            tuple(fetch_of(given, captured.slots, self.optimizer) for given in program.inputs),
+            tuple(fetch_of(given, slots, self.optimizer) for given in program.inputs),
             tuple(writes[x] for x, _ in program.writes),
         )
-        return found, fits
 
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
         """The program of this rank, after all passes."""
         program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
         passes = self.strategy.passes_on("recorded")
-        return apply_passes(program, passes if self._apart(captured) else without_inputs(passes))
+        return apply_passes(program, passes if self._apart(captured.slots) else without_inputs(passes))
 
-    def _apart(self, captured: Capture) -> bool:
+    def _apart(self, slots: Sequence[Slot]) -> bool:
         """True where each parameter, buffer and state lies in memory of its own."""
         states = self._states().values() if self.optimizer is not None else ()
         with local_parts():
-            return lie_apart((*(s.tensor for s in captured.slots), *states))
+            return lie_apart((*(s.tensor for s in slots), *states))
 
     def _states_lie(self) -> Any:
         """Which states there are, and how they lie."""

@@ -14,8 +14,10 @@ from typing import Any, Literal, get_type_hints
 from meshwright.graph import Pass, registered_passes
 from meshwright.layout import Spec
 from meshwright.passes import (
+    Amp,
     Bucket,
     Cancel,
+    Foreach,
     FuseActivation,
     FuseAttention,
     FuseLoss,
@@ -25,6 +27,7 @@ from meshwright.passes import (
     Merge,
     Recompute,
     Regather,
+    Release,
     Scatter,
     SequenceParallel,
     ShardParameters,
@@ -57,6 +60,41 @@ class Sharding:
             raise StrategyError(
                 f"sharding.stage = {self.stage}", "stages 1, 2 and 3", "there are no others",
                 "stage = 1 for states, 2 for gradients too, 3 for parameters too",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Operators in bfloat16, parameters and states as they are: level O1 as `torch.autocast`, O2 as pure as it goes.
+
+    float16 is refused: its gradients vanish without a loss scale, which programs do not have.
+    """
+
+    enable: bool = False
+    dtype: str = "bfloat16"
+    level: str = "O1"
+
+    def __post_init__(self) -> None:
+        if self.dtype != "bfloat16" or self.level not in ("O1", "O2"):
+            raise StrategyError(
+                f"amp.dtype = {self.dtype!r}, amp.level = {self.level!r}", "bfloat16, and levels O1 and O2",
+                "gradients in float16 vanish without a loss scale", 'dtype = "bfloat16", level = "O1"',
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GradientMerge:
+    """The batch in `k_steps` pieces, whose gradients are added up before one update; `avg` makes them means."""
+
+    enable: bool = False
+    k_steps: int = 1
+    avg: bool = True
+
+    def __post_init__(self) -> None:
+        if self.k_steps < 1:
+            raise StrategyError(
+                f"gradient_merge.k_steps = {self.k_steps}", "a number below one", "a batch has at least one piece",
+                "k_steps = 4",
             )  # fmt: skip
 
 
@@ -140,7 +178,9 @@ class Strategy:
     """The options of `to_static`; `passes` come behind those that options name, each for its kind of program."""
 
     sharding: Sharding = field(default_factory=Sharding)
+    amp: MixedPrecision = field(default_factory=MixedPrecision)
     recompute: Recomputing = field(default_factory=Recomputing)
+    gradient_merge: GradientMerge = field(default_factory=GradientMerge)
     fused_passes: FusedPasses = field(default_factory=FusedPasses)
     pipeline: Pipeline = field(default_factory=Pipeline)
     dp_optimization: DpOptimization = field(default_factory=DpOptimization)
@@ -149,8 +189,9 @@ class Strategy:
     compiler: Literal["none", "inductor"] = "none"
     full_graph: bool = True
     max_programs: int = 16
+    foreach: bool = True
+    release: bool = False
     inplace: bool = True
-    merge: Merge | None = None
     passes: tuple[Pass, ...] = ()
     layouts: Mapping[str, Spec] | None = None
 
@@ -160,6 +201,12 @@ class Strategy:
                 f"compiler = {self.compiler!r}", "no such compiler", "a program runs node by node, or through Inductor",
                 'compiler = "none" or "inductor"',
             )  # fmt: skip
+
+    @property
+    def merge(self) -> Merge | None:
+        """How a batch is taken in pieces, where it is."""
+        how = self.gradient_merge
+        return Merge(how.k_steps, how.avg) if how.enable and how.k_steps > 1 else None
 
     @classmethod
     def of(cls, **options: Any) -> Strategy:
@@ -182,6 +229,8 @@ class Strategy:
         if self.fused_passes.enable:
             chosen = self.fused_passes.fused_passes_list or tuple(FUSED)
             yield from (FUSED[name]() for name in chosen)
+        if self.amp.enable:
+            yield Amp(level="O1" if self.amp.level == "O1" else "O2")
         if self.sp_optimization.enable:
             yield SequenceParallel(self.sp_optimization.axis, self.sp_optimization.dim)
         if self.sharding.enable and self.sharding.stage == 3:
@@ -202,6 +251,10 @@ class Strategy:
             if self.dp_optimization.gradient_sync_after_accumulate:
                 yield Linear()
             yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+        if self.foreach:
+            yield Foreach()
+        if self.release:
+            yield Release()
         if self.inplace:
             yield InPlace()
 

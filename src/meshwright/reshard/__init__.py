@@ -3,6 +3,7 @@
 from ._bound import lower_bound
 from ._errors import ReshardError
 from ._execute import Mover
+from ._parse import parse_step
 from ._plan import Plan, Price, execute, plan, transposed
 from ._steps import (
     AllGather,
@@ -38,6 +39,7 @@ __all__ = [
     "View",
     "execute",
     "lower_bound",
+    "parse_step",
     "plan",
     "transposed",
 ]

@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 
-from meshwright.layout import Layout, Spec
+from meshwright.layout import PARTIAL_OPS, Layout, Spec
 
 from ._regions import Cuts, cuts_of, lacking
 from ._routes import routes
@@ -125,8 +126,9 @@ class ReduceScatter(Collective):
         return x.mesh.group(rank, self.axes)
 
     def __repr__(self) -> str:
-        over = " ".join(self.axes) if len(self.axes) != len(self.places) else ""
-        notes = (over and f" over {over}") + ("" if self.op == "sum" else f" {self.op}")
+        notes = f" over {_joining(self.axes, self.op)}"
+        if self.axes == tuple(a for a, _ in self.places):
+            notes = "" if self.op == "sum" else f" {self.op}"
         return f"ReduceScatter({_text(self.places)}{notes})"
 
 
@@ -148,7 +150,7 @@ class AllReduce(Collective):
         return x.mesh.group(rank, self.axes)
 
     def __repr__(self) -> str:
-        return f"AllReduce({' '.join(self.axes)}{'' if self.op == 'sum' else ' ' + self.op})"
+        return f"AllReduce({_joining(self.axes, self.op)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class Fill(Step):
         return _with_terms(x, [(a, self.op) for a in self.axes])
 
     def __repr__(self) -> str:
-        return f"Fill({' '.join(self.axes)}{'' if self.op == 'sum' else ' ' + self.op})"
+        return f"Fill({_joining(self.axes, self.op)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +323,11 @@ def _size(x: Spec, axes: Iterable[str]) -> int:
 
 
 def _text(places: Places) -> str:
-    by_dim: dict[int, list[str]] = {}
-    for axis, dim in places:
-        by_dim.setdefault(dim, []).append(axis)
-    return "; ".join(f"{' '.join(axes)}, dim {dim}" for dim, axes in by_dim.items())
+    runs = groupby(places, key=lambda place: place[1])
+    return "; ".join(f"{' '.join(axis for axis, _ in run)}, dim {dim}" for dim, run in runs)
+
+
+def _joining(axes: tuple[str, ...], op: str) -> str:
+    """Axes and what joins terms along them: a sum is not named, but for where an axis has the name of an operation."""
+    plain = op == "sum" and (not axes or axes[-1] not in PARTIAL_OPS)
+    return " ".join(axes if plain else (*axes, op))

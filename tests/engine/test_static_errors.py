@@ -1,0 +1,322 @@
+"""What cannot become a program gets an error of four parts, and the model stays as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.engine import StaticError
+from meshwright.graph import CaptureError, ProgramError, SideEffectError
+from meshwright.layout import MeshError
+
+MESH = mw.ProcessMesh([0, 1], ["dp"])
+ROWS = [mw.Shard(0)]
+KEPT: list[Any] = []
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+        self.count, self.sizes, self.table = 0, [1, 2], {"x": [1]}
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x))).square().mean()
+
+
+def model(between: Callable[[Any, Tensor], Any]) -> type[Base]:
+    """A model with this between its layers."""
+
+    def then(self: Any, x: Tensor) -> Tensor:
+        out = between(self, x)
+        return out if isinstance(out, Tensor) else x
+
+    return type(between.__name__, (Base,), {"between": then})
+
+
+def counts(self: Any, x: Tensor) -> None:
+    self.count += 1
+
+
+def collects(self: Any, x: Tensor) -> None:
+    self.sizes.append(3)
+    self.table["x"].append(2)
+    self.table["y"] = 1
+
+
+def keeps(self: Any, x: Tensor) -> None:
+    self.last = x
+
+
+def keeps_in_a_list(self: Any, x: Tensor) -> None:
+    self.sizes[0] = x
+
+
+def grows(self: Any, x: Tensor) -> None:
+    self.extra = nn.Linear(4, 4)
+
+
+def adds_a_buffer(self: Any, x: Tensor) -> None:
+    self.register_buffer("other", torch.ones(3))
+
+
+def changes_a_part(self: Any, x: Tensor) -> None:
+    self.b = nn.Linear(4, 2)
+
+
+def replaces_a_parameter(self: Any, x: Tensor) -> None:
+    self.b.weight = nn.Parameter(torch.ones(2, 4))
+
+
+def resizes_a_buffer(self: Any, x: Tensor) -> None:
+    self.seen = torch.zeros(5)
+
+
+def rolls_dice(self: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def seeds(self: Any, x: Tensor) -> None:
+    torch.manual_seed(0)
+
+
+def asks_for_a_number(self: Any, x: Tensor) -> Tensor:
+    return x * float(x.sum())
+
+
+def branches(self: Any, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def branches_on_chance(self: Any, x: Tensor) -> Tensor:
+    return x if torch.rand(()) < 0.5 else -x
+
+
+def branches_on_dice_it_holds(self: Any, x: Tensor) -> Tensor:
+    return x if bool((torch.zeros(1).uniform_() + 1 > 1.5).any()) else -x
+
+
+def branches_on_what_it_wrote(self: Any, x: Tensor) -> Tensor:
+    mask = torch.zeros(4)
+    mask[0] = x.sum()
+    return x if bool(mask[0] > 0) else -x
+
+
+def selects(self: Any, x: Tensor) -> Tensor:
+    return x * int(x.argmax())
+
+
+def trains_inside(self: Any, x: Tensor) -> None:
+    x.sum().backward()
+
+
+def reads_gradients(self: Any, x: Tensor) -> Tensor:
+    return x if self.a.weight.grad is None else x * 2
+
+
+def asks_for_parts(self: Any, x: Tensor) -> Tensor:
+    return x.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def takes_parts(self: Any, x: Tensor) -> Tensor:
+    return mw.dtensor_from_local(x, MESH, ROWS)
+
+
+def brings_a_distributed_tensor(self: Any, x: Tensor) -> Tensor:
+    return x * KEPT[-1]
+
+
+def brings_a_parameter(self: Any, x: Tensor) -> Tensor:
+    return x * KEPT[-1]
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+def writes_in_a_function(self: Any, x: Tensor) -> Tensor:
+    return InPlace.apply(x * 1)  # pyright: ignore[reportReturnType]
+
+
+SIDE_EFFECTS = [
+    (counts, "count was 0, and is 1"), (collects, r"sizes|table"), (keeps, "last"), (keeps_in_a_list, "sizes"),
+    (grows, "'extra'"), (adds_a_buffer, "'other'"), (changes_a_part, "_modules"), (replaces_a_parameter, "b.weight"),
+    (resizes_a_buffer, "seen"), (rolls_dice, "Python's random generator"), (seeds, "torch's random generator"),
+]  # fmt: skip
+WITHOUT_NUMBERS = "torch.where"
+NUMBERS = [
+    asks_for_a_number, branches, branches_on_chance, branches_on_dice_it_holds, branches_on_what_it_wrote, selects,
+]  # fmt: skip
+OTHERS = [
+    (trains_inside, CaptureError, "the step's own"), (reads_gradients, CaptureError, r"\.grad"),
+    (asks_for_parts, CaptureError, "local_map"), (takes_parts, mw.MeshwrightError, "local_map"),
+    (brings_a_distributed_tensor, CaptureError, "register_buffer"), (brings_a_parameter, CaptureError, "nn.Parameter"),
+    (writes_in_a_function, CaptureError, "returns a new tensor"),
+]  # fmt: skip
+
+
+def state(module: Any) -> Any:
+    return (
+        module.count, list(module.sizes), {k: list(v) if isinstance(v, list) else v for k, v in module.table.items()},
+        [*module._modules], {k: id(v) for k, v in (*module.named_parameters(), *module.named_buffers())},
+        sorted(module.__dict__), module.training, random.getstate(), bytes(torch.get_rng_state().numpy()),
+    )  # fmt: skip
+
+
+def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError], match: str) -> mw.MeshwrightError:
+    """The error, after which the model is what it was, and works eagerly and as a program without what was refused."""
+
+    def go() -> mw.MeshwrightError:
+        KEPT[:] = [mw.shard_tensor(torch.ones(4), MESH, ROWS) if "distributed" in between.__name__
+                   else nn.Parameter(torch.ones(4))]  # fmt: skip
+        module: Any = mw.shard_layer(model(between)(), MESH)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        static = mw.to_static(module, None, None, optimizer)
+        x, before = torch.ones(4, 3), state(module)
+        with pytest.raises(kind, match=match) as caught:
+            static(x)
+        assert state(module) == before
+        assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"  # pyright: ignore[reportFunctionMemberAccess]
+        type(module).between = Base.between
+        static(x)
+        module(x).backward()
+        optimizer.step()
+        return caught.value
+
+    return mw.simulate(go, 2)[0]
+
+
+@pytest.mark.parametrize(("between", "match"), SIDE_EFFECTS, ids=[b.__name__ for b, _ in SIDE_EFFECTS])
+def test_side_effects(between: Any, match: str) -> None:
+    refused(between, SideEffectError, match)
+
+
+@pytest.mark.parametrize("between", NUMBERS, ids=lambda b: b.__name__)
+def test_numbers_of_tensors(between: Any) -> None:
+    error = refused(between, CaptureError, WITHOUT_NUMBERS)
+    assert f"{__file__}:" in error.asked
+    first = between.__code__.co_firstlineno
+    assert first < int(error.asked.rpartition(":")[2]) <= first + 3
+
+
+@pytest.mark.parametrize(("between", "kind", "match"), OTHERS, ids=[b.__name__ for b, *_ in OTHERS])
+def test_what_else_is_refused(between: Any, kind: Any, match: str) -> None:
+    refused(between, kind, match)
+
+
+def on_two(fn: Callable[[], Any]) -> Any:
+    return mw.simulate(fn, 2)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Any = None) -> Any:
+    mw.shard_layer(module, MESH)
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    static = mw.to_static(module, None, loss, optimizer)
+    return [static(torch.ones(4, 3)) for _ in range(2)]  # the first step makes states
+
+
+def of_another_model() -> None:
+    step(Base(), torch.optim.SGD(Base().parameters(), lr=0.1))
+
+
+def made_before_the_marks() -> None:
+    module = Base()
+    step(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+def on_a_mesh_beyond_the_world() -> None:
+    class Elsewhere(Base):
+        def between(self, x: Tensor) -> Tensor:
+            return mw.reshard(x, mw.ProcessMesh([0, 1, 2, 3], ["x"]), ROWS)
+
+    step(Elsewhere())
+
+
+def without_one_loss() -> None:
+    step(nn.Linear(3, 2))
+
+
+def with_backward_hooks() -> None:
+    module = Base()
+    module.a.register_full_backward_hook(lambda *_: None)
+    step(module)
+
+
+def with_accumulate_hooks() -> None:
+    module = mw.shard_layer(Base(), MESH)
+    module.a.weight.register_post_accumulate_grad_hook(lambda p: None)
+    step(module)
+
+
+def with_a_closure() -> None:
+    module = Base()
+    mw.shard_layer(module, MESH)
+    step(module, torch.optim.LBFGS(module.parameters()))
+
+
+def with_numbers_of_states() -> None:
+    module = mw.shard_layer(Base(), MESH)
+    step(module, torch.optim.RAdam(module.parameters()))
+
+
+def with_a_step_of_its_own() -> None:
+    module = mw.shard_layer(Base(), MESH)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    step(module, optimizer)
+
+
+def training_without_an_optimizer() -> None:
+    mw.to_static(Base()).train()
+
+
+def asked_before_the_first_call() -> None:
+    _ = mw.to_static(Base()).program
+
+
+def with_a_batch_of_arrays() -> None:
+    mw.to_static(Base())(np.ones((4, 3)))
+
+
+CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
+    (of_another_model, CaptureError, "made after the marks"), (made_before_the_marks, CaptureError, "made after"),
+    (on_a_mesh_beyond_the_world, MeshError, "ranks=4"), (without_one_loss, CaptureError, "loss="),
+    (with_backward_hooks, CaptureError, "register_hook"), (with_accumulate_hooks, CaptureError, "register_step_pre"),
+    (with_a_closure, CaptureError, "another optimizer"), (with_numbers_of_states, CaptureError, "capturable"),
+    (with_a_step_of_its_own, CaptureError, "subclass"), (training_without_an_optimizer, StaticError, "optimizer"),
+    (with_a_batch_of_arrays, StaticError, "as_tensor"),
+    (asked_before_the_first_call, StaticError, r"dist_model\(\*batch\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "kind", "match"), CASES, ids=[c[0].__name__ for c in CASES])
+def test_what_cannot_be_a_step(act: Any, kind: Any, match: str) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        on_two(act)
+    assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
+
+
+def test_a_program_that_breaks_the_laws() -> None:
+    from meshwright.graph import Node, Program, Value, verify
+
+    a, b = Value("a", (2,), torch.float32), Value("b", (2,), torch.float32)
+    with pytest.raises(ProgramError, match="read before it is made"):
+        verify(Program((), (Node(torch.ops.aten.neg.default, (a,), {}, b),), b))
