@@ -17,7 +17,7 @@ import meshwright as mw
 from .pages import ROOT, blocks, run
 
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "tour.md", *sorted((DOCS / "concepts").glob("*.md"))]
+PAGES = [DOCS / "tour.md", *sorted((DOCS / "concepts").glob("*.md")), *sorted((DOCS / "how-to").glob("*.md"))]
 # In the README only what is a program of its own: the other block quotes the model file.
 README_PROGRAM = "import torch"
 LONGEST_FROM_SCRATCH = 300

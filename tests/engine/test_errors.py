@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import comm, engine, graph, layout, spmd, tensor
+from meshwright import comm, cost, engine, graph, layout, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -175,6 +175,10 @@ CASES: list[Case] = [
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
     ("a static model that was not called", lambda: mw.to_static(Asks(3, 2)).program, engine.StaticError, "first"),
     ("a value that nothing makes", a_value_that_nothing_makes, graph.ProgramError, "Draft"),
+    ("no file of a program", lambda: graph.load_program("nowhere"), graph.ProgramFileError, "save_program"),
+    ("an option that is not there", lambda: mw.Strategy.of(shardings=1), engine.StrategyError, "sharding"),
+    ("a pass without a name", lambda: graph.register_pass(graph.Pass), graph.RewriteError, "frozen"),
+    ("a device that nobody knows", lambda: cost.device_of("abacus"), cost.CostError, "Device"),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),

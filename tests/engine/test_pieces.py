@@ -73,5 +73,5 @@ def test_pieces_have_the_numbers_of_eager_mode() -> None:
 
 
 def test_the_full_graph_is_demanded_by_default() -> None:
-    with pytest.raises(CaptureError, match="test_pieces[.]py"):
+    with pytest.raises(CaptureError, match=r"test_pieces\.py"):
         mw.simulate(lambda: train(True, full_graph=True), 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,13 @@ class Step:
     def run(self, programs: Sequence[Program] | None = None) -> list[tuple[Any, list[Tensor], list[Any]]]:
         """On each rank: outputs, written values, and what the inputs are afterwards; given ones are left alone."""
         ranks = programs or self.programs
+        runs = {id(p): runner(p) for p in ranks}
 
         def rank() -> tuple[Any, list[Tensor], list[Any]]:
             me = mw.get_rank()
             given = [copied(x) for x in self.inputs[me]]
             with local_parts(), torch.no_grad():
-                outputs, written = runner(ranks[me])(*given)
+                outputs, written = runs[id(ranks[me])](*given)
                 written = [v.clone() for v in written]
                 left = [x.clone() if isinstance(x, Tensor) else x for x in given]
             return outputs, written, left
@@ -50,7 +51,13 @@ class Step:
 
     def changed(self, change: Callable[[Program], Program]) -> list[Program]:
         """The program of each rank after a pass."""
-        return [change(p) for p in self.programs]
+        made = {id(p): change(p) for p in {id(p): p for p in self.programs}.values()}
+        return [made[id(p)] for p in self.programs]
+
+    @cached_property
+    def results(self) -> list[tuple[Any, list[Tensor], list[Any]]]:
+        """What the programs of the step give."""
+        return self.run()
 
 
 def copied(x: Any) -> Any:
@@ -67,7 +74,7 @@ def numbers(results: Any) -> list[Tensor]:
 
 def assert_same(step: Step, programs: Sequence[Program], exactly: bool = True) -> None:
     """The programs give what those of the step give, to the bit unless they need not."""
-    for (out, written, _), (out2, written2, _) in zip(step.run(), step.run(programs), strict=True):
+    for (out, written, _), (out2, written2, _) in zip(step.results, step.run(programs), strict=True):
         for a, b in zip(numbers((out, written)), numbers((out2, written2)), strict=True):
             if exactly:
                 assert torch.equal(a, b)

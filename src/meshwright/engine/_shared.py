@@ -25,7 +25,7 @@ class _Recorded:
 
 
 def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[], Program]) -> tuple[Program, Fits]:
-    """What `record()` gives, and which batches it is right for, or what it gave to another simulated rank that captured the same program.
+    """What `record()` gives, and which batches it is right for; what it gave to a rank that captured the same.
 
     `how` is everything beside the captured program that decides. A rank whose parts have other shapes records its own.
     """

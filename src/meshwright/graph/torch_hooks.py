@@ -140,6 +140,7 @@ def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what Inductor itself imports
         from torch._inductor import aoti_compile_and_package
+
         exported = torch.export.export(module, tuple(examples))
         aoti_compile_and_package(exported, package_path=path, inductor_configs={"fallback_random": True})
 
@@ -149,6 +150,7 @@ def load_package(path: str) -> Callable[..., Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what Inductor itself imports
         from torch._inductor import aoti_load_package
+
         return aoti_load_package(path)
 
 

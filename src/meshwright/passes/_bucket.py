@@ -36,7 +36,8 @@ class Bucket(Pass):
 
     All-reduces, reduce-scatters and gathers of one phase, mesh, dtype and operation, along the same axes. A result
     that is needed soon is not kept waiting for those that are needed in a later phase: they have buckets of their own.
-    Parts that are not of one shape on all ranks stay as they are.
+    Where some part is not of one shape on all ranks, everything stays as it is: such ranks have programs of their
+    own, and what is placed by the nodes between would stand in another order on each.
 
     >>> Bucket()
     Bucket(bytes=26214400)
@@ -46,6 +47,8 @@ class Bucket(Pass):
     bytes: int = 25 * MIB
 
     def run(self, program: Program) -> Program:
+        if not all(is_even(op.src) and is_even(op.dst) for n in program.nodes if isinstance(op := n.op, Carry)):
+            return program
         draft = Draft(program)
         changes: list[Change] = []
         waiting = [spot for spot in draft if _can_join(spot) and _row_bytes(spot) <= self.bytes]
