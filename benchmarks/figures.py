@@ -18,7 +18,10 @@ from typing import Any
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.json"
-ORDER = ("opdb", "fuzz", "overhead", "reshard", "train", "guard", "randomness")
+ORDER = (
+    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "randomness"),
+    *("static_equals_eager", "communications", "static_speed", "compile_scale", "rewrites", "rmsnorm", "llama_block"),
+)
 MARK = "<!-- figures -->"
 
 

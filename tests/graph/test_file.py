@@ -43,9 +43,10 @@ from meshwright.graph._decode import Decoder
 from meshwright.graph._encode import Encoder
 from meshwright.graph._expressions import CONDITIONS, ExpressionError, Rows, computed
 from meshwright.graph._file import _checksum
+from meshwright.graph._node import Carry, Start, Wait
 from meshwright.layout import Layout, Product, Spec
 from meshwright.models import Llama, LlamaConfig, mark
-from meshwright.reshard import Exchange, View
+from meshwright.reshard import AllReduce, Exchange, View
 from meshwright.tensor import local_parts
 
 aten = torch.ops.aten
@@ -88,9 +89,9 @@ def tokens() -> tuple[Tensor, ...]:
 
 
 def loaded(program: Program, folder: Path) -> Program:
-    path = folder / f"{current().rank}.safetensors"
-    save_program(program, path)
-    return load_program(path)
+    folder /= f"{current().rank}"
+    folder.mkdir(exist_ok=True)
+    return loaded_here(program, folder)
 
 
 def check_same(found: Program, program: Program) -> None:
@@ -252,6 +253,24 @@ def test_specs_with_factors_are_kept() -> None:
         decoder = Decoder({}, meshes=[GRID])
         decoder.specs = [decoder._spec(*row) for row in data[1]]
         assert decoder._step(data[0]) == step
+
+
+@pytest.mark.parametrize("kind", [None, Start, Wait], ids=["whole", "begun", "ended"])
+def test_steps_are_kept_as_they_are_carried_out(kind: Any, tmp_path: Path) -> None:
+    spec = Spec(GRID, Layout((("dp",), ()), (("tp", "sum"),)), (4, 3), torch.float32)
+    carry = Carry(AllReduce(("tp",)), spec)
+    op = carry if kind is None else kind(carry)
+    x, y = Value("x", (2, 3), torch.float32), Value("y", (2, 3), torch.float32)
+    node = Node(op, (x, x) if isinstance(op, Wait) else (x,), {}, y)
+    program = Program((Input(x, "batch", "x", spec, 0),), (node,), {"out": y})
+    check_same(loaded_here(program, tmp_path), program)
+    with pytest.raises(ProgramFileError, match="takes"):
+        save_program(replace(program, nodes=(replace(node, args=(x, 1, x)),)), tmp_path / "q")
+
+
+def loaded_here(program: Program, folder: Path) -> Program:
+    save_program(program, folder / "p")
+    return load_program(folder / "p")
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
