@@ -175,7 +175,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The options of `to_static`; `passes` come behind those that options name, each for its kind of program."""
+    """The options of `to_static`; `passes` come behind those that options name, but before writing in place."""
 
     sharding: Sharding = field(default_factory=Sharding)
     amp: MixedPrecision = field(default_factory=MixedPrecision)
@@ -222,8 +222,10 @@ class Strategy:
 
     def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:
         """All passes for the captured, or for the recorded program, in their order."""
-        named = self._captured() if program == "captured" else self._recorded()
-        return (*named, *[p for p in self.passes if p.on == program])
+        own = [p for p in self.passes if p.on == program]
+        if program == "captured":
+            return (*self._captured(), *own)
+        return (*self._recorded(), *own, *([InPlace()] if self.inplace else []))
 
     def _captured(self) -> Iterator[Pass]:
         if self.fused_passes.enable:
@@ -255,8 +257,6 @@ class Strategy:
             yield Foreach()
         if self.release:
             yield Release()
-        if self.inplace:
-            yield InPlace()
 
 
 def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:

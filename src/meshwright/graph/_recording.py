@@ -130,6 +130,8 @@ class Recording:
         if written:
             self._note_write(op, args, kwargs, out, written)  # pyright: ignore[reportArgumentType]
             return
+        if isinstance(op, Operator) and any(out is a for a in tensors_of(args)):
+            return  # `x.float()` of a float tensor is `x`
         values = self.tree_of(args), self.tree_of(kwargs)
         shown = self._node(op, *values, out)
         self._bind_results(op, args, values, out, shown)
@@ -177,7 +179,10 @@ class Recording:
     def _bind_results(self, op: Op, args: Any, values: Any, out: Any, shown: Any) -> None:
         base = self._viewed(op, args)
         many = not isinstance(out, Tensor)
+        given = {id(t) for t in tensors_of(args)}
         for at, (t, v) in enumerate(zip(tensors_of(out), _tensor_values(shown), strict=True)):
+            if id(t) in given and isinstance(op, Operator):  # one of several results is an argument
+                continue
             if base is None or memory_of(t) != memory_of(base.like):
                 self._bind(t, Cell(v, Memory(), t))
                 continue
