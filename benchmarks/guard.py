@@ -36,7 +36,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         "value": value,
         "goal": f"at most {GOAL_US:.0f} µs more for an all-reduce of 4 B",
         "ok": value is not None and value <= GOAL_US,
-        "details": {"unit": "µs per checked call, 2 processes, Gloo on loopback", "sizes": sizes},
+        "details": {"unit": "µs per checked call, 2 processes, one host", "sizes": sizes},
     }
 
 

@@ -1,8 +1,9 @@
 """A thin wire between every two ranks that meet, beside the transport: who is there, and what are they doing.
 
 Each rank listens on one port. The higher rank of a pair connects to the lower one on first use. A link carries
-frames, one per checked call; a question (a short-lived connection) is answered from a thread with what the rank is
-doing, also while the rank itself computes.
+frames, one per checked call: through memory where the two ranks share some, else through the connection, which tells
+in both cases that a process is gone. A question (a short-lived connection) is answered from a thread with what the
+rank is doing, also while the rank itself computes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from ._region import attach, create, forget, home
 from ._rendezvous import Place, listen
+from ._ring import RING, GoneError, Ring
 from .torch_hooks import Store
 
 _HEADER = struct.Struct("<IQQQQ")
-_HELLO = struct.Struct("<16scI")
+_HELLO = struct.Struct("<16scI64s")
+"""The run's token, what for, the caller's rank, and the name of the memory for both."""
 _LINK, _QUESTION = b"L", b"?"
+_YES, _NO = b"+", b"-"
 _ANSWER_LIMIT = 5.0
 
 
@@ -54,18 +59,18 @@ class State(NamedTuple):
         return f"is in {self.call}{waits}"
 
 
-class GoneError(Exception):
-    """The other end of a link is closed."""
-
-
 class _Link:
-    def __init__(self, wire: socket.socket) -> None:
+    def __init__(self, wire: socket.socket, ring: Ring | None = None) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = wire
+        self._ring = ring
         self._waits = 0.0
         self._rest = b""
 
     def send(self, data: bytes) -> None:
+        if self._ring is not None:
+            self._ring.send(data, self._wire)
+            return
         try:
             self._wire.sendall(data)
         except OSError as error:
@@ -77,20 +82,27 @@ class _Link:
 
     def receive(self, limit: float) -> Frame | None:
         """The next frame; None if none has come within the limit, GoneError if none will."""
+        while (frame := self._parse()) is None:
+            data = self._arriving(limit) if self._ring is None else self._ring.receive(limit, self._wire)
+            if not data:
+                return None
+            self._rest += data
+        return frame
+
+    def _arriving(self, limit: float) -> bytes:
+        """What comes through the connection; nothing after the limit."""
         if limit != self._waits:
             self._wire.settimeout(limit)
             self._waits = limit
-        while (frame := self._parse()) is None:
-            try:
-                data = self._wire.recv(65536)
-            except TimeoutError:
-                return None
-            except OSError as error:
-                raise GoneError from error
-            if not data:
-                raise GoneError
-            self._rest += data
-        return frame
+        try:
+            data = self._wire.recv(65536)
+        except TimeoutError:
+            return b""
+        except OSError as error:
+            raise GoneError from error
+        if not data:
+            raise GoneError
+        return data
 
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
@@ -188,10 +200,22 @@ class Links:
         if peer > self.rank or not self._listens(peer):
             return None
         try:
-            link = self._links[peer] = _Link(self._connect(peer, _LINK))
+            link = self._links[peer] = self._link_to(peer)
         except OSError as error:
             raise GoneError from error
         return link
+
+    def _link_to(self, peer: int) -> _Link:
+        """A link with memory for both, where the other rank can have it."""
+        made = create(2 * RING) if home() else None
+        name, memory = ("", None) if made is None else made
+        wire = self._connect(peer, _LINK, name)
+        wire.settimeout(_ANSWER_LIMIT)
+        shared = memory is not None and wire.recv(1) == _YES
+        wire.settimeout(None)
+        if made is not None:
+            forget(name)
+        return _Link(wire, Ring(memory, first=True) if memory is not None and shared else None)
 
     def _listens(self, peer: int) -> bool:
         if peer not in self._addresses and self._store.check([f"at/{peer}"]):
@@ -199,10 +223,10 @@ class Links:
             self._addresses[peer] = (host, port)
         return peer in self._addresses
 
-    def _connect(self, peer: int, purpose: bytes) -> socket.socket:
+    def _connect(self, peer: int, purpose: bytes, memory: str = "") -> socket.socket:
         wire = socket.create_connection(self._addresses[peer], timeout=_ANSWER_LIMIT)
         wire.settimeout(None)
-        wire.sendall(_HELLO.pack(self._token, purpose, self.rank))
+        wire.sendall(_HELLO.pack(self._token, purpose, self.rank, memory.encode()))
         return wire
 
     def _serve(self) -> None:
@@ -216,7 +240,7 @@ class Links:
 
     def _welcome(self, wire: socket.socket) -> None:
         wire.settimeout(_ANSWER_LIMIT)
-        token, purpose, peer = _HELLO.unpack(wire.recv(_HELLO.size, socket.MSG_WAITALL))
+        token, purpose, peer, name = _HELLO.unpack(wire.recv(_HELLO.size, socket.MSG_WAITALL))
         wire.settimeout(None)
         if token != self._token:
             wire.close()
@@ -224,8 +248,11 @@ class Links:
             with wire:
                 wire.sendall(json.dumps(self._answer()).encode())
         else:
+            memory = attach(name.rstrip(b"\0").decode(), 2 * RING) if home() else None
+            if name.strip(b"\0"):
+                wire.sendall(_NO if memory is None else _YES)
             with self._arrived:
-                self._links[peer] = _Link(wire)
+                self._links[peer] = _Link(wire, None if memory is None else Ring(memory, first=False))
                 self._arrived.notify_all()
 
 

@@ -1,7 +1,8 @@
 """One rank per process, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or any that is registered.
 
-What a backend does natively and exactly is in `NATIVE`; everything else is moved as bytes and reduced here, in the
-order of the group. Gloo loses NaN in max and min, and knows no int16, no float8 and no product of complex numbers.
+Tensors on the CPU go through memory that the group shares, where all of it is on one host, and by Gloo where not.
+What a transport does not reduce exactly is moved as bytes and reduced here, in the order of the group: Gloo loses NaN
+in max and min, and knows no int16, no float8 and no product of complex numbers.
 """
 
 from __future__ import annotations
@@ -27,21 +28,12 @@ from ._guard import Check, Guard
 from ._links import Links
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
+from ._shared_memory import SharedMemory, open_shared
 from ._side import Side
 from .torch_hooks import Backend, PrefixStore, Store, open_backend
 
 T = TypeVar("T")
-
-_FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-_INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
-
-NATIVE: dict[str, set[torch.dtype]] = {
-    "sum": _FLOATS | _INTEGERS,
-    "prod": _FLOATS | _INTEGERS,
-    "max": _INTEGERS,
-    "min": _INTEGERS,
-}
-"""The dtypes for which a backend's own reduction is exact, by reduction."""
+Transport = Backend | SharedMemory
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 
@@ -56,9 +48,10 @@ class ProcessCarrier(Carrier):
         self.local_rank = place.local_rank
         self._place = place
         self._backend = backend
+        self._shares = backend != "gloo" or not torch.accelerator.is_available()
         self._limit = limit
         self._store: Store = open_store(place, limit)
-        self._backends: dict[tuple[str, Group], Backend] = {}
+        self._opened: dict[tuple[str, Group], Transport] = {}
         self._side = Side()
         self._guard = Guard(place.rank, check)
         self._links = Links(place, self._store, self._guard.state)
@@ -84,7 +77,7 @@ class ProcessCarrier(Carrier):
         """Say to the other ranks that this one has ended; called when the process exits."""
         error: BaseException | None = getattr(sys, "last_value", None)
         self._links.say_farewell(None if error is None else f"{type(error).__name__}: {str(error)[:300]}")
-        self._backends.clear()  # their threads end here; at the interpreter's end they would abort the process
+        self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
         return self._carried(call, lambda: self._reduce_all(x, call))
@@ -123,23 +116,21 @@ class ProcessCarrier(Carrier):
 
     def _reduce_all(self, x: Tensor, call: Call) -> Tensor:
         op = "sum" if call.op == _AS_SUM else call.op
+        transport = self._open_for(x, call.group)
         if op in _AS_BYTES:
             found = (x != 0).to(torch.uint8)
-            self._open_for(x, call.group).all_reduce(found, _AS_BYTES[op])
+            transport.all_reduce(found, _AS_BYTES[op])
             return found.to(x.dtype)
-        if x.dtype.is_complex and op == "sum":
-            total = torch.view_as_complex(self._native(torch.view_as_real(_plain(x)), op, call.group))
-        elif x.dtype in NATIVE[op]:
-            total = self._native(x, op, call.group)
+        if transport.reduces(op, x.dtype):
+            total = _copy(x)
+            transport.all_reduce(total, op)
+        elif x.dtype.is_complex and op == "sum":
+            total = _copy(x)
+            transport.all_reduce(torch.view_as_real(total), op)
         else:
             shapes = (tuple(x.shape),) * len(call.group)
             return reduce(self._gather(x, shapes, call.group), call.op)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
-
-    def _native(self, x: Tensor, op: str, group: Group) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        self._open_for(x, group).all_reduce(total, op)
-        return total
 
     def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         data = _bytes(x)
@@ -155,11 +146,12 @@ class ProcessCarrier(Carrier):
     def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
         even = all(sent == shape for sent in call.sends)
-        if not (even and call.op in ("sum", _AS_SUM) and dtype in NATIVE["sum"]):
+        transport = self._open_for(pieces[0], call.group)
+        if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
             return reduce(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
         packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
-        self._open_for(out, call.group).reduce_scatter(out.view(-1), packed)
+        transport.reduce_scatter(out.view(-1), packed)
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
 
     def _swap(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
@@ -190,18 +182,20 @@ class ProcessCarrier(Carrier):
             backend.messages(leaving, awaited)
         return out
 
-    def _open_for(self, x: Tensor, group: Group) -> Backend:
+    def _open_for(self, x: Tensor, group: Group) -> Transport:
         return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
 
-    def _open(self, name: str, group: Group) -> Backend:
-        """The group's backend, opened by its members alone on their first call."""
-        found = self._backends.get((name, group))
+    def _open(self, name: str, group: Group) -> Transport:
+        """The group's transport, opened by its members alone on their first call."""
+        found = self._opened.get((name, group))
         if found is None:
             key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
             store = PrefixStore(f"{name}/{key}", self._store)
             place, size = group.index(self.rank), len(group)
-            found = open_backend(name, store, place, size, self._limit, self._place.loopback)
-            self._backends[(name, group)] = found
+            found = open_shared(store, place, size, self._limit) if name == "gloo" and self._shares else None
+            if found is None:
+                found = open_backend(name, store, place, size, self._limit, self._place.loopback)
+            self._opened[(name, group)] = found
         return found
 
 

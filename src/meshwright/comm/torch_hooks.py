@@ -9,7 +9,7 @@
 | `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
-"""  # noqa: E501
+"""  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # the backends themselves, and stores that type checkers know
-from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateUsage]
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 __all__ = ["Backend", "PrefixStore", "Store", "TCPStore", "default_store", "open_backend"]
@@ -41,6 +42,10 @@ class Backend:
         self.name = name
         self._raw = raw
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """Whether the backend's own reduction is exact."""
+        return dtype in _EXACT.get(op, ())
 
     def all_reduce(self, x: Tensor, op: str) -> None:
         """`x` becomes the sum, prod, max or min over the group."""
@@ -76,6 +81,9 @@ class Backend:
         self._raw.barrier(c10d.BarrierOptions()).wait()
 
 
+_FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
+_EXACT = {"sum": _FLOATS | _INTEGERS, "prod": _FLOATS | _INTEGERS, "max": _INTEGERS, "min": _INTEGERS}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
@@ -89,11 +97,11 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
     create = {"gloo": _gloo, "nccl": _nccl}.get(name)
     if create is not None:
         return Backend(name, create(store, place, size, limit, loopback))
-    plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())  # pyright: ignore[reportPrivateUsage]
+    plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
     if plugin is None:
         raise ValueError(name)
     if plugin.extended_api:
-        options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateUsage]
+        options: Any = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit
         return Backend(name, plugin.creator_fn(options, None))
     return Backend(name, plugin.creator_fn(store, place, size, limit))
@@ -103,7 +111,7 @@ def default_store() -> Store | None:
     """The store of a program that has called `torch.distributed.init_process_group` itself."""
     if not dist.is_initialized():
         return None
-    return distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return distributed_c10d._get_default_store()
 
 
 def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:

@@ -1,0 +1,82 @@
+"""What a checked all-reduce costs between two processes of one host, beside Gloo's, which checks nothing.
+
+Both ways are in the same two processes and take turns in short blocks; each figure is the first quartile of its
+blocks. Ours goes through memory that the processes share; with MESHWRIGHT_SHARED_MEMORY=off it is Gloo's and a guard.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import init_process, launch
+
+GOAL = 1.0
+ELEMENTS = [1, 1024, 16 * 1024, 256 * 1024, 1024 * 1024]
+BLOCK = 20
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """The worst ratio over all sizes of our time to Gloo's."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "figures.json"
+        status = launch([__file__, str(path), "8" if quick else "40"], 2, timeout=300)
+        sizes: dict[str, Any] = json.loads(path.read_text()) if status == 0 else {}
+    value = max((row["ratio"] for row in sizes.values()), default=None)
+    return {
+        "name": "all_reduce",
+        "value": value,
+        "goal": f"at most {GOAL} of the time of Gloo's",
+        "ok": value is not None and value <= GOAL,
+        "rival": {"name": "torch.distributed, Gloo", "value": 1.0},
+        "details": {"unit": "µs a call, 2 processes on one host, one thread each", "sizes": sizes},
+    }
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """µs of one call, for each of the ways, and our share of Gloo's."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            start = time.perf_counter()
+            for _ in range(BLOCK):
+                call()
+            found[name].append((time.perf_counter() - start) / BLOCK * 1e6)
+    us = {name: round(statistics.quantiles(times)[0], 1) for name, times in found.items()}
+    return {**us, "ratio": round(us["ours"] / us["gloo"], 3)}
+
+
+def main(path: str, rounds: int) -> None:
+    """One of the two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    carrier = init_process(backend="gloo")
+    sizes: dict[str, dict[str, float]] = {}
+    for elements in ELEMENTS:
+        x = torch.ones(elements)
+        calls: dict[str, Callable[[], object]] = {
+            "ours": partial(carrier.all_reduce, x, "sum", (0, 1)),
+            "gloo": partial(dist.all_reduce, x),
+        }
+        sizes[f"{elements * 4} B"] = measure(calls, rounds if elements < 2**18 else rounds // 4)
+    if carrier.rank == 0:
+        Path(path).write_text(json.dumps(sizes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1], int(sys.argv[2]))
+    else:
+        print(json.dumps(run()))

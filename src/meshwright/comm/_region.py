@@ -1,0 +1,111 @@
+"""Memory that processes of one host share, and how one waits there for what another one writes.
+
+A number that one process writes and another one reads is a flag: what was written before it is there once it is seen.
+Processors of the x86 family promise that order for plain writes; on others no memory is shared.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+_PREFIX = "meshwright-"
+_LOOKS, _YIELDS, _REST = 400, 1000, 50e-6
+"""Looks without a pause, looks with the processor left to others, and the pause between all later ones in seconds."""
+_BETWEEN_ALARMS = 0.05
+
+
+def home(env: Mapping[str, str] | None = None) -> str:
+    """What is equal for two processes that can share memory; "" for one that shares none.
+
+    MESHWRIGHT_SHARED_MEMORY=off keeps a process from it.
+    """
+    env = os.environ if env is None else env
+    ordered = platform.machine().lower() in ("x86_64", "amd64")
+    if env.get("MESHWRIGHT_SHARED_MEMORY") == "off" or not (ordered and FOLDER.is_dir()):
+        return ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {FOLDER.stat().st_dev}"
+    return ""
+
+
+def create(size: int) -> tuple[str, mmap.mmap] | None:
+    """New memory of `size` bytes, all zero, and the name by which others open it; None where there is no room."""
+    name = _PREFIX + secrets.token_hex(16)
+    try:
+        file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)  # a full folder is an error here, and a dead process later
+        return name, mmap.mmap(file, size)
+    except OSError:
+        forget(name)
+        return None
+    finally:
+        os.close(file)
+
+
+def attach(name: str, size: int) -> mmap.mmap | None:
+    """The memory of that name; None where it cannot be had."""
+    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
+        return None
+    try:
+        file = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(file, size) if os.fstat(file).st_size == size else None
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def forget(name: str) -> None:
+    """From now on nobody can open the memory; it goes with the last process that has it."""
+    with suppress(OSError):
+        os.unlink(FOLDER / name)
+
+
+def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:
+    """Whether `seen()` within `limit` seconds; `alarm()` is called now and then, and may raise."""
+    for _ in range(_LOOKS):
+        if seen():
+            return True
+    for _ in range(_YIELDS):
+        time.sleep(0)
+        if seen():
+            return True
+    return _rest_until(seen, alarm, limit)
+
+
+def _rest_until(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:
+    begin = latest = time.monotonic()
+    while True:
+        time.sleep(_REST)
+        if seen():
+            return True
+        now = time.monotonic()
+        if now - latest > _BETWEEN_ALARMS:
+            latest = now
+            alarm()
+        if now - begin > limit:
+            return seen()
+
+
+def is_running(process: int) -> bool:
+    """Whether the process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

@@ -1,0 +1,87 @@
+"""Bytes in both directions between two processes, through memory that they share."""
+
+from __future__ import annotations
+
+import mmap
+import select
+import socket
+
+from ._region import wait_for
+
+RING = 2**15
+"""Bytes of memory for one direction."""
+_COUNTS, _WRITTEN, _READ = 128, 0, 8
+"""Two counts, in cache lines of their own: how many bytes were written, and how many read, since the beginning."""
+_ROOM = RING - _COUNTS
+_LONG = 86400.0
+
+
+class GoneError(Exception):
+    """The other end is closed."""
+
+
+class _Way:
+    """One direction: a ring of bytes with one writer and one reader."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.counts = memory[:_COUNTS].cast("Q")
+        self.data = memory[_COUNTS:]
+        self.done = 0
+        """How many bytes this end has written, or read."""
+
+    def space(self) -> int:
+        """Bytes that may be written now."""
+        return _ROOM - (self.done - self.counts[_READ])
+
+    def write(self, data: bytes) -> None:
+        at, left = self.done % _ROOM, _ROOM - self.done % _ROOM
+        self.data[at : at + min(left, len(data))] = data[:left]
+        if left < len(data):
+            self.data[: len(data) - left] = data[left:]
+        self.done += len(data)
+        self.counts[_WRITTEN] = self.done  # seen only when the bytes are there
+
+    def read(self) -> bytes:
+        """Everything that was written and not read."""
+        count = self.counts[_WRITTEN] - self.done
+        at, left = self.done % _ROOM, _ROOM - self.done % _ROOM
+        found = bytes(self.data[at : at + min(left, count)])
+        if left < count:
+            found += bytes(self.data[: count - left])
+        self.done += count
+        self.counts[_READ] = self.done
+        return found
+
+
+class Ring:
+    """One end of the memory; `first` for one of the two ends. The connection between the two tells who is gone."""
+
+    def __init__(self, memory: mmap.mmap, first: bool) -> None:
+        ways = [_Way(memoryview(memory)[n * RING : (n + 1) * RING]) for n in (0, 1)]
+        self._out, self._in = ways if first else reversed(ways)
+
+    def send(self, data: bytes, wire: socket.socket) -> None:
+        """Writes the bytes once there is room for them. Raises GoneError when the other end is closed."""
+        if self._out.space() < len(data):
+            wait_for(lambda: self._out.space() >= len(data), lambda: _check(wire), _LONG)
+        self._out.write(data)
+
+    def receive(self, limit: float, wire: socket.socket) -> bytes:
+        """What has come; nothing after the limit. Raises GoneError when nothing will come."""
+        counts, done = self._in.counts, self._in.done
+        if counts[_WRITTEN] == done:
+            try:
+                wait_for(lambda: counts[_WRITTEN] != done, lambda: _check(wire), limit)
+            except GoneError:
+                if counts[_WRITTEN] == done:
+                    raise
+        return self._in.read()
+
+
+def _check(wire: socket.socket) -> None:
+    """Raises GoneError when the connection is closed; nothing ever comes through it."""
+    try:
+        if select.select([wire], [], [], 0)[0] and not wire.recv(1, socket.MSG_PEEK):
+            raise GoneError
+    except (OSError, ValueError) as error:
+        raise GoneError from error

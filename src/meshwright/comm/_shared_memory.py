@@ -1,0 +1,208 @@
+"""A transport between the processes of one host: each writes into its own slot, and reads the others'.
+
+Everything is made of rounds. In a round a rank writes into its slot, raises its flag to the round's number, waits for
+the flags of the others, and reads their slots. There are two slots a rank, used in turn: who raises its flag for the
+next round has read this one, so that the slot of the round before is free.
+
+What arrives is combined in the order of the group, which gives every rank the same bits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ._reduce import REDUCTIONS
+from ._region import attach, create, forget, home, is_running, wait_for
+from .torch_hooks import PrefixStore, Store
+
+SLOT = 2**20
+"""Bytes that a rank writes in one round."""
+_LINE = 8
+"""Numbers in a cache line, which no two ranks write to."""
+_FLAG, _PROCESS, _WORDS = 0, 1, 2
+"""Where a rank's numbers are in its line: its flag, its process, and a word for each of two rounds."""
+_SHARED = 2**14
+"""With more than two ranks, larger parts of a reduction (in bytes) are reduced by one rank each."""
+
+
+class SharedMemory:
+    """One group's transport; `open_shared` opens it."""
+
+    def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta) -> None:
+        self._place, self._size, self._limit = place, size, limit.total_seconds()
+        self._flags = memoryview(memory)[: size * _LINE * 8].cast("Q")
+        self._mine = place * _LINE
+        self._others = [p * _LINE for p in range(size) if p != place]
+        self._round = 0
+        start = size * _LINE * 8
+        self._slots = [
+            [torch.frombuffer(memory, dtype=torch.uint8, count=SLOT, offset=start + (2 * p + turn) * SLOT)
+             for p in range(size)]
+            for turn in (0, 1)
+        ]  # fmt: skip
+        self._typed: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._flags[self._mine + _PROCESS] = os.getpid()
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """All of them, as they are defined."""
+        return True
+
+    def all_reduce(self, x: Tensor, op: str) -> None:
+        """`x` becomes the reduction over the group."""
+        room = SLOT // x.dtype.itemsize
+        combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
+        for part in x.view(-1).split(room) if x.numel() > room else (x.view(-1),):
+            combined(part, op)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """`out` becomes every rank's flat `x`, one after the other."""
+        rows = out.view(self._size, -1)
+        for low, high in _ranges(x.numel(), SLOT // x.dtype.itemsize):
+            slots = self._swap(x[low:high])
+            for row, slot in zip(rows, slots, strict=True):
+                row[low:high].copy_(slot[: high - low])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """`out` becomes the sum over the group of the caller's part of the flat `x`."""
+        rows = x.view(self._size, -1)
+        for low, high in _ranges(out.numel(), SLOT // self._size // x.dtype.itemsize):
+            own, width = self._slot(x.dtype), high - low
+            own[: self._size * width].view(self._size, width).copy_(rows[:, low:high])
+            at = self._place * width
+            terms = [slot[at : at + width] for slot in self._meet(x.dtype, self._size * width)]
+            _reduce_into(out[low:high], terms, "sum")
+
+    def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """`out` becomes what every rank has for the caller, flat, with the given lengths in bytes."""
+        lane, sends, receives = SLOT // self._size, x.split(leaving), out.split(arriving)
+        low, rounds = 0, 1
+        while low < rounds * lane:
+            own = self._slot(torch.uint8)
+            for place, piece in enumerate(sends):
+                part = piece[low : low + lane]
+                own[place * lane : place * lane + part.numel()].copy_(part)
+            slots = self._meet(torch.uint8, max(leaving), equal=False)
+            rounds = max(rounds, -(-max(self._words()) // lane))
+            for slot, piece in zip(slots, receives, strict=True):
+                part = piece[low : low + lane]
+                part.copy_(slot[self._place * lane : self._place * lane + part.numel()])
+            low += lane
+
+    def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
+        """All (place in the group, tag, bytes), those for one rank in the order of their tags."""
+        places = range(self._size)
+        leaving = [[x for to, _, x in sends if to == place] for place in places]
+        arriving = [[x for by, _, x in receives if by == place] for place in places]
+        lengths = [sum(x.numel() for x in row) for row in arriving]
+        out = torch.empty(sum(lengths), dtype=torch.uint8)
+        flat = [x for row in leaving for x in row]
+        packed = torch.cat(flat) if flat else out[:0]
+        self.all_to_all(out, packed, lengths, [sum(x.numel() for x in row) for row in leaving])
+        expected = [x for row in arriving for x in row]
+        for x, part in zip(expected, out.split([x.numel() for x in expected]), strict=True):
+            x.copy_(part)
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has called it."""
+        self._meet(torch.uint8, 0)
+
+    def _combine(self, part: Tensor, op: str) -> None:
+        terms = self._swap(part)
+        if self._place > 1:
+            part.copy_(terms[0])
+        first = self._place if self._place < 2 else 0  # a pair can be combined either way round
+        for place, term in enumerate(terms):
+            if place != first:
+                REDUCTIONS[op].combine(part, term)
+
+    def _combine_in_parts(self, part: Tensor, op: str) -> None:
+        """Each rank combines one part of it, and all take the results."""
+        width = -(-part.numel() // self._size)
+        terms = self._swap(part)
+        low, high = self._place * width, min((self._place + 1) * width, part.numel())
+        own = self._slot(part.dtype)
+        _reduce_into(own[low:high], [term[low:high] for term in terms], op)
+        for place, slot in enumerate(self._meet(part.dtype, part.numel())):
+            part[place * width : (place + 1) * width].copy_(slot[place * width : min((place + 1) * width, len(part))])
+
+    def _swap(self, x: Tensor) -> list[Tensor]:
+        """Every rank's flat `x`, until the round after the next one."""
+        count = x.numel()
+        self._slot(x.dtype)[:count].copy_(x)
+        return [slot[:count] for slot in self._meet(x.dtype, count)]
+
+    def _slot(self, dtype: torch.dtype) -> Tensor:
+        """Where this rank writes in the next round."""
+        return self._of(dtype, (self._round + 1) % 2)[self._place]
+
+    def _of(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
+        found = self._typed.get((dtype, turn))
+        if found is None:
+            found = self._typed[dtype, turn] = [slot.view(dtype) for slot in self._slots[turn]]
+        return found
+
+    def _meet(self, dtype: torch.dtype, word: int, equal: bool = True) -> list[Tensor]:
+        """All slots, once every rank has written its own; RuntimeError where ranks have different words."""
+        self._round = number = self._round + 1
+        flags, turn = self._flags, number % 2
+        flags[self._mine + _WORDS + turn] = word
+        flags[self._mine + _FLAG] = number
+        for other in self._others:
+            if flags[other] < number:
+                self._wait(other, number)
+        if equal and any(flags[other + _WORDS + turn] != word for other in self._others):
+            raise RuntimeError(f"ranks send {self._words()} elements where all must send as many")
+        return self._of(dtype, turn)
+
+    def _words(self) -> list[int]:
+        """Every rank's word in this round."""
+        return [self._flags[p * _LINE + _WORDS + self._round % 2] for p in range(self._size)]
+
+    def _wait(self, other: int, number: int) -> None:
+        flags = self._flags
+
+        def alarm() -> None:
+            if not is_running(flags[other + _PROCESS]) and flags[other] < number:
+                raise RuntimeError(f"the process of place {other // _LINE} in the group has ended")
+
+        if not wait_for(lambda: flags[other] >= number, alarm, self._limit):
+            raise RuntimeError(f"place {other // _LINE} in the group did not come within {self._limit:g} s")
+
+
+def _reduce_into(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        REDUCTIONS[op].combine(out, term)
+
+
+def _ranges(length: int, step: int) -> list[tuple[int, int]]:
+    """Where parts of at most `step` begin and end; one empty part of nothing."""
+    return list(pairwise([*range(0, length, step), length])) or [(0, 0)]
+
+
+def open_shared(store: Store, place: int, size: int, limit: timedelta) -> SharedMemory | None:
+    """The transport of one group; None where not all of its members can share memory, which all find alike."""
+    length = size * (_LINE * 8 + 2 * SLOT)
+    store = PrefixStore("shared", store)
+    store.set(f"home/{place}", home())
+    homes = {store.get(f"home/{p}").decode() for p in range(size)}
+    if len(homes) > 1 or not homes.pop():
+        return None
+    made = create(length) if place == 0 else None
+    if place == 0:
+        store.set("name", made[0] if made is not None else "")
+    name = store.get("name").decode()
+    memory = made[1] if made is not None else attach(name, length)
+    found = None if memory is None else SharedMemory(memory, place, size, limit)
+    store.set(f"open/{place}", "yes" if found is not None else "no")
+    everyone = [store.get(f"open/{p}") == b"yes" for p in range(size)]
+    if place == 0:
+        forget(name)
+    return found if all(everyone) else None

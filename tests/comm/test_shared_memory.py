@@ -1,0 +1,197 @@
+"""Memory that ranks share carries what they would have combined themselves; threads stand for the processes."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] -- torch tells no checker of it
+
+from meshwright.comm import _region, _shared_memory
+from meshwright.comm._reduce import REDUCTIONS, reduce
+from meshwright.comm._ring import RING, GoneError, Ring
+from meshwright.comm._shared_memory import SharedMemory, open_shared
+
+SHORT = timedelta(seconds=20)
+SLOT = 3072
+"""Bytes in a slot here, so that messages take several rounds; a multiple of what a group of 2, 3 or 4 shares."""
+
+Ranks = list[SharedMemory]
+
+
+def group_of(size: int, limit: timedelta = SHORT) -> Ranks:
+    """The members of one group, in one process."""
+    memory = mmap.mmap(-1, size * (64 + 2 * _shared_memory.SLOT))
+    return [SharedMemory(memory, place, size, limit) for place in range(size)]
+
+
+def on_all(ranks: Ranks, call: Callable[[int, SharedMemory], Any]) -> list[Any]:
+    """What every member gives, when all call at once."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return [found.result(60) for found in [threads.submit(call, n, rank) for n, rank in enumerate(ranks)]]
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shared_memory, "SLOT", SLOT)
+    monkeypatch.setattr(_shared_memory, "_SHARED", 512)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    return values.to(dtype)
+
+
+sizes = st.sampled_from([2, 3, 4])
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.complex64])
+lengths = st.integers(0, 2500)
+many = settings(max_examples=25, deadline=None)
+
+
+@many
+@given(size=sizes, dtype=dtypes, length=lengths, op=st.sampled_from(["sum", "prod", "max", "min"]))
+def test_a_reduction_has_the_bits_of_combining_in_order(size: int, dtype: torch.dtype, length: int, op: str) -> None:
+    if REDUCTIONS[op].refuses(dtype):
+        return
+    terms = [drawn(length, dtype=dtype, seed=n) for n in range(size)]
+
+    def call(n: int, rank: SharedMemory) -> Tensor:
+        x = terms[n].clone()
+        rank.all_reduce(x, op)
+        return x
+
+    for found in on_all(group_of(size), call):
+        torch.testing.assert_close(found, reduce(terms, op), rtol=0, atol=0, equal_nan=True)
+
+
+@many
+@given(size=sizes, dtype=dtypes, length=lengths)
+def test_gathered_and_scattered_parts_are_everyones(size: int, dtype: torch.dtype, length: int) -> None:
+    terms = [drawn(size, length, dtype=dtype, seed=n) for n in range(size)]
+
+    def call(n: int, rank: SharedMemory) -> tuple[Tensor, Tensor]:
+        gathered, scattered = terms[0].new_empty(size * length), terms[0].new_empty(length)
+        rank.all_gather(gathered, terms[n][0])
+        rank.barrier()
+        rank.reduce_scatter(scattered, terms[n].view(-1))
+        return gathered, scattered
+
+    total = reduce(terms, "sum")
+    for n, (gathered, scattered) in enumerate(on_all(group_of(size), call)):
+        assert torch.equal(gathered, torch.cat([term[0] for term in terms]))
+        assert torch.equal(scattered, total[n])
+
+
+@many
+@given(data=st.data(), size=sizes)
+def test_pieces_of_any_lengths_change_places(data: st.DataObject, size: int) -> None:
+    table = [[data.draw(st.integers(0, 3000)) for _ in range(size)] for _ in range(size)]
+    pieces = [[drawn(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)]
+
+    def call(n: int, rank: SharedMemory) -> tuple[Tensor, list[Tensor]]:
+        arriving = [table[a][n] for a in range(size)]
+        out = torch.empty(sum(arriving), dtype=torch.uint8)
+        rank.all_to_all(out, torch.cat(pieces[n]), arriving, table[n])
+        found = [torch.empty(length, dtype=torch.uint8) for length in arriving]
+        halves = [(b, tag, x) for b in range(size) for tag, x in enumerate(pieces[n][b].tensor_split(2))]
+        awaited = [(a, tag, x) for a in range(size) for tag, x in enumerate(found[a].tensor_split(2))]
+        rank.messages(halves, awaited)
+        return out, found
+
+    for n, (out, found) in enumerate(on_all(group_of(size), call)):
+        expected = [pieces[a][n] for a in range(size)]
+        assert torch.equal(out, torch.cat(expected))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_ranks_that_send_different_amounts_are_told() -> None:
+    def call(n: int, rank: SharedMemory) -> str:
+        with pytest.raises(RuntimeError, match=r"ranks send \[3, 4\] elements"):
+            rank.all_reduce(torch.ones(3 + n), "sum")
+        return "told"
+
+    assert on_all(group_of(2), call) == ["told", "told"]
+
+
+def test_who_ended_is_not_waited_for() -> None:
+    first, second = group_of(2)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    second._flags[second._mine + 1] = ended.pid
+    with pytest.raises(RuntimeError, match="process of place 1 in the group has ended"):
+        first.barrier()
+
+
+def test_who_does_not_come_is_waited_for_until_the_limit() -> None:
+    with pytest.raises(RuntimeError, match=r"place 1 in the group did not come within 0\.01 s"):
+        group_of(2, timedelta(seconds=0.01))[0].barrier()
+
+
+def opened(size: int) -> list[SharedMemory | None]:
+    store: Any = HashStore()
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda place: open_shared(store, place, size, SHORT), range(size)))
+
+
+def names() -> set[str]:
+    return {path.name for path in _region.FOLDER.glob("meshwright-*")}
+
+
+@pytest.mark.skipif(not _region.home(), reason="this machine shares no memory between processes")
+def test_opening_leaves_no_file_behind() -> None:
+    before = names()
+    ranks = [rank for rank in opened(3) if rank is not None]
+    assert len(ranks) == 3
+    assert names() == before
+    on_all(ranks, lambda n, rank: rank.barrier())
+
+
+def test_nobody_shares_where_one_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_SHARED_MEMORY", "off")
+    assert opened(2) == [None, None]
+
+
+def test_nobody_shares_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shared_memory, "create", lambda size: None)
+    assert opened(2) == [None, None]
+
+
+@pytest.mark.parametrize("name", ["", "meshwright-", "meshwright-../x", "other", "meshwright-0123"])
+def test_memory_of_a_bad_name_is_none(name: str) -> None:
+    assert _region.attach(name, 64) is None
+
+
+@many
+@given(messages=st.lists(st.binary(min_size=1, max_size=3000), max_size=60))
+def test_a_ring_keeps_bytes_in_their_order(messages: list[bytes]) -> None:
+    memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as other:
+        first, second = Ring(memory, first=True), Ring(memory, first=False)
+        other.submit(lambda: [first.send(data, here) for data in messages])
+        found = b""
+        while len(found) < sum(map(len, messages)):
+            found += second.receive(5.0, there)
+        assert found == b"".join(messages)
+        assert first.receive(0.0, here) == b""
+
+
+def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
+    memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
+    first, second = Ring(memory, first=True), Ring(memory, first=False)
+    first.send(b"last", here)
+    here.close()
+    assert second.receive(5.0, there) == b"last"
+    with pytest.raises(GoneError):
+        second.receive(5.0, there)
+    there.close()
