@@ -20,7 +20,8 @@ README = HERE.parent / "README.md"
 RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness"),
-    *("static_equals_eager", "communications", "static_speed", "compile_scale", "rewrites", "rmsnorm", "llama_block"),
+    *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
+    *("rewrites", "rmsnorm", "llama_block"),
 )
 MARK = "<!-- figures -->"
 

@@ -7,7 +7,6 @@ process; each figure is the best of its blocks.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from benchmarks._blocks import best_ms
 from meshwright.models import LlamaConfig
 from meshwright.models._llama import Block
 
@@ -61,7 +61,7 @@ def case(hidden: int, batch: int, sequence: int, blocks: int) -> dict[str, float
         for _ in range(3):
             a, b = theirs(), ours()
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-3)
-        times = _best({"eager": theirs, "ours": ours}, blocks)
+        times = best_ms({"eager": theirs, "ours": ours}, blocks)
         row[kind] = round(times["eager"] / times["ours"], 3)
         row |= {f"{kind}_{name}_ms": round(t, 3) for name, t in times.items()}
     return row
@@ -94,14 +94,3 @@ def _training(eager: Step, static: Step, x: Tensor) -> tuple[Callable[[], Tensor
 
     dist_model = mw.to_static(ours, None, loss, optimizers[1], mw.Strategy(compiler="inductor"))
     return plain, lambda: dist_model(x, target)
-
-
-def _best(calls: dict[str, Callable[[], Any]], blocks: int) -> dict[str, float]:
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(blocks):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(3):
-                call()
-            best[name] = min(best[name], (time.perf_counter() - start) / 3 * 1e3)
-    return best

@@ -6,7 +6,6 @@ whatever else the machine does only ever adds. `ours` is the composed function, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from math import exp, log
 from typing import Any
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from benchmarks._blocks import best_ms
 from meshwright.comm import current
 from meshwright.graph import capture, compiled, record_gradients, runner
 
@@ -75,13 +75,7 @@ def case(rows: int, width: int, dtype: torch.dtype, blocks: int) -> dict[str, An
     g = torch.randn(rows, width).to(dtype)
     calls = {"composed": _eager(by_hand, g), "rms_norm": _eager(ready, g), "ours": _ours(by_hand, g)}
     _check(calls["composed"](), calls["ours"](), dtype)
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(blocks):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(3):
-                call()
-            best[name] = min(best[name], (time.perf_counter() - start) / 3 * 1e3)
+    best = best_ms(calls, blocks)
     ratios = {name: round(best[name] / best["ours"], 3) for name in GOALS}
     ms = {f"{name}_ms": round(t, 3) for name, t in best.items()}
     return {"shape": [rows, width], "dtype": "f32" if dtype is torch.float32 else "bf16", **ratios, **ms}

@@ -126,7 +126,7 @@ def reads_gradients(self: Any, x: Tensor) -> Tensor:
 
 
 def asks_for_parts(self: Any, x: Tensor) -> Tensor:
-    return x.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return x.to_local()
 
 
 def takes_parts(self: Any, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class InPlace(torch.autograd.Function):
 
 
 def writes_in_a_function(self: Any, x: Tensor) -> Tensor:
-    return InPlace.apply(x * 1)  # pyright: ignore[reportReturnType]
+    return InPlace.apply(x * 1)
 
 
 SIDE_EFFECTS = [
@@ -194,7 +194,7 @@ def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError
         with pytest.raises(kind, match=match) as caught:
             static(x)
         assert state(module) == before
-        assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"  # pyright: ignore[reportFunctionMemberAccess]
+        assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
         type(module).between = Base.between
         static(x)
         module(x).backward()
@@ -280,7 +280,7 @@ def with_numbers_of_states() -> None:
 def with_a_step_of_its_own() -> None:
     module = mw.shard_layer(Base(), MESH)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    optimizer.step = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.step = lambda: None
     step(module, optimizer)
 
 

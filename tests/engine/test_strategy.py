@@ -148,6 +148,12 @@ def test_updates_are_grouped_or_done_early(option: str, plain: Any) -> None:
     assert any(c.by == option for c in program.changes)
 
 
+def test_early_release_takes_the_place_of_grouping() -> None:
+    passes = [p.name for p in mw.Strategy(release=True).passes_on("recorded")]
+    assert "release" in passes
+    assert "foreach" not in passes
+
+
 def test_own_passes_come_last(plain: Any) -> None:
     losses, program, _ = run(mw.Strategy(passes=(Bucket(bytes=4096),), **PLAIN))
     assert losses == plain[0]

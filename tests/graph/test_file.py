@@ -143,9 +143,9 @@ def test_a_program_for_many_sizes_is_saved_and_loaded(tmp_path: Path) -> None:
         found = loaded(model.program, tmp_path)
         check_same(found, model.program)
         assert any(not isinstance(n, int) for i in found.inputs for n in i.value.shape)
-        holds: list[Holds] = [v.holds for known in model._variants.known.values() for v in known]  # type: ignore[misc]
+        holds: list[Holds] = [v.holds for known in model._variants.known.values() for v in known]
         for n in (12, 4, 40):
-            given = [fetch(list(rows(n))) for fetch in model._latest.fetch]  # type: ignore[union-attr]
+            given = [fetch(list(rows(n))) for fetch in model._latest.fetch]
             before, after = numbers_of(model.program, given), numbers_of(found, given)
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         for each in holds:
@@ -182,7 +182,7 @@ class Square(torch.autograd.Function):
 def test_python_code_is_refused_by_name(tmp_path: Path) -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Square.apply(x.relu())  # type: ignore[no-any-return]
+            return Square.apply(x.relu())
 
     def go() -> None:
         program = capture(model := Own(), model, (torch.ones(4, 3),)).program
@@ -291,7 +291,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 def text_of(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
-    return json.loads(header["__metadata__"]["program"])  # type: ignore[no-any-return]
+    return json.loads(header["__metadata__"]["program"])
 
 
 def rewritten(path: Path, text: str, tensors: dict[str, Tensor] | None = None) -> Path:

@@ -238,8 +238,10 @@ def test_a_rule_leaves_other_things_alone(
 
 
 def test_what_is_read_elsewhere_stays() -> None:
-    fn = lambda x, y: (x + x * y, x * y)  # noqa: E731
-    assert rewritten(fn, FMA) == "mul add mul" or rewritten(fn, FMA) == "addcmul mul"
+    def twice(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + x * y, x * y
+
+    assert rewritten(twice, FMA) == "addcmul mul"
 
     def shared(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         z = x * y
@@ -297,8 +299,8 @@ def test_nodes_of_other_modes_do_not_mix() -> None:
             z = x * y
         return x + z
 
-    modes = {n.origin.grad for n in program(fn).nodes}
-    assert rewritten(fn, FMA) == ("mul add" if len(modes) == 2 else "addcmul")
+    assert [n.origin.grad for n in program(fn).nodes] == [False, True]
+    assert rewritten(fn, FMA) == "mul add"
 
 
 def test_autocast_chooses_dtypes() -> None:
@@ -310,8 +312,7 @@ def test_autocast_chooses_dtypes() -> None:
 
     given = (X, torch.randn(5, 6), torch.randn(5))
     p = program(fn, *given)
-    if p.nodes[-1].origin.autocast is None:
-        pytest.skip("captured without modes")
+    assert p.nodes[-1].origin.autocast == ("cpu", torch.bfloat16)
     assert ops(rewrite(p, [linear])) == "mT matmul add", "the sum is float32, a linear layer would give bfloat16"
 
 
@@ -381,7 +382,10 @@ def test_a_rule_that_puts_what_it_finds_does_nothing() -> None:
 
 def test_rules_of_more_benefit_go_first() -> None:
     small = Rewrite("small", lambda x: torch.sigmoid(x), lambda x: 1 / (1 + torch.exp(-x)))
-    fn = lambda x, y: x * torch.sigmoid(x)  # noqa: E731
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
     assert "exp" in ops(rewrite(program(fn), [small, SILU]))
     first = Rewrite("silu", SILU.find, SILU.put, benefit=1)
     assert rewritten(fn, small, first) == "silu"

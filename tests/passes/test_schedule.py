@@ -112,7 +112,7 @@ def test_a_step_keeps_its_bits(shape: tuple[int, int, int]) -> None:
     assert_same(step, programs)
     assert_same(step, step.changed(lambda p: InPlace()(Schedule()(p))))
     for before, after in zip(step.programs, programs, strict=True):
-        assert [n.op.carry for n in communication(after)] == [n.op for n in communication(before)]  # type: ignore[union-attr]
+        assert [n.op.carry for n in communication(after)] == [n.op for n in communication(before)]
 
 
 def test_operands_stay_until_the_end_of_a_collective() -> None:

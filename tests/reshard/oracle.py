@@ -154,4 +154,4 @@ def conversions(draw: st.DrawFn, across: bool = False, linear: bool = False) -> 
     shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 0)), max_size=3)))
     here = draw(meshes(pool=13 if across else 0))
     there = draw(meshes(pool=13)) if across else here
-    return tuple(Spec(mesh, draw(layouts(mesh, shape, ops)), shape, dtype) for mesh in (here, there))  # type: ignore[return-value]
+    return tuple(Spec(mesh, draw(layouts(mesh, shape, ops)), shape, dtype) for mesh in (here, there))

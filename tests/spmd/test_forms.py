@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -17,27 +18,27 @@ def cut_along(sample: Sample, name: str) -> Choice:
     return next(c for c in found if c.factor is not None and call.bound.names[c.factor] == name)
 
 
-def test_running_statistics_move_as_on_one_device() -> None:
+@pytest.mark.parametrize(("name", "dim"), [("a0", 0), ("a1", 1)], ids=["samples", "channels"])
+def test_running_statistics_move_as_on_one_device(name: str, dim: int) -> None:
     """Both where samples are cut and where channels are; every rank ends with the whole statistics."""
     x = torch.randn(6, 4, 3)
     goal_mean, goal_var = torch.zeros(4), torch.ones(4)
     F.batch_norm(x, goal_mean, goal_var, training=True, momentum=0.3)
-    for name, dim in (("a0", 0), ("a1", 1)):
-        args = (x, None, None, torch.zeros(4), torch.ones(4), True, 0.3, 1e-5, False)
-        sample = Sample(torch.ops.aten.batch_norm.default, args, {})
-        call, choice, group = sample.described(), cut_along(sample, name), Ranks(2)
-        assert call is not None
-        means, variances = [torch.zeros(4) for _ in range(2)], [torch.ones(4) for _ in range(2)]
+    args = (x, None, None, torch.zeros(4), torch.ones(4), True, 0.3, 1e-5, False)
+    sample = Sample(torch.ops.aten.batch_norm.default, args, {})
+    call, choice, group = sample.described(), cut_along(sample, name), Ranks(2)
+    assert call is not None
+    means, variances = [torch.zeros(4) for _ in range(2)], [torch.ones(4) for _ in range(2)]
 
-        def one(rank: int) -> None:
-            here: LocalCall = OneRank(group, rank, call.bound, choice, [tuple(x.shape), None, None], [tuple(x.shape)])  # noqa: B023
-            piece = x.chunk(2, dim)[rank]  # noqa: B023
-            call.rule.forms[name](here, piece, None, None, means[rank], variances[rank], True, 0.3, 1e-5)  # noqa: B023
+    def one(rank: int) -> None:
+        here: LocalCall = OneRank(group, rank, call.bound, choice, [tuple(x.shape), None, None], [tuple(x.shape)])
+        piece = x.chunk(2, dim)[rank]
+        call.rule.forms[name](here, piece, None, None, means[rank], variances[rank], True, 0.3, 1e-5)
 
-        group.run(one)
-        for mean, var in zip(means, variances, strict=True):
-            torch.testing.assert_close(mean, goal_mean)
-            torch.testing.assert_close(var, goal_var)
+    group.run(one)
+    for mean, var in zip(means, variances, strict=True):
+        torch.testing.assert_close(mean, goal_mean)
+        torch.testing.assert_close(var, goal_var)
 
 
 def test_an_operator_that_writes_has_no_second_form() -> None:

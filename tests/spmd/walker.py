@@ -133,11 +133,9 @@ class OneRank:
     shapes: list[Any]
     outs: list[tuple[int, ...]]
 
-    def _is_cut(self, dims: Sequence[tuple[int, ...]], held: Held, dim: int) -> bool:
-        return isinstance(held, int) and held >= 0 and held in dims[dim]
-
     def _mine(self, operand: int, dim: int) -> bool:
-        return self._is_cut(self.bound.ins[operand], self.choice.ins[operand], dim)
+        held = self.choice.ins[operand]
+        return isinstance(held, int) and held >= 0 and held in self.bound.ins[operand][dim]
 
     def start(self, operand: int, dim: int) -> int:
         if not self._mine(operand, dim):
@@ -146,11 +144,6 @@ class OneRank:
 
     def total(self, operand: int, dim: int) -> int:
         return self.shapes[operand][dim]
-
-    def out_start(self, result: int, dim: int) -> int:
-        if not self._is_cut(self.bound.outs[result], self.choice.outs[result], dim):
-            return 0
-        return chunk(self.outs[result][dim], self.ranks_.count, self.rank)[0]
 
     def out_shape(self, result: int) -> tuple[int, ...]:
         held = self.choice.outs[result]
@@ -206,14 +199,7 @@ class Sample:
         return tuple(one(a) for a in self.args), {k: one(v) for k, v in self.kwargs.items()}
 
     def operands(self, call: Call) -> list[Tensor | None]:
-        out: list[Tensor | None] = []
-        for at in call.places:
-            if at is None:
-                out.append(None)
-                continue
-            value = self.args[at[0]] if isinstance(at[0], int) else self.kwargs[at[0]]
-            out.append(value if at[1] is None else value[at[1]])
-        return out
+        return call.operands(self.args, self.kwargs)
 
     def arguments(self, call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with the operands replaced."""
@@ -322,7 +308,7 @@ def run_ranks(
         if form is not None:
             return results_of(form(here, *args, **kwargs))
         for at in call.rule.sizes:
-            (args if isinstance(at, int) else kwargs)[at] = list(here.out_shape(0))  # type: ignore[index]
+            (args if isinstance(at, int) else kwargs)[at] = list(here.out_shape(0))
         return results_of(sample.op(*args, **kwargs))
 
     return group.run(one) if form is not None else [one(r) for r in range(ranks)]

@@ -46,7 +46,7 @@ MESHES = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 3)]
     ],
 )  # fmt: skip
 def test_known_answers_of_philox(counter: Any, key: Any, words: str) -> None:
-    found: Any = philox(tuple(torch.tensor([c]) for c in counter), key)  # pyright: ignore
+    found: Any = philox(tuple(torch.tensor([c]) for c in counter), key)
     assert " ".join(f"{w.item():08x}" for w in found) == words
 
 
@@ -364,7 +364,7 @@ def test_a_source_is_the_ranks_own_and_not_the_threads() -> None:
 
 def test_other_sources_are_refused_at_once() -> None:
     with pytest.raises(tensor.RandomSourceError, match="counter"):
-        mw.random_source("philox")  # pyright: ignore
+        mw.random_source("philox")
 
 
 def test_pending_terms_and_varying_axes_do_not_matter() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.layout import write_dtype
 
-from ._errors import CostError
+from ._errors import CostError, known_by
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
@@ -98,10 +98,4 @@ DEVICES: Mapping[str, Device] = {
 
 def device_of(name: str) -> Device:
     """The device called so. Raises CostError for an unknown name."""
-    found = DEVICES.get(name)
-    if found is None:
-        raise CostError(
-            f"the device {name!r}", f"known are {', '.join(DEVICES)}", "its rates are not in the table",
-            "Device(name, flops, bandwidth, memory) with rates of your own",
-        )  # fmt: skip
-    return found
+    return known_by(name, DEVICES, "device", "Device(name, flops, bandwidth, memory)")

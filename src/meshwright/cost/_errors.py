@@ -1,7 +1,23 @@
 """What can be wrong with a price."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from meshwright.layout import MeshwrightError
+
+T = TypeVar("T")
 
 
 class CostError(MeshwrightError, ValueError):
     """A device, link or cluster that nobody knows, or that cannot be."""
+
+
+def known_by(name: str, table: Mapping[str, T], what: str, write: str) -> T:
+    """What the table has under this name. Raises CostError for an unknown one: `write` makes `what` is asked for."""
+    found = table.get(name)
+    if found is None:
+        raise CostError(
+            f"the {what} {name!r}", f"known are {', '.join(table)}", "its rates are not in the table",
+            f"{write} with rates of your own",
+        )  # fmt: skip
+    return found

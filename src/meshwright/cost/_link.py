@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ._device import GIGA, MICRO
-from ._errors import CostError
+from ._errors import CostError, known_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,4 @@ LINKS: Mapping[str, Link] = {
 
 def link_of(name: str) -> Link:
     """The link called so. Raises CostError for an unknown name."""
-    found = LINKS.get(name)
-    if found is None:
-        raise CostError(
-            f"the link {name!r}", f"known are {', '.join(LINKS)}", "its rates are not in the table",
-            "Link(name, bandwidth, latency) with rates of your own",
-        )  # fmt: skip
-    return found
+    return known_by(name, LINKS, "link", "Link(name, bandwidth, latency)")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard
+from meshwright.tensor import map_tensors
 
 from ._errors import BatchError
 from ._mesh import resolve_mesh
@@ -66,7 +65,7 @@ class ShardDataLoader:
         self._targets, self._keys, self._splitted = list(targets), input_keys, splitted
 
     def __len__(self) -> int:
-        return len(self.dataloader)  # pyright: ignore[reportArgumentType]
+        return len(self.dataloader)  # pyright: ignore[reportArgumentType] - TypeError where it has none
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dataloader:
@@ -80,7 +79,8 @@ class ShardDataLoader:
             order = self._order(batch)
             return {key: self._on(value, order.index(key)) for key, value in batch.items()}
         self._check(batch, len(batch) if isinstance(batch, (list, tuple)) else 1)
-        return _rebuilt(batch, [self._on(value, at) for at, value in enumerate(batch)])
+        laid = [self._on(value, at) for at, value in enumerate(batch)]
+        return type(batch)(*laid) if hasattr(batch, "_fields") else type(batch)(laid)
 
     def _order(self, batch: Mapping[str, Any]) -> list[str]:
         order = list(self._keys if self._keys is not None else batch)
@@ -100,18 +100,6 @@ class ShardDataLoader:
             )  # fmt: skip
 
     def _on(self, value: Any, at: int) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._on(v, at) for key, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return _rebuilt(value, [self._on(v, at) for v in value])
-        if not isinstance(value, Tensor):
-            return value
         mesh, placements = self._targets[at]
-        if value.dim() == 0:
-            return shard_tensor(value, mesh, [])
         lay = dtensor_from_local if self._splitted else shard_tensor
-        return lay(value, mesh, placements)
-
-
-def _rebuilt(old: Any, items: list[Any]) -> Any:
-    return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
+        return map_tensors(lambda x: lay(x, mesh, placements) if x.dim() else shard_tensor(x, mesh, []), value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,18 +15,6 @@ from meshwright.tensor import DistTensor, lay, place
 
 Fetch = Callable[[Sequence[Any]], Any]
 """Gives an input of a program, from the leaves of a batch."""
-
-
-def leaves_in(tree: Any) -> Iterator[Any]:
-    """The leaves of a batch, in the order in which programs number them."""
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from leaves_in(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from leaves_in(item)
-    else:
-        yield tree
 
 
 def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None) -> Fetch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.comm import current
 from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
-from meshwright.tensor import captured_whole
+from meshwright.tensor import captured_whole, map_tensors, note_spec, noted_spec, tensors_in
 
 from ._mesh import resolve_mesh
 
@@ -40,24 +40,22 @@ def noted(tree: Any) -> Any:
 
 def mesh_of(tree: Any, given: ProcessMesh | None) -> ProcessMesh:
     """The mesh that was named, else that of the first argument of which it is known, else the default."""
-    known = (getattr(x, "_lies", None) for x in tensors_in(tree))
+    known = map(noted_spec, tensors_in(tree))
     return resolve_mesh(given if given is not None else next((spec.mesh for spec in known if spec is not None), None))
 
 
 def parts_of(tree: Any, place: Place, guess: Place) -> Any:
     """`tree` with fake parts for whole tensors, which lie as `place` says, as is known of them, or as is guessed."""
-    if isinstance(tree, Tensor):
-        spec = _spec(tree, place, guess)
-        return tree if spec is None else _fake(tree.new_empty(current().local_shape(spec)), tree.requires_grad)
-    if isinstance(tree, dict):
-        return {k: parts_of(v, place, guess) for k, v in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(parts_of(v, place, guess) for v in tree)
-    return tree
+
+    def part(x: Tensor) -> Tensor:
+        spec = _spec(x, place, guess)
+        return x if spec is None else _fake(x.new_empty(current().local_shape(spec)), x.requires_grad)
+
+    return map_tensors(part, tree)
 
 
 def _spec(x: Tensor, place: Place, guess: Place) -> Spec | None:
-    known: Spec | None = getattr(x, "_lies", None)
+    known = noted_spec(x)
     if place is None and known is not None:
         return known
     mesh, placements = place or guess or (None, ())
@@ -78,20 +76,10 @@ def whole_of(part: Any, place: Place, shape: Sequence[int] | None, grad: bool) -
         if shape is None and isinstance(p, Shard):
             sizes[p.dim] *= mesh.sizes[axis]
     out = _fake(part.new_empty(sizes), grad and part.dtype.is_floating_point)
-    out._lies = Spec(mesh, layout, out.shape, out.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    note_spec(out, Spec(mesh, layout, out.shape, out.dtype))
     return out
 
 
 def _fake(x: Tensor, grad: bool) -> Tensor:
     """`x`, with a past where it is to have a gradient."""
     return x.requires_grad_() * 1 if grad and torch.is_grad_enabled() else x
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(tuple(tree.values()))

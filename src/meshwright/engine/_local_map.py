@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from meshwright.comm import current
 from meshwright.layout import Partial, Placement, ProcessMesh, Shard, layout_of
-from meshwright.tensor import DistTensor, redistribute
+from meshwright.tensor import DistTensor, redistribute, tensors_in
 
 from ._errors import LocalMapError
-from ._local_call import LocalCall, Place, mesh_of, noted, parts_of, tensors_in, whole_of
+from ._local_call import LocalCall, Place, mesh_of, noted, parts_of, whole_of
 from ._mesh import resolve_mesh
 from ._tensors import check, dtensor_from_local, reshard
 

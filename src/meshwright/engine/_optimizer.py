@@ -13,12 +13,12 @@ from meshwright.tensor import DistTensor
 
 from ._tensors import shard_tensor
 
-O = TypeVar("O", bound=Optimizer)  # noqa: E741
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
 """`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
 
 
-def shard_optimizer(optimizer: O, shard_fn: StateFn | None = None) -> O:
+def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | None = None) -> AnyOptimizer:
     """`optimizer` whose accumulators lie as `shard_fn` says; returns the same optimizer.
 
     Without `shard_fn` accumulators lie as their parameters do, as torch makes them. States that are loaded as whole

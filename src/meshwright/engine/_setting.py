@@ -20,6 +20,8 @@ from meshwright.tensor import DistTensor, drawing_by, local_parts
 from ._description import lies_text, setting_text
 from ._errors import StaticError
 
+LAYER_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 REMEMBERED = 16
 """So many settings are told apart; the oldest is forgotten first."""
 
@@ -61,10 +63,11 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
     yield from ((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     for part in network.modules():
         for p in part._parameters.values():
-            yield None if p is None else (id(p), p.requires_grad, _lies(p))
+            yield None if p is None else (id(p), p.requires_grad, _lies(p), _hooks(p, PARAMETER_HOOKS))
         yield from (None if x is None else _lies(x) for x in part._buffers.values())
-        if part._forward_hooks or part._forward_pre_hooks:
-            yield id(part), len(part._forward_hooks), len(part._forward_pre_hooks)
+        hooks = _hooks(part, LAYER_HOOKS)
+        if hooks:
+            yield id(part), hooks
     if optimizer is None:
         return
     yield len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
@@ -72,6 +75,12 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
         yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
     for p, state in optimizer.state.items():
         yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
+
+
+def _hooks(owner: Any, kinds: tuple[str, ...]) -> tuple[Any, ...]:
+    """The hooks of a layer or of a parameter, by the numbers that torch gives out once."""
+    held = [getattr(owner, kind, None) or () for kind in kinds]
+    return tuple(map(tuple, held)) if any(held) else ()
 
 
 def _lies(x: Tensor) -> Any:

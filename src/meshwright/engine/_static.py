@@ -38,11 +38,11 @@ from meshwright.graph import (
 )
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
-from meshwright.tensor import local_parts, map_tensors, stamp, whole
+from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
-from ._inputs import Fetch, fetch_of, lay_as_captured, leaves_in
+from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._pieces import Pieces
 from ._program_files import Model, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
@@ -61,7 +61,6 @@ class Compiled:
     run: Run
     fetch: tuple[Fetch, ...]
     writes: tuple[int, ...]
-    made: tuple[StateKey, ...] = ()
 
 
 def to_static(
@@ -140,10 +139,10 @@ class DistModel:
         if self.pieces is None:
             try:
                 found = self._found(batch, leaves)
-            except CaptureError:
+            except CaptureError as error:
                 if self.strategy.full_graph:
                     raise
-                self.pieces = Pieces(self.network, self.strategy)
+                self.pieces = Pieces(self.network, self.strategy, error)
             else:
                 return self._run(found, leaves)
         return self._run_pieces(batch)
@@ -158,6 +157,8 @@ class DistModel:
         found = self._variants.find(key, leaves) or self._loaded(key, leaves)
         if found is None:
             dynamic = self._variants.open_sizes(key, leaves)
+            if self.strategy.compiler == "inductor":
+                dynamic = {}  # kernels are made for the sizes that they were recorded with
             found, fits = self._compile(batch, dynamic)
             self._variants.add(self._key(batch), leaves, found, dynamic, fits)  # tensors may lie otherwise by now
         self._latest = found
@@ -229,8 +230,7 @@ class DistModel:
                 given[at].copy_(value)
         if "state" in outputs and self.optimizer is not None:
             note_step(self.optimizer)
-        for key, value in outputs.get("state", {}).items():
-            self._keep_state(key, value, found.program)
+        self._keep_states(outputs.get("state", {}), found.program)
         return outputs["out"]
 
     def _run_pieces(self, batch: Sequence[Any]) -> Any:
@@ -244,12 +244,15 @@ class DistModel:
             self.optimizer.zero_grad()
         return map_tensors(lambda x: whole(x.detach()), out)
 
-    def _keep_state(self, key: StateKey, value: Any, program: Program) -> None:
-        assert self.optimizer is not None
-        made = program.outputs["state"][key]
-        spec = program.specs.get(made) if isinstance(made, Value) else None
-        parameter = next(s.tensor for s in slots_of(self.network) if s.name == key[0])
-        self.optimizer.state[parameter][key[1]] = value if spec is None else stamp(value, spec)
+    def _keep_states(self, states: Mapping[StateKey, Any], program: Program) -> None:
+        """The optimizer's states that the first step made."""
+        if not states or self.optimizer is None:
+            return
+        parameters = {slot.name: slot.tensor for slot in slots_of(self.network)}
+        for (name, key), value in states.items():
+            made = program.outputs["state"][name, key]
+            spec = program.specs.get(made) if isinstance(made, Value) else None
+            self.optimizer.state[parameters[name]][key] = value if spec is None else stamp(value, spec)
 
     def _options(self) -> Any:
         """What a program holds as constants: the optimizer's options beside learning rates."""

@@ -175,7 +175,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The options of `to_static`; `passes` come behind those that options name, but before writing in place."""
+    """The options of `to_static`; `passes` come behind those that options name, but before writing in place.
+
+    `foreach` updates all parameters by few operators; `release` updates each one as soon as its gradient is there, and
+    takes the place of `foreach`. `max_programs` bounds how often a model is recorded, and compiled. Without
+    `full_graph` a model that cannot be one program runs in pieces, and options of the whole step are refused then.
+    """
 
     sharding: Sharding = field(default_factory=Sharding)
     amp: MixedPrecision = field(default_factory=MixedPrecision)
@@ -253,10 +258,10 @@ class Strategy:
             if self.dp_optimization.gradient_sync_after_accumulate:
                 yield Linear()
             yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
-        if self.foreach:
-            yield Foreach()
         if self.release:
             yield Release()
+        elif self.foreach:
+            yield Foreach()
 
 
 def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:

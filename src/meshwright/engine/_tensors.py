@@ -40,7 +40,9 @@ def shard_tensor(
     if (dtype is not None and dtype != x.dtype) or device is not None:
         x = x.to(device=device, dtype=dtype)
     out = _laid_again(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
-    return out if requires_grad is None else out.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+    if requires_grad is not None:
+        out.requires_grad_(requires_grad)
+    return out
 
 
 def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -52,8 +54,9 @@ def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement
     if out.spec is x.spec:
         return x
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(out, x.requires_grad)  # pyright: ignore[reportReturnType]
-    return out.requires_grad_(x.requires_grad)  # pyright: ignore[reportReturnType]
+        return nn.Parameter(out, x.requires_grad)  # pyright: ignore[reportReturnType] - made of a DistTensor, it is one
+    out.requires_grad_(x.requires_grad)
+    return out
 
 
 def dtensor_from_local(

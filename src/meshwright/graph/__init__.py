@@ -8,7 +8,7 @@ from ._driver import Edit, rewrite
 from ._dynamic import Fits, Holds, holds_of
 from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
-from ._execute import Run, numbers_of, runner, to_fx
+from ._execute import Run, runner, to_fx
 from ._file import load_program, no_program, read_json, save_program, told, write_whole
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
@@ -18,11 +18,12 @@ from ._layouts import Layouts, parse_layouts
 from ._match import Match
 from ._measure import Measure, measure_of
 from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
-from ._node import Carry, Node, Op, Origin, Over, Start, Value, Wait, map_values, name_of, size_hint, values_in
+from ._node import Carry, Node, Op, Origin, Over, Start, Value, Wait, map_values, name_of, values_in
 from ._package import machine, save_kernels, with_kernels
 from ._pass import (
     OwnRules,
     Pass,
+    RulePass,
     apply_passes,
     register_pass,
     register_rewrite,
@@ -73,6 +74,7 @@ __all__ = [
     "Rewrite",
     "RewriteError",
     "Rewriter",
+    "RulePass",
     "Run",
     "SideEffectError",
     "Slot",
@@ -114,7 +116,6 @@ __all__ = [
     "no_program",
     "node_text",
     "note_step",
-    "numbers_of",
     "overwriting",
     "parse_layouts",
     "read_json",
@@ -131,7 +132,6 @@ __all__ = [
     "runner",
     "save_kernels",
     "save_program",
-    "size_hint",
     "slots_of",
     "strides_of",
     "to_fx",

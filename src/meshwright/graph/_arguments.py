@@ -90,7 +90,7 @@ def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
             "there is one entry per tensor argument", '"... d, d" for x and w',
         )  # fmt: skip
     return {
-        name: Shape(tuple(m["dims"].split()), m["kind"] or "float", m["below"] or "")  # pyright: ignore[reportArgumentType]
+        name: Shape(tuple(m["dims"].split()), m["kind"] or "float", m["below"] or "")  # pyright: ignore[reportArgumentType] - one of its kinds
         for name, m in zip(tensors, found, strict=True)
         if m is not None
     }

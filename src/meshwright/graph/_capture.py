@@ -6,7 +6,7 @@ of nothing (`torch.arange`) are real when they are small, so that what a model k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, map_leaves
 
 from ._dynamic import DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
@@ -88,7 +88,7 @@ def capture(
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic or {}))
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
-    args = _given_batch(stage, tuple(batch), count())
+    args = _given_batch(stage, tuple(batch))
     with _swapped(slots, fakes), unchanged(module):
         with stage.watching():
             out = called(call, args)
@@ -118,17 +118,17 @@ def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tens
     return found
 
 
-def _given_batch(stage: Stage, x: Any, number: Iterator[int]) -> Any:
+def _given_batch(stage: Stage, batch: tuple[Any, ...]) -> Any:
     """The batch with fake tensors; each is an input whose source is its number among the leaves of the batch."""
-    if isinstance(x, (tuple, list)):
-        items = [_given_batch(stage, v, number) for v in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, Mapping):
-        return {k: _given_batch(stage, v, number) for k, v in x.items()}
-    at = next(number)
-    if isinstance(x, Tensor):
+    number = count()
+
+    def given(x: Any) -> Any:
+        at = next(number)
+        if not isinstance(x, Tensor):
+            return x
         return stage.given(x, "batch", f"batch_{at}", x.spec if isinstance(x, DistTensor) else None, at)
-    return x
+
+    return map_leaves(given, batch)
 
 
 @contextmanager

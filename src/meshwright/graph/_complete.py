@@ -200,7 +200,7 @@ class _State:
             return None
         if call is None:
             return None
-        operands = [_operand(node, place) for place in call.places]
+        operands: list[Value | None] = call.operands(node.args, node.kwargs)
         near = next(self.known[v] for v in (*node.ins, *node.outs) if v in self.known)
         ins = [
             None if v is None else self._free(v, near.mesh) if v in free else self._spec(v, near.mesh) for v in operands
@@ -225,14 +225,6 @@ class _State:
     def _spec(self, v: Value, mesh: ProcessMesh) -> Spec:
         found = self.known.get(v)
         return found if found is not None else self._free(v, mesh)
-
-
-def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Value | None:
-    if place is None:
-        return None
-    key, index = place
-    value = node.args[key] if isinstance(key, int) else node.kwargs[key]
-    return value if index is None else value[index]
 
 
 def _candidates(wants: Sequence[tuple[Spec, str]]) -> list[tuple[Spec, str]]:

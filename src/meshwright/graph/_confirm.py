@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from meshwright.layout import Spec
+from meshwright.tensor import leaves_in
 
 from ._arguments import Shape, kind_of_dtype
 from ._errors import RewriteError
 from ._match import Match
-from ._node import Carry, Node, Value
+from ._node import Carry, Node, Value, map_values
 from ._pattern import Constant, Pattern, Term, constant_at
 from ._reader import CASTS, Said, same_constant
 from ._rewrite import Rewrite
@@ -159,21 +160,11 @@ def _without_idle_casts(told: Told) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
 
 def _asks_sizes(tree: Any) -> bool:
     """True when a size that is only known later stands among constants: programs hold such numbers as values."""
-    if isinstance(tree, (list, tuple)):
-        return any(map(_asks_sizes, tree))
-    if isinstance(tree, Mapping):
-        return any(map(_asks_sizes, tree.values()))
-    return isinstance(tree, (torch.SymInt, torch.SymFloat))
+    return any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in leaves_in(tree))
 
 
 def _followed(tree: Any, same: Mapping[Value, Value]) -> Any:
-    if isinstance(tree, Value):
-        return same.get(tree, tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_followed(v, same) for v in tree])
-    if isinstance(tree, dict):
-        return {k: _followed(v, same) for k, v in tree.items()}
-    return tree
+    return map_values(lambda v: same.get(v, v), tree)
 
 
 def _agrees(term: Term, v: Any, find: Told) -> bool:

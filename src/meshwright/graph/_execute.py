@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from meshwright.comm import Arrival, Carrier, current
+from meshwright.comm import Arrival, current
 from meshwright.reshard import Plan
 
 from ._effects import is_view
@@ -50,11 +51,7 @@ def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, Any]) -> 
     elif isinstance(out, (tuple, list)):
         for at, item in enumerate(out):
             if item is not None:
-                _bind(graph, graph.call_function(_item, (made, at)), item, known)
-
-
-def _item(row: Any, at: int) -> Any:
-    return row[at]
+                _bind(graph, graph.call_function(getitem, (made, at)), item, known)
 
 
 def _identifier(name: str) -> str:
@@ -132,8 +129,3 @@ def _origin(program: Program, v: Value) -> Value:
         v = node.ins[0]
         node = program.producers.get(v)
     return v
-
-
-def numbers_of(program: Program, carrier: Carrier) -> Sequence[Any]:
-    """What the inputs that depend on the rank are for this carrier."""
-    return [given.source(carrier) for given in program.inputs if given.role == "number"]

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import hint
 from meshwright.reshard import View
 from meshwright.tensor import map_tensors
 
 from ._infer import carried_shape
-from ._node import Carry, Node, Start, Value, Wait, map_values, size_hint
+from ._node import Carry, Node, Start, Value, Wait, map_values
 from ._program import Input, Program
 from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
@@ -37,11 +38,11 @@ def _stand_in(given: Input, program: Program) -> Any:
     if given.role != "size":
         return v.dtype(2)
     leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
-    return size_hint(leaf.shape[given.source.dim])
+    return hint(leaf.shape[given.source.dim])
 
 
 def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(map(size_hint, shape))
+    return tuple(map(hint, shape))
 
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
@@ -70,7 +71,7 @@ def _faked(node: Node, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
     with imagining(FakeMode(shape_env=ShapeEnv())):
-        out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue]
+        out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue] - no step
     return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NOWHERE), out)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.comm import Carrier, current
+from meshwright.comm import Arrival, Carrier, current
 
-from ._execute import carrying, to_fx
-from ._node import Carry, Node, Value
+from ._execute import carrying, starting, to_fx
+from ._node import Carry, Node, Start, Value, Wait, tensor_dtype
 from ._program import Input, Program
 from .torch_hooks import FakeMode, compile_graph
 
@@ -36,8 +37,10 @@ def number_of(op: Carry) -> int:
 
 
 _LIBRARY = torch.library.Library("meshwright", "DEF")
-"""An operator of a library costs a quarter of what a `custom_op` costs per call."""
+"""Its operators are called with less ado than those of `torch.library.custom_op`."""
 _LIBRARY.define("carry(Tensor x, int number) -> Tensor")
+_LIBRARY.define("start(Tensor x, int number) -> Tensor")
+_LIBRARY.define("wait(Tensor ticket, Tensor x, int number) -> Tensor")
 
 
 def _carry(x: Tensor, number: int) -> Tensor:
@@ -49,8 +52,38 @@ def _shown(x: Tensor, number: int) -> Tensor:
     return x.new_empty(current().local_shape(_CARRIED[number].dst))
 
 
-_LIBRARY.impl("carry", _carry, "CompositeExplicitAutograd")
-_LIBRARY.impl("carry", _shown, "Meta")
+_TICKETS = count(1)
+_BEGUN: dict[int, Arrival] = {}
+"""What is under way, by the number on its ticket."""
+
+
+def _start(x: Tensor, number: int) -> Tensor:
+    """Begins a step of a conversion; gives the ticket that `wait` takes."""
+    ticket = next(_TICKETS)
+    _BEGUN[ticket] = starting(_CARRIED[number])(x)
+    return torch.tensor([ticket])
+
+
+def _shown_ticket(x: Tensor, number: int) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="meta")
+
+
+def _wait(ticket: Tensor, x: Tensor, number: int) -> Tensor:
+    """What the step has given; `x` stays until then."""
+    return _BEGUN.pop(int(ticket)).wait()
+
+
+def _shown_later(ticket: Tensor, x: Tensor, number: int) -> Tensor:
+    return _shown(x, number)
+
+
+for _name, _real, _meta in (
+    ("carry", _carry, _shown),
+    ("start", _start, _shown_ticket),
+    ("wait", _wait, _shown_later),
+):
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _meta, "Meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,16 +144,18 @@ def _compile(part: Program, rank_numbers: dict[Value, int], options: dict[str, A
     module = to_fx(part, _as_operator, rank_numbers, part.outputs)
     mode = FakeMode()
     with mode:
-        examples = [torch.empty(i.value.shape, dtype=i.value.dtype, device=i.value.device) for i in part.inputs]  # pyright: ignore
+        examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
     return compile_graph(module, examples, options)
 
 
 def _as_operator(op: Any) -> Callable[..., Any] | None:
-    if isinstance(op, Carry) and op.communicates:
-        number = number_of(op)
+    step = op.carry if isinstance(op, (Start, Wait)) else op
+    if not isinstance(step, Carry) or not step.communicates:
+        return None
+    ours, number = torch.ops.meshwright, number_of(step)
+    called = ours.start if isinstance(op, Start) else ours.wait if isinstance(op, Wait) else ours.carry
 
-        def carry(x: Tensor) -> Tensor:
-            return torch.ops.meshwright.carry(x, number)
+    def carry(*tensors: Tensor) -> Tensor:
+        return called(*tensors, number)
 
-        return carry
-    return None
+    return carry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -73,6 +73,8 @@ def as_values(out: Any, name: Callable[[], str]) -> Any:
             if type(out) in (tuple, list)
             else tuple(as_values(v, name) for v in out)
         )
+    if isinstance(out, Mapping):
+        return {k: as_values(v, name) for k, v in out.items()}
     if isinstance(out, (bool, torch.SymBool)):
         return Value(name(), (), bool)
     if isinstance(out, (int, torch.SymInt)):

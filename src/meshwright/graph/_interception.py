@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.tensor import Opaque, tensors_in
+
 from ._errors import CaptureError
 from ._where import user_frame
 from .torch_hooks import functions_told
-
-Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
-"""`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` is what it gives, of whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +98,12 @@ _REFUSED: dict[Any, str] = {
 
 
 def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
-    if any(r is a for r in _tensors(out) for a in _tensors(args)):
+    if any(r is a for r in tensors_in(out) for a in tensors_in(args)):
         raise CaptureError(
             f"to capture {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
             "programs have no writes, and what the function does to other views of the memory is not known",
             "a function that returns a new tensor",
         )  # fmt: skip
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
 
 
 def check_hooks(module: nn.Module) -> None:

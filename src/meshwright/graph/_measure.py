@@ -76,6 +76,6 @@ def _differences(rule: Rewrite) -> Iterable[Mapping[str, int] | None]:
         if put is None:
             yield None
             continue
-        found = Counter(kind_of(op) for op in pattern.ops if op not in CASTS and not is_view(op))  # pyright: ignore[reportArgumentType]
+        found = Counter(kind_of(op) for op in pattern.ops if op not in CASTS and not is_view(op))  # pyright: ignore[reportArgumentType] - a step's name is none
         found.subtract(kind_of(call.op) for call in put.calls)
         yield {kind: n for kind, n in found.items() if n}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.layout import Spec, identity
+from meshwright.layout import Spec, hint, identity
 from meshwright.reshard import Plan, Step
 
 from .torch_hooks import Operator
@@ -48,7 +48,7 @@ class Value:
             return 0
         total = self.dtype.itemsize
         for n in self.shape:
-            total *= size_hint(n)
+            total *= hint(n)
         return total
 
     def __repr__(self) -> str:
@@ -59,11 +59,6 @@ def tensor_dtype(v: Value) -> torch.dtype:
     """The dtype of a value that is a tensor."""
     assert isinstance(v.dtype, torch.dtype)
     return v.dtype
-
-
-def size_hint(n: Any) -> int:
-    """The size itself, or what a symbolic one was when it was recorded."""
-    return n if isinstance(n, int) else int(n.node.hint)
 
 
 @dataclass(frozen=True, slots=True)

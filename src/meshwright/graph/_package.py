@@ -22,7 +22,7 @@ from ._errors import ProgramFileError
 from ._execute import to_fx
 from ._inductor import compiled
 from ._memory import written_inputs
-from ._node import Value
+from ._node import Value, tensor_dtype
 from ._program import Program, communication
 from .torch_hooks import load_package, package_graph
 
@@ -48,7 +48,7 @@ def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) 
     def package(part: Program, numbers: dict[Value, int]) -> Callable[..., Any]:
         made.append(not written_inputs(part) and all(i.value.is_tensor for i in part.inputs))
         if made[0]:
-            examples = [torch.empty(i.value.shape, dtype=i.value.dtype) for i in part.inputs]  # pyright: ignore
+            examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value)) for i in part.inputs]
             package_graph(to_fx(part, numbers=numbers, results=part.outputs), examples, str(beside))
         return _no_call
 

@@ -74,7 +74,7 @@ _RULES: dict[str, list[AnyRewrite]] = {}
 
 def register_pass(cls: P) -> P:
     """Makes a pass known by its name: a frozen dataclass below `Pass`."""
-    if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue]
+    if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue] - of any dataclass
         raise RewriteError(
             f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named and compared",
             '@register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
@@ -106,13 +106,25 @@ def registered_rewrites(of: str = "own") -> tuple[AnyRewrite, ...]:
     return tuple(_RULES.get(of, ()))
 
 
+@dataclass(frozen=True)
+class RulePass(Pass):
+    """A pass that applies rules: those that were registered into the set of its name."""
+
+    def applied(self) -> tuple[AnyRewrite, ...]:
+        """The rules, in the order in which they came."""
+        return registered_rewrites(self.name)
+
+    def run(self, program: Program) -> Program:
+        return rewrite(program, self.applied(), by=self.name)
+
+
 @register_pass
 @dataclass(frozen=True)
-class OwnRules(Pass):
+class OwnRules(RulePass):
     """Applies the rules that were registered into one set."""
 
     name: ClassVar[str] = "own"
     rules: str = "own"
 
-    def run(self, program: Program) -> Program:
-        return rewrite(program, registered_rewrites(self.rules), by=self.name)
+    def applied(self) -> tuple[AnyRewrite, ...]:
+        return registered_rewrites(self.rules)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, tensors_in
 
 from ._capture import Capture
 from ._node import Value, map_values
 from ._program import Input, Program
-from ._record import Recorder, leaves_of, replay, write_back
+from ._record import Recorder, replay, write_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def record_piece(captured: Capture, differentiable: Collection[int], rank: int, 
         given = {i.value: recorder.add(i, i in asks) for i in inputs}
         known = replay(captured.program, given, recorder)
         out = map_values(lambda v: known[v], captured.program.outputs)
-        results = list(leaves_of(out))
+        results = list(tensors_in(out))
         with torch.no_grad():
             write_back(captured.program, given, known)
-    at = tuple(n for n, x in enumerate(results) if isinstance(x, Tensor) and x.requires_grad)
+    at = tuple(n for n, x in enumerate(results) if x.requires_grad)
     specs = tuple(x.spec if isinstance(x, DistTensor) else None for x in results)
     grads: tuple[Any, ...] = ()
     if at and asks:

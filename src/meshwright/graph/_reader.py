@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ CAST = aten.to.dtype
 """How all casts are read: with one argument, since the dtype stands at the result."""
 
 CASTS = {CAST, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default}
-SAME_OPERATOR = {
+SAME_OPERATOR: Mapping[Any, Operator] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
@@ -269,7 +269,7 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
     """The operator under the name that rules know, with its arguments in their usual form."""
     if isinstance(op, Carry):
         return op, args
-    op = SAME_OPERATOR.get(op, op)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    op = SAME_OPERATOR.get(op, op)
     if op in CASTS and args[0].device == out.device:
         return CAST, args[:1]
     if op == aten.transpose.int:

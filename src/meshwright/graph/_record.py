@@ -7,7 +7,7 @@ in it depends on the rank but inputs of the role "number".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -17,7 +17,17 @@ from torch import Tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Exchange, Plan, Relabel
-from meshwright.tensor import Source, absent, drawing_by, random_source, recording_parts, stamp, whole
+from meshwright.tensor import (
+    Source,
+    absent,
+    drawing_by,
+    leaves_in,
+    map_tensors,
+    random_source,
+    recording_parts,
+    stamp,
+    whole,
+)
 
 from ._capture import Capture
 from ._draft import Draft
@@ -130,9 +140,10 @@ class Recorder(Modes):
 
     def add_number(self, name: str, number: float, source: Any) -> Any:
         """A symbolic number, which becomes an input of the program."""
-        make = symbolic_count if isinstance(number, int) and number > 0 else symbolic_int
-        make = symbolic_float if isinstance(number, float) else make
-        symbol = make(self.mode, name, number)  # pyright: ignore[reportArgumentType]
+        if isinstance(number, float):
+            symbol = symbolic_float(self.mode, name, number)
+        else:
+            symbol = (symbolic_count if number > 0 else symbolic_int)(self.mode, name, number)
         self._scalars.add(symbol.node.expr)
         self.recording.add_number(symbol, "scalar", name, source)
         return symbol
@@ -173,8 +184,9 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
         recorder.origin = node.origin
         with _modes(node.origin):
             args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
-            out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        for v, t in zip(node.outs, leaves_of(out), strict=True):
+            out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue] - captured programs have no steps
+        found = (x for x in leaves_in(out) if x is not None)
+        for v, t in zip(node.outs, found, strict=True):
             known[v] = t
             _check_shape(node, v, t)
     return known
@@ -199,14 +211,6 @@ def _modes(origin: Origin) -> Generator[None]:
         if origin.autocast is not None:
             stack.enter_context(torch.autocast(*origin.autocast))
         yield
-
-
-def leaves_of(out: Any) -> Iterator[Any]:
-    if isinstance(out, (tuple, list)):
-        for item in out:
-            yield from leaves_of(item)
-    elif out is not None:
-        yield out
 
 
 def record_gradients(captured: Capture, rank: int, size: int) -> Program:
@@ -242,7 +246,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         write_back(captured.program, given, known)
-        out = _tree(whole, map_values(lambda v: known[v], captured.program.outputs))
+        out = map_tensors(whole, map_values(lambda v: known[v], captured.program.outputs))
     return recorder.finish({"out": out})
 
 
@@ -262,13 +266,3 @@ def write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[V
     new = [(given[x], known[v].clone() if v in given else known[v]) for x, v in program.writes]
     for x, value in new:
         x.copy_(value)
-
-
-def _tree(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, (tuple, list)):
-        return [_tree(fn, v) for v in tree]
-    if isinstance(tree, dict):
-        return {k: _tree(fn, v) for k, v in tree.items()}
-    return tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, tensors_in
 
 from ._cells import FRESH, IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
@@ -116,7 +116,7 @@ class Recording:
         if isinstance(tree, (tuple, list)):
             items = [self.tree_of(v) for v in tree]
             return items if type(tree) is list else tuple(items)
-        if isinstance(tree, dict):
+        if isinstance(tree, Mapping):
             return {k: self.tree_of(v) for k, v in tree.items()}
         if isinstance(tree, slice):
             return slice(self.tree_of(tree.start), self.tree_of(tree.stop), self.tree_of(tree.step))
@@ -124,14 +124,15 @@ class Recording:
 
     def note(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         """`op(*args, **kwargs)` was called and gave `out`."""
-        if isinstance(op, Operator) and self._is_silent(op, args, out):
-            return
-        written = _written(op, args, kwargs) if isinstance(op, Operator) else {}
-        if written:
-            self._note_write(op, args, kwargs, out, written)  # pyright: ignore[reportArgumentType]
-            return
-        if isinstance(op, Operator) and any(out is a for a in tensors_of(args)):
-            return  # `x.float()` of a float tensor is `x`
+        if isinstance(op, Operator):
+            if self._is_silent(op, args, out):
+                return
+            written = _written(op, args, kwargs)
+            if written:
+                self._note_write(op, args, kwargs, out, written)
+                return
+            if any(out is a for a in tensors_in(args)):
+                return  # `x.float()` of a float tensor is `x`
         values = self.tree_of(args), self.tree_of(kwargs)
         shown = self._node(op, *values, out)
         self._bind_results(op, args, values, out, shown)
@@ -179,8 +180,8 @@ class Recording:
     def _bind_results(self, op: Op, args: Any, values: Any, out: Any, shown: Any) -> None:
         base = self._viewed(op, args)
         many = not isinstance(out, Tensor)
-        given = {id(t) for t in tensors_of(args)}
-        for at, (t, v) in enumerate(zip(tensors_of(out), _tensor_values(shown), strict=True)):
+        given = {id(t) for t in tensors_in(args)}
+        for at, (t, v) in enumerate(zip(tensors_in(out), _tensor_values(shown), strict=True)):
             if id(t) in given and isinstance(op, Operator):  # one of several results is an argument
                 continue
             if base is None or memory_of(t) != memory_of(base.like):
@@ -213,7 +214,7 @@ class Recording:
             assert cell is not None
             cell.write(v, self._node)
         if _gives_arguments(op):
-            for result, t in zip(tensors_of(out), written.values(), strict=True):
+            for result, t in zip(tensors_in(out), written.values(), strict=True):
                 cell = self._find(t)
                 if cell is not None and result is not t:  # a fake tensor in the place of a real one
                     self._bind(result, cell)
@@ -230,7 +231,7 @@ class Recording:
         if _gives_arguments(op):
             return
         mine = {memory_of(w) for w in written.values()}
-        for t, v in zip(tensors_of(out), _tensor_values(shown), strict=True):
+        for t, v in zip(tensors_in(out), _tensor_values(shown), strict=True):
             if memory_of(t) not in mine:
                 self._bind(t, Cell(v, Memory(), t))
 
@@ -292,14 +293,6 @@ def _looks_alike(a: Tensor, b: Tensor) -> bool:
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
     )
-
-
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_of(item)
 
 
 def _tensor_values(tree: Any) -> Sequence[Value]:

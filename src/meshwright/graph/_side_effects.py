@@ -241,5 +241,5 @@ def _generators() -> tuple[Any, Any, bytes]:
 def _set_generators(states: tuple[Any, Any, bytes]) -> None:
     python, (kind, keys, *rest), ours = states
     random.setstate(python)
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))  # pyright: ignore[reportArgumentType]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray(ours), dtype=torch.uint8))

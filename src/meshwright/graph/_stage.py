@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, Spec
-from meshwright.tensor import DistTensor, Mark, capturing, operators_recorded
+from meshwright.tensor import DistTensor, Mark, capturing, leaves_in, note_spec, operators_recorded, tensors_in
 
 from ._dynamic import DynamicSizes
 from ._effects import draws, writes_to
@@ -73,8 +73,8 @@ class Stage:
             fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
-            fake._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-        fake._lies = spec  # pyright: ignore[reportAttributeAccessIssue]
+            fake._is_param = True
+        note_spec(fake, spec)
         self.recording.add_input(fake, role, name, spec, source)
         return fake
 
@@ -104,7 +104,7 @@ class Stage:
 
     def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carries an operator out; one that draws, or makes a tensor of symbolic sizes, makes a fake one."""
-        leaves = list(_plain_leaves((args, kwargs)))
+        leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # what it holds is not known before the program runs
@@ -121,7 +121,7 @@ class Stage:
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
-        values = [self.recording.value_of(a) for a in _plain_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
         if values and not all(self.recording.is_constant(v) for v in values):
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
@@ -134,20 +134,10 @@ class Stage:
         with unrecorded(), self.mode:
             out = shown()
             if isinstance(op, Mark):
-                out._lies = Spec(op.mesh, op.layout, out.shape, out.dtype)
+                note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
-
-
-def _plain_leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _plain_leaves(item)
-    elif isinstance(tree, dict):
-        yield from _plain_leaves(tuple(tree.values()))
-    else:
-        yield tree
 
 
 def _device(x: Tensor) -> torch.device:

@@ -106,7 +106,7 @@ class _Watch:
         if isinstance(step, StepName):
             with no_modes():
                 out = torch.empty_like(x)
-            self.emit(step, (value,), {}, out)  # pyright: ignore[reportArgumentType]
+            self.emit(step, (value,), {}, out)  # pyright: ignore[reportArgumentType] - stands for the step
             return out
         if value not in self.specs:
             raise RewriteError(
@@ -190,6 +190,6 @@ def _mode(given: Mapping[str, Any]) -> FakeMode:
 
 
 def _stand_in(seen: _Watch, value: Value) -> Tensor:
-    x = torch.empty(value.shape, dtype=value.dtype, device=value.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    x = torch.empty(value.shape, dtype=value.dtype, device=value.device)  # pyright: ignore[reportArgumentType, reportCallIssue] - or int, float
     seen.bind(x, value)
     return x

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from meshwright.layout import hint
+
 from ._effects import is_view
 from ._memory import SECRET_VIEWS
-from ._node import Node, OnCopy, Over, Value, size_hint
+from ._node import Node, OnCopy, Over, Value
 from .torch_hooks import Operator
 
 
@@ -54,32 +56,32 @@ def _dtype(values: Sequence[Value]) -> torch.dtype:
 
 
 def _numel(v: Value) -> int:
-    return prod(size_hint(n) for n in v.shape)
+    return prod(hint(n) for n in v.shape)
 
 
 def _mm(args: Any, out: Any) -> float:
-    return 2 * _numel(out) * size_hint(args[0].shape[-1])
+    return 2 * _numel(out) * hint(args[0].shape[-1])
 
 
 def _addmm(args: Any, out: Any) -> float:
-    return 2 * _numel(out) * size_hint(args[1].shape[-1])
+    return 2 * _numel(out) * hint(args[1].shape[-1])
 
 
 def _convolution(args: Any, out: Any) -> float:
     weight: Value = args[1]
-    return 2 * _numel(out) * _numel(weight) / size_hint(weight.shape[0])
+    return 2 * _numel(out) * _numel(weight) / hint(weight.shape[0])
 
 
 def _convolution_backward(args: Any, out: Any) -> float:
     weight: Value = args[2]
-    once = 2 * _numel(args[0]) * _numel(weight) / size_hint(weight.shape[0])
+    once = 2 * _numel(args[0]) * _numel(weight) / hint(weight.shape[0])
     return once * sum(1 for v in out[:2] if v is not None)
 
 
 def _attention(args: Any, out: Any) -> float:
     q, k, v = args[:3]
-    pairs = _numel(q) / size_hint(q.shape[-1]) * size_hint(k.shape[-2])
-    return 2 * pairs * (size_hint(q.shape[-1]) + size_hint(v.shape[-1]))
+    pairs = _numel(q) / hint(q.shape[-1]) * hint(k.shape[-2])
+    return 2 * pairs * (hint(q.shape[-1]) + hint(v.shape[-1]))
 
 
 def _attention_backward(args: Any, out: Any) -> float:

@@ -103,7 +103,7 @@ def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: in
         return world.create_unbacked_symint()
     source = ConstantSource(name)
     if name[1:].isdigit():
-        world._generate_unique_id = lambda source_name: int(name[1:])  # pyright: ignore[reportAttributeAccessIssue]
+        world._generate_unique_id = lambda source_name: int(name[1:])
     dynamic = symbolic_shapes.DimDynamic.DYNAMIC
     if kind == "size":
         symbol = world.create_symbol(hint, source, dynamic, None, True)
@@ -132,7 +132,22 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapp
         warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor itself imports
         from torch._inductor.compile_fx import compile_fx
     patches = {"fallback_random": True, **options}  # drawing as torch does, in its order
-    return compile_fx(module, list(examples), config_patches=patches)  # pyright: ignore[reportReturnType]
+    made: Any = compile_fx(module, list(examples), config_patches=patches)
+    return _as_kernels_take_it(made)
+
+
+def _as_kernels_take_it(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with tensors row by row, and plain ones in its first run: there torch watches own operators."""
+    pending = [True]
+
+    def run(*args: Any) -> Any:
+        rows = [x if x.is_contiguous() else x.contiguous() for x in args]
+        if not pending:
+            return call(*rows)
+        pending.clear()
+        return call(*[x.as_subclass(torch.Tensor) for x in rows])
+
+    return run
 
 
 def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str) -> None:

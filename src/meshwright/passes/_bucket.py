@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, register_pass, size_hint
-from meshwright.layout import Spec
+from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, register_pass
+from meshwright.layout import Spec, hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
 from ._rows import is_even, is_known, place, row
@@ -216,7 +216,7 @@ def _packed_op(spots: Sequence[Spot]) -> Carry:
     """The step that carries the row in which the operands of all members lie."""
     step, src = _step(spots[0])
     axes = _axes(step)
-    numbers = sum(prod(size_hint(n) for n in s.ins[0].shape) for s in spots)
+    numbers = sum(prod(hint(n) for n in s.ins[0].shape) for s in spots)
     places = tuple((a, 0) for a in axes)
     if isinstance(step, AllGather):
         return Carry(AllGather(places), row(src.mesh, numbers, src.dtype, axes))
@@ -235,7 +235,7 @@ def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
         x = draft.add(aten.reshape.default, x, apart, before=before, origin=spot.origin)
         order = [dim, *(d for d in range(len(apart)) if d != dim)]
         x = draft.add(aten.permute.default, x, order, before=before, origin=spot.origin)
-    numbers = prod(size_hint(n) for n in spot.ins[0].shape)
+    numbers = prod(hint(n) for n in spot.ins[0].shape)
     return draft.add(aten.reshape.default, x, [rows, numbers // rows], before=before, origin=spot.origin)
 
 
@@ -243,7 +243,7 @@ def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[
     """Every member's result, out of the row."""
     origin = spots[-1].origin
     if not isinstance(_step(spots[0])[0], AllGather):
-        widths = [prod(size_hint(n) for n in s.outs[0].shape) for s in spots]
+        widths = [prod(hint(n) for n in s.outs[0].shape) for s in spots]
         pieces = draft.add(aten.split_with_sizes.default, sent, widths, before=before, origin=origin)
         for spot, piece in zip(spots, pieces, strict=True):
             shape = list(spot.outs[0].shape)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright.graph import Pass, Program, Rewrite, register_pass, register_rewrite, registered_rewrites, rewrite
+from meshwright.graph import AnyRewrite, Rewrite, RulePass, register_pass, register_rewrite
 
 LINEAR = (
     Rewrite(
@@ -63,7 +63,7 @@ for _rule in (*LINEAR, *ACTIVATION):
 
 @register_pass
 @dataclass(frozen=True)
-class FuseActivation(Pass):
+class FuseActivation(RulePass):
     """`x @ w.T + b` becomes `linear`, activations written out become `silu` and `gelu`.
 
     With `merge`, two linear layers of one operand, such as the halves of a SwiGLU, become one with joined weights.
@@ -72,6 +72,6 @@ class FuseActivation(Pass):
     name: ClassVar[str] = "fuse_activation"
     merge: bool = False
 
-    def run(self, program: Program) -> Program:
-        rules = registered_rewrites(self.name)
-        return rewrite(program, (*rules, MERGE) if self.merge else rules, by=self.name)
+    def applied(self) -> tuple[AnyRewrite, ...]:
+        rules = super().applied()
+        return (*rules, MERGE) if self.merge else rules

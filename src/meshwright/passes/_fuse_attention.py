@@ -14,18 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.graph import (
-    Edit,
-    Pass,
-    Program,
-    Rewrite,
-    Rewriter,
-    Spot,
-    register_pass,
-    register_rewrite,
-    registered_rewrites,
-    rewrite,
-)
+from meshwright.graph import Edit, Rewrite, Rewriter, RulePass, Spot, register_pass, register_rewrite
 
 aten = torch.ops.aten
 NEVER = -1e9
@@ -138,10 +127,7 @@ register_rewrite(
 
 @register_pass
 @dataclass(frozen=True)
-class FuseAttention(Pass):
+class FuseAttention(RulePass):
     """Products, softmax and product become `scaled_dot_product_attention`."""
 
     name: ClassVar[str] = "fuse_attention"
-
-    def run(self, program: Program) -> Program:
-        return rewrite(program, registered_rewrites(self.name), by=self.name)

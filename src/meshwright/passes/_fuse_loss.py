@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.graph import Pass, Program, Rewrite, register_pass, register_rewrite, registered_rewrites, rewrite
+from meshwright.graph import Rewrite, RulePass, register_pass, register_rewrite
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -79,10 +79,7 @@ for _rule in RULES:
 
 @register_pass
 @dataclass(frozen=True)
-class FuseLoss(Pass):
+class FuseLoss(RulePass):
     """A loss of `log_softmax` or `logsumexp` becomes `cross_entropy_loss`."""
 
     name: ClassVar[str] = "fuse_loss"
-
-    def run(self, program: Program) -> Program:
-        return rewrite(program, registered_rewrites(self.name), by=self.name)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.graph import Pass, Program, Rewrite, register_pass, register_rewrite, registered_rewrites, rewrite
+from meshwright.graph import Rewrite, RulePass, register_pass, register_rewrite
 
 COARSE = (torch.bfloat16, torch.float16)
 
@@ -112,10 +112,7 @@ for _rule in (*RMS, *LAYER):
 
 @register_pass
 @dataclass(frozen=True)
-class FuseNorm(Pass):
+class FuseNorm(RulePass):
     """RMS norms and layer norms that are written out become `rms_norm` and `layer_norm`."""
 
     name: ClassVar[str] = "fuse_norm"
-
-    def run(self, program: Program) -> Program:
-        return rewrite(program, registered_rewrites(self.name), by=self.name)

@@ -13,7 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, register_pass, size_hint
+from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, register_pass
+from meshwright.layout import hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
 from ._rows import is_even, is_known, place, row
@@ -62,7 +63,7 @@ class Hierarchy(Pass):
         inner = tuple(a for a in whole.axes if a in self.inner)
         outer = tuple(a for a in whole.axes if a in self.outer)
         (x,) = spot.ins
-        numbers = prod(size_hint(n) for n in x.shape)
+        numbers = prod(hint(n) for n in x.shape)
         places = tuple((a, 0) for a in inner)
         steps = (ReduceScatter(inner, places, whole.op), AllReduce(outer, whole.op), AllGather(places))
         spec = row(mesh, numbers, dtype, whole.axes, whole.op)

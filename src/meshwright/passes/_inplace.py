@@ -27,10 +27,10 @@ from meshwright.graph import (
     memories,
     overwriting,
     register_pass,
-    size_hint,
     strides_of,
     values_in,
 )
+from meshwright.layout import hint
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ class _Reuse:
 
     def _lie(self, v: Value) -> list[int]:
         """The strides of dims that have more than one place."""
-        return [step for n, step in zip(v.shape, self.strides[v], strict=True) if size_hint(n) != 1]
+        return [step for n, step in zip(v.shape, self.strides[v], strict=True) if hint(n) != 1]
 
     def _is_over(self, at: int, old: Value, new: Value) -> bool:
         """Nothing reads the memory of `old` behind this node, and it may be written to."""

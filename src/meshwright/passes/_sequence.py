@@ -10,6 +10,7 @@ sums over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -17,8 +18,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass, size_hint
-from meshwright.layout import Layout, Product, Spec, axes_of
+from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass
+from meshwright.layout import Layout, Product, Spec, axes_of, hint
 from meshwright.tensor import DistTensor, Mark, redistribute
 
 from ._rows import place
@@ -36,12 +37,12 @@ class Weight:
     kept: int | None
 
 
-PRODUCTS = {
+PRODUCTS: Mapping[Any, Weight] = {
     aten.linear.default: Weight(at=1, x=0, summed=1, kept=0),
     aten.matmul.default: Weight(at=1, x=0, summed=0, kept=1),
     aten.embedding.default: Weight(at=0, x=1, summed=0, kept=None),
 }
-SAME_WEIGHT = {
+SAME_WEIGHT: Mapping[Any, tuple[int, int]] = {
     aten.t.default: (1, 0),
     aten.to.dtype: (0, 1),
     aten._to_copy.default: (0, 1),
@@ -117,11 +118,11 @@ class _Way:
 
     def ends_in_terms(self, spot: Spot) -> bool:
         """True for a product with a weight that is cut where it is summed over, giving [batch, sequence, hidden]."""
-        weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        weight = PRODUCTS.get(spot.op)
         if weight is None or len(spot.outs[0].shape) != 3:
             return False
         found = self._cut(spot.args[weight.at])
-        return found is not None and found[0] == weight.summed and size_hint(spot.outs[0].shape[self.dim]) >= found[1]
+        return found is not None and found[0] == weight.summed and hint(spot.outs[0].shape[self.dim]) >= found[1]
 
     def cut(self, spot: Spot) -> None:
         """What the product gives is cut along the sequence: its terms are reduce-scattered."""
@@ -140,7 +141,7 @@ class _Way:
 
     def gather(self, spot: Spot) -> None:
         """The input of a product whose result is cut is made whole, once for all such products."""
-        weight = PRODUCTS.get(spot.op)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        weight = PRODUCTS.get(spot.op)
         if weight is None or weight.kept is None:
             return
         found = self._cut(spot.args[weight.at])
@@ -185,7 +186,7 @@ class _Way:
             dim = next((d for d, axes in enumerate(spec.layout.dims) if self.axis in axes_of(axes)), None)
             return None if dim is None else (dim, spec.mesh.sizes[self.axis])
         maker = self.draft.producer(v)
-        order = SAME_WEIGHT.get(maker.op) if maker is not None else None  # pyright: ignore[reportCallIssue, reportArgumentType]
+        order = SAME_WEIGHT.get(maker.op) if maker is not None else None
         if maker is None or order is None:
             return None
         found = self._cut(maker.ins[0])

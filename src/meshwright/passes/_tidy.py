@@ -5,17 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.graph import (
-    Edit,
-    Pass,
-    Program,
-    Rewriter,
-    Spot,
-    register_pass,
-    register_rewrite,
-    registered_rewrites,
-    rewrite,
-)
+from meshwright.graph import Edit, Rewriter, RulePass, Spot, register_pass, register_rewrite
 
 
 def _drop(edit: Edit, spot: Spot) -> str | None:
@@ -31,10 +21,7 @@ register_rewrite(Rewriter("idle operator", _drop), into="tidy")
 
 @register_pass
 @dataclass(frozen=True)
-class Tidy(Pass):
+class Tidy(RulePass):
     """Takes out operators that change nothing."""
 
     name: ClassVar[str] = "tidy"
-
-    def run(self, program: Program) -> Program:
-        return rewrite(program, registered_rewrites(self.name), by=self.name)

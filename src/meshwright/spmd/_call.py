@@ -30,6 +30,10 @@ class Call:
     places: tuple[Place | None, ...]
     mutated: tuple[int, ...]
 
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The operands among the arguments of such a call; None for one that is absent or a plain number."""
+        return [None if place is None else _at(place, args, kwargs) for place in self.places]
+
 
 def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """The call `op(*args, **kwargs)` by its rule; None when there is no rule for it.
@@ -50,6 +54,12 @@ def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ca
     bound = bind(rule, shapes, numbers)
     bound = _written_in_place(bound) if mutated else bound
     return Call(bound.rule, bound, places, mutated)
+
+
+def _at(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    key, index = place
+    value = args[key] if isinstance(key, int) else kwargs[key]
+    return value if index is None else value[index]
 
 
 def _written_in_place(bound: Bound) -> Bound:

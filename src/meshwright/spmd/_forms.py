@@ -21,10 +21,6 @@ class LocalCall(Protocol):
         """Global size of `dim` of operand `operand`."""
         ...
 
-    def out_start(self, result: int, dim: int) -> int:
-        """First global index along `dim` of the part of result `result` that this rank makes."""
-        ...
-
     def out_shape(self, result: int) -> tuple[int, ...]:
         """Local shape of result `result`."""
         ...

@@ -12,9 +12,9 @@ Operator = OpOverload
 
 def schema_of(op: OpOverload) -> Any:
     """Arguments with names, types and what they alias; no public name gives them."""
-    return op._schema  # pyright: ignore[reportPrivateUsage]
+    return op._schema
 
 
 def overload_of(op: OpOverload) -> str:
     """`Tensor` of `aten.add.Tensor`."""
-    return op._overloadname  # pyright: ignore[reportPrivateUsage]
+    return op._overloadname

@@ -16,9 +16,9 @@ from ._errors import (
 )
 from ._explain import Decided, decisions
 from ._make import Mark, distribute, from_local, lay, place, redistribute, whole
-from ._marks import captured_whole, capturing, recording_parts
+from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
 from ._random import Source, drawing_by, random_source
-from ._tree import map_tensors, tensors_in
+from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from .torch_hooks import no_interception as local_parts
 from .torch_hooks import operators_recorded
 
@@ -33,6 +33,7 @@ __all__ = [
     "LocalShapeError",
     "Mark",
     "MixedMeshError",
+    "Opaque",
     "OperationError",
     "PickleError",
     "PlainInBackwardError",
@@ -48,8 +49,12 @@ __all__ = [
     "drawing_by",
     "from_local",
     "lay",
+    "leaves_in",
     "local_parts",
+    "map_leaves",
     "map_tensors",
+    "note_spec",
+    "noted_spec",
     "operators_recorded",
     "place",
     "random_source",

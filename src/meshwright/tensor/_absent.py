@@ -30,9 +30,9 @@ class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVaria
 
 def absent(local: Tensor, spec: Spec) -> Absent:
     """`local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
-    out = stamp(local, spec)
-    out.__class__ = FakeAbsent if isinstance(out, FakeTensor) else Absent
-    return out  # pyright: ignore[reportReturnType]
+    out: Any = stamp(local, spec)
+    out.__class__ = FakeAbsent if isinstance(local, FakeTensor) else Absent
+    return out
 
 
 class _Through(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _Through(torch.autograd.Function):
         return None, *[torch.empty(s, dtype=d, device=v) for s, d, v in ctx.like]
 
 
-def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Tensor]:
+def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]:
     """One tensor without elements per spec, behind `inputs` in the autograd graph."""
     if not specs:
         return []

@@ -56,10 +56,11 @@ def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, 
     """
     if type(x) is FakeDistTensor:
         return x
-    x.__class__ = DistView
-    x._source = Source(base, func, args, kwargs, at, version_of(base))  # pyright: ignore[reportAttributeAccessIssue]
-    x._outer = x  # pyright: ignore[reportAttributeAccessIssue]
-    return x  # pyright: ignore[reportReturnType]
+    view: Any = x
+    view.__class__ = DistView
+    view._source = Source(base, func, args, kwargs, at, version_of(base))
+    view._outer = view
+    return view
 
 
 def version_of(x: Tensor) -> int:
@@ -122,8 +123,9 @@ def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
         outer = next((v._outer for v in views if shares_storage(v, x)), None)
     if outer is not None:
-        x.__class__ = DistView
-        x._outer = outer  # pyright: ignore[reportAttributeAccessIssue]
+        view: Any = x
+        view.__class__ = DistView
+        view._outer = outer
 
 
 def _refresh(view: DistView) -> None:

@@ -37,6 +37,19 @@ class Decision:
     gathers: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """The question for one mesh axis: how operands are held along it, and how the first result is wanted if at all."""
+
+    call: Call
+    specs: Sequence[Spec | None]
+    free: Set[int]
+    axis: str
+    ranks: int
+    held: tuple[Held, ...]
+    want: Held | None
+
+
 @dataclass(slots=True)
 class _Picked:
     cuts: dict[int, list[str]]
@@ -54,18 +67,18 @@ def decide(
 
     Operands in `free` take any layout at no cost; `wish` is how the first result is wanted.
     """
-    bound = call.bound
-    wanted = factor_axes(bound.outs[0], wish, bound, _mesh(specs).sizes) if wish is not None else {}
-    mesh = _mesh(specs)
+    bound, mesh = call.bound, _mesh(specs)
+    wanted = factor_axes(bound.outs[0], wish, bound, mesh.sizes) if wish is not None else {}
     axes = [factor_axes(d, s.layout, bound, mesh.sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
     picked = _Picked({}, [[] for _ in specs], [[] for _ in bound.outs], [])
     for axis, ranks in mesh.sizes.items():
-        held = [_held(axis, a, s) for a, s in zip(axes, specs, strict=True)]
+        held = tuple(_held(axis, a, s) for a, s in zip(axes, specs, strict=True))
         want = _held_by(axis, wanted, wish) if wish is not None else None
-        choice = _pick(call, specs, held, ranks, axis, picked.form, free, want)
+        here = _Along(call, specs, free, axis, ranks, held, want)
+        choice = _pick(here, picked.form)
         if choice is None:
             return None
-        _note(picked, choice, held, axis, specs, call)
+        _note(picked, choice, here)
     decision = _decision(bound, specs, axes, picked)
     return decision if all(decision.ins[i] is specs[i] for i in call.mutated) else None
 
@@ -88,27 +101,18 @@ def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> 
     return REPEATED
 
 
-def _pick(
-    call: Call,
-    specs: Sequence[Spec | None],
-    held: Sequence[Held],
-    ranks: int,
-    axis: str,
-    form: str | None,
-    free: Set[int],
-    want: Held | None,
-) -> Choice | None:
-    """The cheapest choice for one axis."""
-    bound = call.bound
+def _pick(here: _Along, form: str | None) -> Choice | None:
+    """The cheapest choice for one axis; `form` is the one that other axes ask for."""
+    bound, held, want = here.call.bound, here.held, here.want
     wished = cut_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
     if all(h == REPEATED for h in held) and not wished:
         return Choice((REPEATED,) * len(held), (REPEATED,) * len(bound.outs))
     best: tuple[float, int, float] | None = None
     found = None
     for choice in chain(wished, choices(bound, held)):
-        if not _keeps_written(call, choice, held) or not _one_form(bound, choice, form):
+        if not _keeps_written(here.call, choice, held) or not _one_form(bound, choice, form):
             continue
-        price = _price(bound, choice, specs, held, ranks, axis, free, want)
+        price = _price(here, choice)
         if best is None or price < best:
             best, found = price, choice
     return found
@@ -125,32 +129,23 @@ def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:
     return name not in bound.rule.forms or bound.rule.forms[name] is bound.rule.forms[form]
 
 
-def _price(
-    bound: Bound,
-    choice: Choice,
-    specs: Sequence[Spec | None],
-    held: Sequence[Held],
-    ranks: int,
-    axis: str,
-    free: Set[int],
-    want: Held | None,
-) -> tuple[float, int, float]:
+def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
     """Bytes that move, operands that change, bytes that change; pending sums that grow count as moved."""
     moved, changed, touched, pending = 0.0, 0, 0.0, 0.0
-    for at, (spec, have, need) in enumerate(zip(specs, held, choice.ins, strict=True)):
-        if spec is None or at in free:
+    for at, (spec, have, need) in enumerate(zip(here.specs, here.held, choice.ins, strict=True)):
+        if spec is None or at in here.free:
             continue
-        size = _bytes_here(spec, axis)
+        size = _bytes_here(spec, here.axis)
         pending += size if have == "sum" else 0.0
         if have != need:
-            moved += size * traffic(have, need, ranks)
+            moved += size * traffic(have, need, here.ranks)
             changed += 1
             touched += size
-    if want is not None and choice.outs and choice.outs[0] != want:
-        moved += _result_bytes(bound, specs, axis) * traffic(choice.outs[0], want, ranks)
+    if here.want is not None and choice.outs and choice.outs[0] != here.want:
+        moved += _result_bytes(here) * traffic(choice.outs[0], here.want, here.ranks)
         changed += 1
     if choice.factor is None and pending and choice.outs and choice.outs[0] == "sum":
-        moved += max(0.0, _result_bytes(bound, specs, axis) - pending) * traffic("sum", REPEATED, ranks)
+        moved += max(0.0, _result_bytes(here) - pending) * traffic("sum", REPEATED, here.ranks)
     return moved, changed, touched
 
 
@@ -167,22 +162,24 @@ def traffic(have: Held, need: Held, ranks: int) -> float:
 
 
 def _bytes_here(spec: Spec, axis: str) -> float:
-    others = prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
-    return spec.nbytes / others
+    return spec.nbytes / _cut_beside(spec, axis)
 
 
-def _result_bytes(bound: Bound, specs: Sequence[Spec | None], axis: str) -> float:
-    """About how many bytes the ranks of `axis` hold of the results together."""
+def _result_bytes(here: _Along) -> float:
+    """About how many bytes the ranks of the axis hold of the results together."""
+    bound = here.call.bound
     elements = sum(prod(hint(bound.sizes[f]) for dim in out for f in dim) for out in bound.outs)
-    spec = next(s for s in specs if s is not None)
-    others = prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
-    return elements * spec.dtype.itemsize / others
+    spec = next(s for s in here.specs if s is not None)
+    return elements * spec.dtype.itemsize / _cut_beside(spec, here.axis)
 
 
-def _note(
-    picked: _Picked, choice: Choice, held: Sequence[Held], axis: str, specs: Sequence[Spec | None], call: Call
-) -> None:
-    bound = call.bound
+def _cut_beside(spec: Spec, axis: str) -> int:
+    """Into how many pieces the other axes cut the tensor."""
+    return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
+
+
+def _note(picked: _Picked, choice: Choice, here: _Along) -> None:
+    bound, axis = here.call.bound, here.axis
     if choice.factor is not None:
         picked.cuts.setdefault(choice.factor, []).append(axis)
         if bound.names[choice.factor] in bound.rule.forms:
@@ -190,11 +187,12 @@ def _note(
     for i, need in enumerate(choice.ins):
         if isinstance(need, str):
             picked.ins[i].append((axis, need))
-        picked.gathers |= held[i] != need and isinstance(held[i], int) and held[i] != REPEATED
+        have = here.held[i]
+        picked.gathers |= have != need and isinstance(have, int) and have != REPEATED
     for i, gives in enumerate(choice.outs):
         if isinstance(gives, str):
             picked.outs[i].append((axis, gives))
-    deciding = [specs[i] for i in call.mutated] or specs
+    deciding = [here.specs[i] for i in here.call.mutated] or here.specs
     if any(need != REPEATED for need in choice.ins) or _all_vary(axis, deciding):
         picked.varies.append(axis)
 
@@ -206,7 +204,7 @@ def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
 def _decision(
     bound: Bound, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _Picked
 ) -> Decision:
-    mesh = next(s.mesh for s in specs if s is not None)
+    mesh = _mesh(specs)
     cuts = {f: _order(f, names, specs, axes) for f, names in picked.cuts.items()}
     ins = tuple(
         _operand_spec(bound, i, spec, cuts, picked, mesh.sizes) if spec is not None else None

@@ -16,6 +16,7 @@ from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
+from ._tree import leaves_in
 from .torch_hooks import FakeTensor, backward_running, checkpoint_compares, interception_on, no_interception
 
 Run = Callable[[Any, Any, Any, Any], Any]
@@ -56,7 +57,7 @@ class DistTensor(Tensor):
         return DistTensor._dispatch(func, types, args, kwargs, key)
 
     @property
-    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable in C, either
         if not interception_on():
             return _LOCAL_SHAPE(self)
         if not checkpoint_compares():
@@ -65,7 +66,7 @@ class DistTensor(Tensor):
             return _LOCAL_SHAPE(self)
 
     @property
-    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - see `shape`
         return len(self.shape)
 
     @property
@@ -143,10 +144,11 @@ class FakeDistTensor(DistTensor, FakeTensor):  # pyright: ignore[reportIncompati
 
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
     """`local` itself, turned into the distributed tensor of which it is this rank's part."""
+    out: Any = local
     if not isinstance(local, DistTensor):
-        local.__class__ = FakeDistTensor if isinstance(local, FakeTensor) else DistTensor
-    local._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
-    return local  # pyright: ignore[reportReturnType]
+        out.__class__ = FakeDistTensor if isinstance(local, FakeTensor) else DistTensor
+    out._spec = spec
+    return out
 
 
 def plain_view(x: Tensor) -> Tensor:
@@ -244,13 +246,7 @@ def exact_signature(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _floats(tree: Any) -> list[Any]:
-    if isinstance(tree, (float, complex)):
-        return [repr(tree)]
-    if isinstance(tree, (list, tuple)):
-        return [f for v in tree for f in _floats(v)]
-    if isinstance(tree, dict):
-        return [f for v in tree.values() for f in _floats(v)]
-    return []
+    return [repr(x) for x in leaves_in(tree) if isinstance(x, (float, complex))]
 
 
 def rank_or_none() -> int | None:

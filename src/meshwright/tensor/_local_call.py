@@ -28,9 +28,6 @@ class OnRank:
     def total(self, operand: int, dim: int) -> int:
         return self._spec(operand).shape[dim]
 
-    def out_start(self, result: int, dim: int) -> int:
-        return self.here.offset(self.outs[result], dim)
-
     def out_shape(self, result: int) -> tuple[int, ...]:
         return self.here.local_shape(self.outs[result])
 

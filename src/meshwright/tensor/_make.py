@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ def _present(local: Tensor, spec: Spec) -> DistTensor:
         if current().rank in spec.mesh:
             return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
         if local.requires_grad:
-            return make_absent([spec], [local])[0]  # pyright: ignore[reportReturnType]
+            return make_absent([spec], [local])[0]
         return absent(torch.empty(spec.local_shape(current().rank), dtype=spec.dtype, device=local.device), spec)
 
 
@@ -120,7 +119,7 @@ def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor
     x._read_again()
     rank = current().rank
     if rank not in x._spec.mesh and rank not in mesh:
-        return make_absent([dst], [x])[0]  # pyright: ignore[reportReturnType]
+        return make_absent([dst], [x])[0]
     local = convert_local(x, x._spec, dst)
     with no_interception():
         out = local.view_as(local) if isinstance(local, DistTensor) else local
@@ -144,8 +143,3 @@ class Mark:
 def whole(x: Tensor) -> Tensor:
     """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh."""
     return everywhere(x)
-
-
-def spec_like(x: Any) -> Spec | None:
-    """The spec of `x` if it is distributed."""
-    return x._spec if isinstance(x, DistTensor) else None

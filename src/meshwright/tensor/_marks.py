@@ -7,6 +7,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
+from meshwright.layout import Spec
+
 from .torch_hooks import FakeTensor
 
 Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
@@ -34,6 +38,16 @@ def capturing(note: Opaque) -> Generator[None]:
 def captured_whole(x: Any) -> Opaque | None:
     """Whom to tell about `x`, where it is a whole tensor of a model that is being captured."""
     return _watching.note if _watching.note is not None and isinstance(x, FakeTensor) else None
+
+
+def note_spec(x: Tensor, spec: Spec | None) -> None:
+    """From now on it is known how `x` lies, a whole tensor of a model that is being captured."""
+    vars(x)["_lies"] = spec
+
+
+def noted_spec(x: Tensor) -> Spec | None:
+    """How a whole tensor of a model that is being captured lies, where that is known."""
+    return vars(x).get("_lies")
 
 
 @contextmanager

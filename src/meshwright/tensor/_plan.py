@@ -17,7 +17,7 @@ from ._capture import Captured, Node
 from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
-from ._tree import map_tensors, tensors_in
+from ._tree import map_leaves, map_tensors, tensors_in
 from .torch_hooks import Operator, shares_storage
 
 
@@ -90,12 +90,12 @@ def plan_node(
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
     """
     try:
-        call = describe(node.op, *_hinted((node.args, node.kwargs)))
+        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)))
     except RuleError:
         return None
     if call is None or _writes_elsewhere(node, call):
         return None
-    operands = [_operand(node, place) for place in call.places]
+    operands: list[Tensor | None] = call.operands(node.args, node.kwargs)
     ins = [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
     if all(s is None for s in ins):
         return None
@@ -108,16 +108,13 @@ def plan_node(
     return _step(node, call, operands, ins, decision, inputs)
 
 
-def _hinted(tree: Any) -> Any:
-    """Arguments with the hints of symbolic sizes in their place: decisions are made for those."""
-    if isinstance(tree, (torch.SymInt, torch.SymFloat)):
-        return tree.node.hint
-    if isinstance(tree, Tensor):
-        symbolic = any(isinstance(n, torch.SymInt) for n in tree.shape)
-        return torch.empty([hint(n) for n in tree.shape], dtype=tree.dtype, device="meta") if symbolic else tree
-    if type(tree) is tuple or type(tree) is list:
-        return type(tree)([_hinted(v) for v in tree])
-    return {k: _hinted(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+def _hinted(x: Any) -> Any:
+    """A leaf of arguments with the hints of symbolic sizes in their place: decisions are made for those."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        return x.node.hint
+    if isinstance(x, Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape):
+        return torch.empty([hint(n) for n in x.shape], dtype=x.dtype, device="meta")
+    return x
 
 
 def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | None:
@@ -126,14 +123,6 @@ def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | 
         return decision
     found = [s.with_layout(d.layout) if s and d else d for s, d in zip(ins, decision.ins, strict=True)]
     return replace(decision, ins=tuple(found))
-
-
-def _operand(node: Node, place: tuple[int | str, int | None] | None) -> Tensor | None:
-    if place is None:
-        return None
-    key, index = place
-    value = node.args[key] if isinstance(key, int) else node.kwargs[key]
-    return value if index is None else value[index]
 
 
 def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:

@@ -49,7 +49,7 @@ def _run_direct_one(spec: Spec) -> Run:
             if out.dtype is not dtype:
                 return stamp(out, spec.with_dtype(out.dtype))
             out.__class__ = DistTensor
-            out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+            out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
             return out
         return stamp(out, _typed(spec, out))
 
@@ -143,20 +143,23 @@ def _run_flat(step: Step) -> Run:
 def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
     """What makes local results distributed ones."""
     specs = step.outs
-    spec = specs[0] if isinstance(step.node.out, Tensor) else None
-
-    def one(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        if type(out) is not Tensor or out.dtype is not spec.dtype:  # pyright: ignore[reportOptionalMemberAccess]
-            return _stamp_all(out, specs)
-        out.__class__ = DistTensor
-        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
-        return out
 
     def many(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = _stamp_all(out, specs)
         return break_view(out, func, args, kwargs) if step.broken else out
 
-    return many if spec is None or step.broken else one
+    if not isinstance(step.node.out, Tensor) or step.broken:
+        return many
+    spec = specs[0]
+
+    def one(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if type(out) is not Tensor or out.dtype is not spec.dtype:
+            return _stamp_all(out, specs)
+        out.__class__ = DistTensor
+        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
+        return out
+
+    return one
 
 
 def _own(out: Any, inputs: Sequence[Tensor]) -> Any:

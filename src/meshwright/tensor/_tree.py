@@ -1,45 +1,81 @@
-"""Arguments of a call as a tree: tensors at the leaves, everything else around them."""
+"""Arguments of a call, batches and results as trees: lists, tuples, mappings and slices, with leaves between them.
+
+A dataclass and a module are leaves, as is None; a named tuple is a tuple, and what transformers' models give a mapping.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with every tensor in lists, tuples, dicts and slices replaced by `fn` of it."""
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, (list, tuple)):
-        return _rebuild(tree, [map_tensors(fn, v) for v in tree])
-    if isinstance(tree, dict):
-        return {k: map_tensors(fn, v) for k, v in tree.items()}
-    if isinstance(tree, slice):
-        return slice(map_tensors(fn, tree.start), map_tensors(fn, tree.stop), map_tensors(fn, tree.step))
-    return tree
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types that are leaves for certain: whether something is a mapping is the dearest question of all."""
 
 
-def _rebuild(old: Any, items: list[Any]) -> Any:
-    if type(old) is list:
-        return items
-    if type(old) is tuple:
-        return tuple(items)
-    if hasattr(old, "_fields"):
-        return type(old)(*items)
-    return type(old)(items)
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """Every leaf of `tree`, in order: tensors, None, and all else.
+
+    >>> list(leaves_in(({"a": 1, "b": [None, 2.0]}, slice(3))))
+    [1, None, 2.0, None, 3, None]
+    """
+    found: list[Any] = []
+    _gather(tree, found)
+    return iter(found)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Every tensor in `tree`, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
+    return (x for x in leaves_in(tree) if isinstance(x, Tensor))
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every leaf replaced by `fn` of it, asked in order; mappings become dicts.
+
+    >>> map_leaves(str, {"a": (1, None)})
+    {'a': ('1', 'None')}
+    """
+    return _mapped(fn, tree, True)
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """`tree` with every tensor replaced by `fn` of it, and other leaves as they are; mappings become dicts."""
+    return _mapped(fn, tree, False)
+
+
+def _gather(tree: Any, found: list[Any]) -> None:
+    if isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
+            _gather(item, found)
+    elif type(tree) in _LEAVES or isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, Mapping):
         for item in tree.values():
-            yield from tensors_in(item)
+            _gather(item, found)
     elif isinstance(tree, slice):
-        yield from tensors_in((tree.start, tree.stop, tree.step))
+        _gather((tree.start, tree.stop, tree.step), found)
+    else:
+        found.append(tree)
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Any, every: bool) -> Any:
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, (list, tuple)):
+        return _rebuilt(tree, [_mapped(fn, v, every) for v in tree])
+    if type(tree) not in _LEAVES:
+        if isinstance(tree, Mapping):
+            return {k: _mapped(fn, v, every) for k, v in tree.items()}
+        if isinstance(tree, slice):
+            return slice(*[_mapped(fn, v, every) for v in (tree.start, tree.stop, tree.step)])
+    return fn(tree) if every else tree
+
+
+def _rebuilt(old: Any, items: list[Any]) -> Any:
+    if type(old) is list:
+        return items
+    if type(old) is tuple:
+        return tuple(items)
+    return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)

@@ -46,7 +46,7 @@ seeded_tag = torch.Tag.nondeterministic_seeded
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the Python around it that looks for functorch transforms, which run on whole tensors."""
-    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue] - of its base in C
 
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
