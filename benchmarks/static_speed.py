@@ -57,6 +57,8 @@ class Case:
     size: str
     dp: int
     tp: int
+    passes: bool = False
+    """Whether the static mode is measured with passes left out and put in, one by one."""
     gloo: bool = False
     """Without shared memory: our collectives go through Gloo too."""
 
@@ -67,24 +69,20 @@ class Case:
     def __str__(self) -> str:
         return f"{self.size} dp={self.dp} tp={self.tp}" + (" over Gloo" if self.gloo else "")
 
-    @property
-    def strategies(self) -> list[str]:
-        """What is measured of the static mode: passes one by one where there are as many cores as ranks."""
-        return list(STRATEGIES) if self.ranks == 2 and not self.gloo else ["ours"]
-
 
 SIZES = {
     "overhead": Size(LlamaConfig(256, 64, 2, 4, 2, 176), batch=4, sequence=32, steps=10, turns=60, quick_turns=15),
     "compute": Size(LlamaConfig(2048, 512, 4, 8, 4, 1376), batch=8, sequence=128, steps=1, turns=15, quick_turns=5),
 }
-CASES = [Case(size, dp, tp) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
+CASES = [Case(size, dp, tp, passes=dp * tp == 2) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
 OVER_GLOO = [Case(size, 1, 2, gloo=True) for size in SIZES]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ours": {},
     "without buckets": {"dp_optimization": {"enable": False}},
     "without sharing": {"mp_optimization": {"enable": False}},
-    "without foreach": {"foreach": False},
+    "without inductor, without foreach": {"compiler": "none", "foreach": False},
+    "without inductor, without in-place writes": {"compiler": "none", "inplace": False},
     "without in-place writes": {"inplace": False},
     "without inductor": {"compiler": "none"},
     "with release": {"release": True},
@@ -197,14 +195,16 @@ class Start:
     error: str = ""
 
 
-def main(path: str, case: Case, turns: int, caches: str) -> None:
+def main(path: str, size: str, dp: str, tp: str, passes: str, turns: str, caches: str) -> None:
     """One rank: every contender's first steps, then all in turns; rank 0 writes what was found."""
+    case = Case(size, int(dp), int(tp), passes == "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
     stage = set_up(case)
-    contenders = {name: static_step(STRATEGIES[name]) for name in case.strategies} | RIVALS
+    chosen = STRATEGIES if case.passes else ["ours"]
+    contenders = {name: static_step(STRATEGIES[name]) for name in chosen} | RIVALS
     starts = {name: start(stage, build, f"{caches}/{name}") for name, build in contenders.items()}
     steps = {name: found.step for name, found in starts.items() if found.step is not None}
-    times = slowest_rank(in_turns(steps, stage, turns))
+    times = slowest_rank(in_turns(steps, stage, int(turns)))
     if stage.torch_mesh.get_rank() == 0:
         Path(path).write_text(json.dumps(row(starts, times, one_device(stage))))
     torch.distributed.barrier()
@@ -295,7 +295,7 @@ def row(starts: dict[str, Start], times: dict[str, list[float]], losses: list[fl
         "first_step_s": {name: round(starts[name].seconds, 1) for name in times},
         "ratios": ratios(times),
         "ratios_of_minima": ratios({name: [min(found)] for name, found in times.items()}),
-        "other_strategies": passes(times),
+        "other_strategies": compared(times),
         "loss_difference": {name: difference(found, losses) for name, found in good.items()},
         "failed": {name: found.error for name, found in starts.items() if found.error},
     }
@@ -311,7 +311,7 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     return {f"{a} / {b}": ratio(times[a], times[b]) for a, b in pairs if a in times and b in times}
 
 
-def passes(times: dict[str, list[float]]) -> dict[str, float]:
+def compared(times: dict[str, list[float]]) -> dict[str, float]:
     """Each other strategy's time over ours: above 1 a pass left out is what it gains, a pass put in what it costs."""
     return {name: ratio(times[name], times["ours"]) for name in STRATEGIES if name != "ours" and name in times}
 
@@ -350,7 +350,7 @@ def measure(case: Case, turns: int, env: dict[str, str] | None = None) -> dict[s
     print(f"{case} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "row.json"
-        argv = ["-m", "benchmarks.static_speed", path, case.size, case.dp, case.tp, turns, directory]
+        argv = ["-m", "benchmarks.static_speed", path, case.size, case.dp, case.tp, int(case.passes), turns, directory]
         shared = "off" if case.gloo else "on"
         env = {"PYTHONPATH": python_path(), "MESHWRIGHT_SHARED_MEMORY": shared, **(env or {})}
         status = launch([str(word) for word in argv], case.ranks, env, timeout=1800)
@@ -381,6 +381,6 @@ def agree(row: dict[str, Any]) -> bool:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        main(sys.argv[1], Case(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])), int(sys.argv[5]), sys.argv[6])
+        main(*sys.argv[1:])
     else:
         print(json.dumps(run()))

@@ -277,7 +277,7 @@ class Pieces:
 
     def _runner(self, program: Program) -> Run:
         """The program as a function, compiled where the strategy asks for it."""
-        return runner(compiled(program, current()) if self.strategy.compiler == "inductor" else program)
+        return runner(compiled(program, current(), writes=False) if self.strategy.compiler == "inductor" else program)
 
 
 def _check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:

@@ -60,10 +60,11 @@ class Saved:
     program: Program
     kernels: Path | None = None
 
-    def lowered(self) -> Program:
-        """The program with kernels: those of the file, or new ones."""
-        here = current()
-        return compiled(self.program, here) if self.kernels is None else with_kernels(self.program, here, self.kernels)
+    def lowered(self, writes: bool) -> Program:
+        """The program with kernels: those of the file, or new ones, which write in place where they may."""
+        if self.kernels is not None:
+            return with_kernels(self.program, current(), self.kernels)
+        return compiled(self.program, current(), writes=writes)
 
 
 @dataclass(slots=True)

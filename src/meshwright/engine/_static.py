@@ -208,7 +208,7 @@ class DistModel:
         taken = self._shelf.take(key, leaves, self._settings, lambda: self._apart(slots))
         if taken is None:
             return None
-        lowered = taken.program.lowered() if self.strategy.compiler == "inductor" else None
+        lowered = taken.program.lowered(self._writes(slots)) if self.strategy.compiler == "inductor" else None
         found = self._ready(taken.program.program, slots, lowered)
         self._variants.add(key, leaves, found, taken.dynamic, taken.holds)
         return found
@@ -301,12 +301,14 @@ class DistModel:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
         writes = {given.value: at for at, given in enumerate(program.inputs)}
         if lowered is None:
-            lowered = compiled(program, current()) if self.strategy.compiler == "inductor" else program
+            lowered = program
+            if self.strategy.compiler == "inductor":
+                lowered = compiled(program, current(), writes=self._writes(slots))
         return Compiled(
             program,
             runner(lowered),
             tuple(fetch_of(given, slots, self.optimizer) for given in program.inputs),
-            tuple(writes[x] for x, _ in program.writes),
+            tuple(writes[x] for x, _ in lowered.writes),
         )
 
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
@@ -320,6 +322,10 @@ class DistModel:
         states = self._states().values() if self.optimizer is not None else ()
         with local_parts():
             return lie_apart((*(s.tensor for s in slots), *states))
+
+    def _writes(self, slots: Sequence[Slot]) -> bool:
+        """True where kernels may write parameters, buffers and states in place."""
+        return self.strategy.inplace and self._apart(slots)
 
     def _states_lie(self) -> Any:
         """Which states there are, and how they lie."""

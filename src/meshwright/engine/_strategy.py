@@ -180,6 +180,7 @@ class Strategy:
     `foreach` updates all parameters by few operators; `release` updates each one as soon as its gradient is there, and
     takes the place of `foreach`. `max_programs` bounds how often a model is recorded, and compiled. Without
     `full_graph` a model that cannot be one program runs in pieces, and options of the whole step are refused then.
+    Inductor groups updates by itself; with it, `inplace` tells whether kernels write parameters and states in place.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -230,7 +231,7 @@ class Strategy:
         own = [p for p in self.passes if p.on == program]
         if program == "captured":
             return (*self._captured(), *own)
-        return (*self._recorded(), *own, *([InPlace()] if self.inplace else []))
+        return (*self._recorded(), *own, *([InPlace()] if self.inplace and self.compiler == "none" else []))
 
     def _captured(self) -> Iterator[Pass]:
         if self.fused_passes.enable:
@@ -260,7 +261,7 @@ class Strategy:
             yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
         if self.release:
             yield Release()
-        elif self.foreach:
+        elif self.foreach and self.compiler == "none":
             yield Foreach()
 
 

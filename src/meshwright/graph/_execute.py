@@ -119,10 +119,10 @@ def runner(program: Program) -> Run:
 def _exchanged(program: Program) -> tuple[int, ...]:
     """The writes whose value looks at the memory of an input that is written over, too: buffers that change places."""
     written = {x for x, _ in program.writes}
-    return tuple(at for at, (x, v) in enumerate(program.writes) if _origin(program, v) in written - {x})
+    return tuple(at for at, (x, v) in enumerate(program.writes) if origin_of(program, v) in written - {x})
 
 
-def _origin(program: Program, v: Value) -> Value:
+def origin_of(program: Program, v: Value) -> Value:
     """The value whose memory `v` may look at."""
     node = program.producers.get(v)
     while node is not None and is_view(node.op) and node.ins:

@@ -6,7 +6,7 @@ numbers are constants in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from meshwright.comm import Arrival, Carrier, current
 
-from ._execute import carrying, starting, to_fx
-from ._node import Carry, Node, Start, Value, Wait, tensor_dtype
+from ._execute import carrying, origin_of, starting, to_fx
+from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ._program import Input, Program
+from ._regions import Regions, regions
 from .torch_hooks import FakeMode, compile_graph
 
+aten = torch.ops.aten
 _CARRIED: list[Carry] = []
 """Steps that compiled programs carry out, by number."""
 _CALLS: list[Callable[[Tensor], Tensor]] = []
@@ -105,47 +107,63 @@ Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
 
 
 def compiled(
-    program: Program, here: Carrier, options: dict[str, Any] | None = None, make: Make | None = None
+    program: Program,
+    here: Carrier,
+    options: dict[str, Any] | None = None,
+    make: Make | None = None,
+    writes: bool = True,
 ) -> Program:
-    """The program with the operators of its forward and backward pass as one call of compiled kernels.
+    """The program with its tensor operators as one call of compiled kernels.
 
-    Nodes that read Python numbers which change from call to call, and those behind them, stay as they are. `make`
-    gives other kernels than those that are compiled now.
+    Python numbers are computed before it, and what needs numbers that kernels give runs behind it (`regions`). Kernels
+    write inputs in place, unless `writes` is off: it must be where two inputs share memory. `make` gives other kernels
+    than those that are compiled now; they write to no input.
     """
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
-    late = _later(program)
-    region = [n for n in program.nodes if n not in late]
-    if not region:
+    parts = regions(program, rank_numbers)
+    if not parts.kernels:
         return program
-    inside = {v for n in region for v in n.outs}
-    reads = [v for v in dict.fromkeys(v for n in region for v in n.ins) if v not in inside and v not in rank_numbers]
-    read_later = {v for n in late for v in n.ins} | set(program.results)
-    gives = [v for n in region for v in n.outs if v in read_later]
-    part = Program(tuple(Input(v, "batch", v.name) for v in reads), tuple(region), tuple(gives), rank=program.rank)
-    call = make(part, rank_numbers) if make is not None else _compile(part, rank_numbers, options or {})
-    node = Node(Kernels(call, tuple(region)), tuple(reads), {}, tuple(gives), region[0].origin)
-    rest = [n for n in program.nodes if n in late]
-    return replace(program, nodes=(node, *rest))
+    inside = {v for n in parts.kernels for v in n.outs}
+    written = _written_inside(program, parts, inside) if writes and make is None else ()
+    outside = tuple(pair for pair in program.writes if pair not in written)
+    needed = {v for n in parts.behind for v in n.ins} | {*values_in(program.outputs), *(v for _, v in outside)}
+    gives = tuple(v for n in parts.kernels for v in n.outs if v in needed)
+    wanted = (v for v in (*(v for n in parts.kernels for v in n.ins), *(x for x, _ in written)) if v not in inside)
+    reads = [v for v in dict.fromkeys(wanted) if v not in rank_numbers and v is not parts.packed]
+    copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]
+    takes = [*reads, *([parts.packed] if parts.numbers else [])]
+    inputs = tuple(Input(v, "batch", v.name) for v in takes)
+    part = Program(inputs, (*parts.kernels, *copies), gives, rank=program.rank)
+    call = make(part, rank_numbers) if make is not None else _compile(part, rank_numbers, options or {}, len(written))
+    kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
+    node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
+    return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
 
 
-def _later(program: Program) -> set[Node]:
-    """The nodes that need a number which changes from call to call, or what comes from such nodes."""
-    numbers = {i.value for i in program.inputs if i.role == "scalar"}
-    found: set[Node] = set()
-    for node in program.nodes:
-        asks = any(not v.is_tensor for v in node.outs)
-        if node.origin.phase == "update" or asks or any(v in numbers for v in node.ins):
-            found.add(node)
-            numbers.update(node.outs)
-    return found
+def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """`call` with the numbers behind the first `tensors` arguments as one tensor."""
+
+    def packing(*args: Any) -> Any:
+        return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64))
+
+    return packing
 
 
-def _compile(part: Program, rank_numbers: dict[Value, int], options: dict[str, Any]) -> Callable[..., Any]:
+def _written_inside(program: Program, parts: Regions, inside: Container[Value]) -> tuple[tuple[Value, Value], ...]:
+    """The writes that kernels do: of inputs that nothing behind them reads, and no result looks at."""
+    read_behind = {v for n in parts.behind for v in n.ins}
+    looked_at = {origin_of(program, v) for v in program.results} | read_behind
+    return tuple((x, v) for x, v in program.writes if v in inside and x not in looked_at)
+
+
+def _compile(
+    part: Program, rank_numbers: dict[Value, int], options: dict[str, Any], written: int
+) -> Callable[..., Any]:
     module = to_fx(part, _as_operator, rank_numbers, part.outputs)
-    mode = FakeMode()
-    with mode:
+    with FakeMode():
         examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
-    return compile_graph(module, examples, options)
+    at = {i.value: n for n, i in enumerate(part.inputs)}
+    return compile_graph(module, examples, options, [at[n.args[0]] for n in part.nodes[len(part.nodes) - written :]])
 
 
 def _as_operator(op: Any) -> Callable[..., Any] | None:

@@ -123,9 +123,12 @@ def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
     return mode.shape_env
 
 
-def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_graph(
+    module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any], written: Sequence[int] = ()
+) -> Callable[..., Any]:
     """The module's kernels, made by Inductor for inputs like `examples`, which may be fake.
 
+    `written` are the inputs that it writes to, by number.
     Inductor is imported here: it takes seconds, which a program that is run as it is does not spend.
     """
     with warnings.catch_warnings():
@@ -133,19 +136,23 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], options: Mapp
         from torch._inductor.compile_fx import compile_fx
     patches = {"fallback_random": True, **options}  # drawing as torch does, in its order
     made: Any = compile_fx(module, list(examples), config_patches=patches)
-    return _as_kernels_take_it(made)
+    return _as_kernels_take_it(made, written)
 
 
-def _as_kernels_take_it(call: Callable[..., Any]) -> Callable[..., Any]:
+def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     """`call` with tensors row by row, and plain ones in its first run: there torch watches own operators."""
     pending = [True]
 
     def run(*args: Any) -> Any:
         rows = [x if x.is_contiguous() else x.contiguous() for x in args]
-        if not pending:
-            return call(*rows)
-        pending.clear()
-        return call(*[x.as_subclass(torch.Tensor) for x in rows])
+        if pending:
+            pending.clear()
+            rows = [x.as_subclass(torch.Tensor) for x in rows]
+        found = call(*rows)
+        for at in written:
+            if not args[at].is_contiguous():
+                args[at].copy_(rows[at])
+        return found
 
     return run
 
