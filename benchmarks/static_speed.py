@@ -74,7 +74,8 @@ SIZES = {
     "overhead": Size(LlamaConfig(256, 64, 2, 4, 2, 176), batch=4, sequence=32, steps=10, turns=60, quick_turns=15),
     "compute": Size(LlamaConfig(2048, 512, 4, 8, 4, 1376), batch=8, sequence=128, steps=1, turns=15, quick_turns=5),
 }
-CASES = [Case(size, dp, tp, passes=dp * tp == 2) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
+WITH_PASSES = [("overhead", 1, 2), ("compute", 2, 1)]
+CASES = [Case(size, dp, tp, (size, dp, tp) in WITH_PASSES) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
 OVER_GLOO = [Case(size, 1, 2, gloo=True) for size in SIZES]
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -118,18 +118,11 @@ class ProcessCarrier(Carrier):
         op = "sum" if call.op == _AS_SUM else call.op
         transport = self._open_for(x, call.group)
         if op in _AS_BYTES:
-            found = (x != 0).to(torch.uint8)
-            transport.all_reduce(found, _AS_BYTES[op])
-            return found.to(x.dtype)
-        if transport.reduces(op, x.dtype):
-            total = _copy(x)
-            transport.all_reduce(total, op)
-        elif x.dtype.is_complex and op == "sum":
-            total = _copy(x)
-            transport.all_reduce(torch.view_as_real(total), op)
-        else:
+            return transport.all_reduce((x != 0).to(torch.uint8), _AS_BYTES[op]).to(x.dtype)
+        if not transport.reduces(op, x.dtype):
             shapes = (tuple(x.shape),) * len(call.group)
             return reduce(self._gather(x, shapes, call.group), call.op)
+        total = transport.all_reduce(x, op)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
 
     def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:

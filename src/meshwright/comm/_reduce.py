@@ -12,9 +12,9 @@ from ._errors import CallError
 
 
 class Reduction(NamedTuple):
-    """How two terms become one (into the first, which is ours to write), and the dtypes that have no meaning."""
+    """How two terms become one (into `out`, which may be one of them), and the dtypes that have no meaning."""
 
-    combine: Callable[[Tensor, Tensor], object]
+    join: Callable[..., object]
     refuses: Callable[[torch.dtype], bool]
     instead: str
 
@@ -31,34 +31,18 @@ def _is_whole(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _max(a: Tensor, b: Tensor) -> object:
-    return torch.maximum(a, b, out=a)
-
-
-def _min(a: Tensor, b: Tensor) -> object:
-    return torch.minimum(a, b, out=a)
-
-
-def _any(a: Tensor, b: Tensor) -> object:
-    return a.logical_or_(b)
-
-
-def _all(a: Tensor, b: Tensor) -> object:
-    return a.logical_and_(b)
-
-
 def _takes_all(dtype: torch.dtype) -> bool:
     return False
 
 
 REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(Tensor.add_, _is_bool, '"any", or a cast to an integer dtype'),
-    "avg": Reduction(Tensor.add_, _is_whole, '"sum", or a cast to a floating dtype'),
-    "prod": Reduction(Tensor.mul_, _is_bool, '"all", or a cast to an integer dtype'),
-    "max": Reduction(_max, _is_complex, "max of .abs(), or of .real and .imag"),
-    "min": Reduction(_min, _is_complex, "min of .abs(), or of .real and .imag"),
-    "any": Reduction(_any, _takes_all, ""),
-    "all": Reduction(_all, _takes_all, ""),
+    "sum": Reduction(torch.add, _is_bool, '"any", or a cast to an integer dtype'),
+    "avg": Reduction(torch.add, _is_whole, '"sum", or a cast to a floating dtype'),
+    "prod": Reduction(torch.mul, _is_bool, '"all", or a cast to an integer dtype'),
+    "max": Reduction(torch.maximum, _is_complex, "max of .abs(), or of .real and .imag"),
+    "min": Reduction(torch.minimum, _is_complex, "min of .abs(), or of .real and .imag"),
+    "any": Reduction(torch.logical_or, _takes_all, ""),
+    "all": Reduction(torch.logical_and, _takes_all, ""),
 }
 
 
@@ -73,10 +57,17 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
 
 def reduce(terms: Sequence[Tensor], op: str) -> Tensor:
     """The reduction of the terms, first to last, in their own dtype; NaN propagates through max and min."""
-    total = terms[0].clone(memory_format=torch.contiguous_format)
-    if op in ("any", "all") and total.dtype != torch.bool:
-        total.copy_(total != 0)
-    combine = REDUCTIONS[op].combine
-    for term in terms[1:]:
-        combine(total, term)
+    total = torch.empty(terms[0].shape, dtype=terms[0].dtype, device=terms[0].device)
+    reduce_into(total, terms, op)
     return total.div_(len(terms)) if op == "avg" else total
+
+
+def reduce_into(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
+    """Writes the reduction of the terms to `out`, which may be the first of them; the terms' sum for "avg"."""
+    join = REDUCTIONS[op].join
+    first, *rest = terms
+    if not rest:
+        out.copy_(first != 0 if op in ("any", "all") else first)
+    for term in rest:
+        join(first, term, out=out)
+        first = out

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._reduce import REDUCTIONS
+from ._reduce import reduce_into
 from ._region import attach, create, forget, home, is_running, wait_for
 from .torch_hooks import PrefixStore, Store
 
@@ -54,12 +54,14 @@ class SharedMemory:
         """All of them, as they are defined."""
         return True
 
-    def all_reduce(self, x: Tensor, op: str) -> None:
-        """`x` becomes the reduction over the group."""
-        room = SLOT // x.dtype.itemsize
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """The reduction of every rank's `x`, row by row."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        flat, given = out.view(-1), _rows(x).view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
-        for part in x.view(-1).split(room) if x.numel() > room else (x.view(-1),):
-            combined(part, op)
+        for low, high in _ranges(given.numel(), SLOT // x.dtype.itemsize):
+            combined(flat[low:high], given[low:high], op)
+        return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """`out` becomes every rank's flat `x`, one after the other."""
@@ -77,7 +79,7 @@ class SharedMemory:
             own[: self._size * width].view(self._size, width).copy_(rows[:, low:high])
             at = self._place * width
             terms = [slot[at : at + width] for slot in self._meet(x.dtype, self._size * width)]
-            _reduce_into(out[low:high], terms, "sum")
+            reduce_into(out[low:high], terms, "sum")
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """`out` becomes what every rank has for the caller, flat, with the given lengths in bytes."""
@@ -113,24 +115,21 @@ class SharedMemory:
         """Returns once every rank of the group has called it."""
         self._meet(torch.uint8, 0)
 
-    def _combine(self, part: Tensor, op: str) -> None:
-        terms = self._swap(part)
-        if self._place > 1:
-            part.copy_(terms[0])
-        first = self._place if self._place < 2 else 0  # a pair can be combined either way round
-        for place, term in enumerate(terms):
-            if place != first:
-                REDUCTIONS[op].combine(part, term)
+    def _combine(self, out: Tensor, x: Tensor, op: str) -> None:
+        terms = self._swap(x)
+        terms[self._place] = x
+        reduce_into(out, terms, op)
 
-    def _combine_in_parts(self, part: Tensor, op: str) -> None:
+    def _combine_in_parts(self, out: Tensor, x: Tensor, op: str) -> None:
         """Each rank combines one part of it, and all take the results."""
-        width = -(-part.numel() // self._size)
-        terms = self._swap(part)
-        low, high = self._place * width, min((self._place + 1) * width, part.numel())
-        own = self._slot(part.dtype)
-        _reduce_into(own[low:high], [term[low:high] for term in terms], op)
-        for place, slot in enumerate(self._meet(part.dtype, part.numel())):
-            part[place * width : (place + 1) * width].copy_(slot[place * width : min((place + 1) * width, len(part))])
+        width = -(-x.numel() // self._size)
+        terms = self._swap(x)
+        low, high = self._place * width, min((self._place + 1) * width, x.numel())
+        own = self._slot(x.dtype)
+        reduce_into(own[low:high], [term[low:high] for term in terms], op)
+        for place, slot in enumerate(self._meet(x.dtype, x.numel())):
+            part = out[place * width : (place + 1) * width]
+            part.copy_(slot[place * width : place * width + part.numel()])
 
     def _swap(self, x: Tensor) -> list[Tensor]:
         """Every rank's flat `x`, until the round after the next one."""
@@ -176,10 +175,8 @@ class SharedMemory:
             raise RuntimeError(f"place {other // _LINE} in the group did not come within {self._limit:g} s")
 
 
-def _reduce_into(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
-    out.copy_(terms[0])
-    for term in terms[1:]:
-        REDUCTIONS[op].combine(out, term)
+def _rows(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _ranges(length: int, step: int) -> list[tuple[int, int]]:

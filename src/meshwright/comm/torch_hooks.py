@@ -45,13 +45,15 @@ class Backend:
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether the backend's own reduction is exact."""
-        return dtype in _EXACT.get(op, ())
+        return dtype in _EXACT.get(op, ()) or (dtype.is_complex and op == "sum")
 
-    def all_reduce(self, x: Tensor, op: str) -> None:
-        """`x` becomes the sum, prod, max or min over the group."""
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """The sum, prod, max or min of every rank's `x`, row by row."""
+        out = x.clone(memory_format=torch.contiguous_format)
         options: Any = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
-        self._raw.allreduce([x], options).wait()
+        self._raw.allreduce([_real(out)], options).wait()
+        return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """`out` becomes every rank's flat `x`, one after the other."""
@@ -59,7 +61,7 @@ class Backend:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """`out` becomes the sum over the group of the caller's part of the flat `x`."""
-        self._raw._reduce_scatter_base(out, x, c10d.ReduceScatterOptions()).wait()
+        self._raw._reduce_scatter_base(_real(out), _real(x), c10d.ReduceScatterOptions()).wait()
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """`out` becomes what every rank has for the caller, flat, with the given lengths."""
@@ -79,6 +81,11 @@ class Backend:
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""
         self._raw.barrier(c10d.BarrierOptions()).wait()
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs: their sum is that of both."""
+    return torch.view_as_real(x).flatten(-2) if x.is_complex() else x
 
 
 _FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}

@@ -20,7 +20,7 @@ from ._execute import carrying, origin_of, starting, to_fx
 from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ._program import Input, Program
 from ._regions import Regions, regions
-from .torch_hooks import FakeMode, compile_graph
+from .torch_hooks import FakeMode, compile_graph, matmul
 
 aten = torch.ops.aten
 _CARRIED: list[Carry] = []
@@ -38,7 +38,7 @@ def number_of(op: Carry) -> int:
     return _NUMBER_OF[op]
 
 
-_LIBRARY = torch.library.Library("meshwright", "DEF")
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 """Its operators are called with less ado than those of `torch.library.custom_op`."""
 _LIBRARY.define("carry(Tensor x, int number) -> Tensor")
 _LIBRARY.define("start(Tensor x, int number) -> Tensor")
@@ -167,6 +167,8 @@ def _compile(
 
 
 def _as_operator(op: Any) -> Callable[..., Any] | None:
+    if op is aten.mm.default:
+        return matmul
     step = op.carry if isinstance(op, (Start, Wait)) else op
     if not isinstance(step, Carry) or not step.communicates:
         return None

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 
+from meshwright.cost import device_of, link_of
 from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, register_pass
 from meshwright.layout import Spec, hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
@@ -39,19 +41,23 @@ class Bucket(Pass):
     Where some part is not of one shape on all ranks, everything stays as it is: such ranks have programs of their
     own, and what is placed by the nodes between would stand in another order on each.
 
+    A tensor of more than `alone` bytes travels alone: to lay it into a row takes longer than to start a collective.
+    Where it is None, the cost model tells that size for the device.
+
     >>> Bucket()
-    Bucket(bytes=26214400)
+    Bucket(bytes=26214400, alone=None)
     """
 
     name: ClassVar[str] = "bucket"
     bytes: int = 25 * MIB
+    alone: int | None = None
 
     def run(self, program: Program) -> Program:
         if not all(is_even(op.src) and is_even(op.dst) for n in program.nodes if isinstance(op := n.op, Carry)):
             return program
         draft = Draft(program)
         changes: list[Change] = []
-        waiting = [spot for spot in draft if _can_join(spot) and _row_bytes(spot) <= self.bytes]
+        waiting = [spot for spot in draft if _can_join(spot) and _row_bytes(spot) <= self._most(spot)]
         order: dict[Spot, int] = {}
         while len(waiting) > 1:
             order = order or {spot: at for at, spot in enumerate(draft)}
@@ -62,6 +68,11 @@ class Bucket(Pass):
             taken = {m.spot for m in members}
             waiting = [spot for spot in waiting if spot not in taken]
         return draft.finish(*changes) if changes else program
+
+    def _most(self, spot: Spot) -> int:
+        """The most bytes of a collective that may join others."""
+        alone = pays_back(spot.ins[0].device) if self.alone is None else self.alone
+        return min(self.bytes, alone)
 
     def _first(self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]) -> tuple[list[Member], Window]:
         """The bucket of the first collective that waits, and the places where it may stand."""
@@ -80,6 +91,14 @@ class Bucket(Pass):
             members.append(member)
             window = both
         return members, window
+
+
+@cache
+def pays_back(device: str) -> int:
+    """So many bytes are read and written in the time that a collective takes to start."""
+    kind, link = ("cpu core", "Gloo on one host") if device == "cpu" else ("H100", "NVLink4")
+    found = link_of(link)
+    return int((found.start + found.latency) * device_of(kind).bandwidth / 2)
 
 
 @dataclass(frozen=True, slots=True)
