@@ -195,8 +195,8 @@ def test_kernels_are_compiled_for_pieces(ranks: int, monkeypatch: pytest.MonkeyP
     room: Any = import_module("meshwright.engine._pieces")
     compile_it = room.compiled
 
-    def counted(program: Program, *args: Any) -> Program:
-        found = compile_it(program, *args)
+    def counted(program: Program, *args: Any, **kwargs: Any) -> Program:
+        found = compile_it(program, *args, **kwargs)
         made.append(len(program.nodes) - len(found.nodes))
         return found
 

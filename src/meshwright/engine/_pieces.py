@@ -8,9 +8,8 @@ piece's programs, those of the captured call and those of the rank go through th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import count
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,54 +35,19 @@ from meshwright.graph import (
     with_layouts,
 )
 from meshwright.passes import InPlace
-from meshwright.tensor import leaves_in, local_parts, map_leaves, stamp
+from meshwright.tensor import leaves_in, local_parts
 
 from ._apart import lie_apart, without_inputs
-from ._errors import StaticError
 from ._in_pieces import refuse_of_the_whole
-from ._inputs import Fetch, fetch_of, lay_as_captured
-from ._setting import Settings, form_of
+from ._inputs import fetch_of, lay_as_captured
+from ._piece_call import Compiled, Form, autocast_off, run_piece
+from ._piece_checks import check_arguments_left_alone, check_mappings, check_plain, form_of_call
+from ._setting import Settings
 from ._strategy import MixedPrecision, Strategy
 from ._variants import Dynamic, Variants
 
 aten = torch.ops.aten
 _Operator: type[Any] = type(aten.clone.default)
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""What goes in and out of a piece beside tensors: it is compared from call to call, and does not change by itself."""
-
-
-@dataclass(slots=True)
-class _Form:
-    """What a module gives: a tree, with numbers in the place of its leaves, and what no tensor is, by those numbers."""
-
-    tree: Any = None
-    plain: dict[int, Any] = field(default_factory=dict[int, Any])
-
-    def taken_apart(self, out: Any) -> list[Tensor]:
-        """The tensors of `out`, whose form this is from now on."""
-        leaves, number = list(leaves_in(out)), count()
-        self.tree = map_leaves(lambda _: next(number), out)
-        self.plain = {at: x for at, x in enumerate(leaves) if not isinstance(x, Tensor)}
-        return [x for x in leaves if isinstance(x, Tensor)]
-
-    def put_together(self, tensors: Iterable[Any]) -> Any:
-        """The tree of these tensors."""
-        left = iter(tensors)
-        return map_leaves(lambda at: self.plain[at] if at in self.plain else next(left), self.tree)
-
-
-@dataclass(slots=True)
-class _Compiled:
-    """A piece, the functions that run it, and where the inputs of its forward pass come from."""
-
-    name: str
-    piece: Piece
-    forward: Run
-    backward: Run | None
-    fetch: tuple[Fetch, ...]
-    asks: tuple[int, ...]
-    """Which inputs of the forward pass get gradients."""
-    form: _Form
 
 
 @dataclass(slots=True)
@@ -91,13 +55,13 @@ class _Known:
     """The programs of one module, and the settings that it was in."""
 
     settings: Settings
-    variants: Variants[_Compiled]
-    latest: _Compiled | None = None
+    variants: Variants[Compiled]
+    latest: Compiled | None = None
 
     def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """What two calls must share, beside sizes, to be runs of one program."""
         asked = tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        return (self.settings.number(False), torch.is_grad_enabled(), asked, _form_of(args))
+        return (self.settings.number(False), torch.is_grad_enabled(), asked, form_of_call(args))
 
 
 class Pieces:
@@ -167,7 +131,7 @@ class Pieces:
         def forward(*args: Any, **kwargs: Any) -> Any:
             found = None if kwargs or path in self.eager else self._find(path, module, args)
             if found is not None:
-                return _run(found, list(leaves_in(args)))
+                return run_piece(found, list(leaves_in(args)))
             if self._placed.pop(module, None) is not None:
                 del module.__dict__["forward"]
             self._put_parts(path, module)
@@ -187,11 +151,11 @@ class Pieces:
             for m in taken:
                 m.__dict__["forward"] = self._placed[m]
 
-    def _find(self, path: str, module: nn.Module, args: Sequence[Any]) -> _Compiled | None:
+    def _find(self, path: str, module: nn.Module, args: Sequence[Any]) -> Compiled | None:
         """The programs of the call, recorded now if there are none; None for a call that must be Python."""
         leaves = list(leaves_in(args))
         try:
-            _check_plain(leaves, "given", module)
+            check_plain(leaves, "given", module)
             with self._bare(module.modules()):
                 known = self._known_of(path, module)
                 known.latest = self._recorded(known, args, leaves)
@@ -205,10 +169,10 @@ class Pieces:
         """What is known of the module, which may have taken the place of another."""
         known = self._known.get(path)
         if known is None or known.settings.network is not module:
-            known = _Known(Settings(module, None), Variants[_Compiled](self.strategy.max_programs))
+            known = _Known(Settings(module, None), Variants[Compiled](self.strategy.max_programs))
         return known
 
-    def _recorded(self, known: _Known, args: Sequence[Any], leaves: Sequence[Any]) -> _Compiled:
+    def _recorded(self, known: _Known, args: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
         key = known.key(args, leaves)
         found = known.variants.find(key, leaves)
         if found is None:
@@ -222,17 +186,17 @@ class Pieces:
             known.variants.add(key, leaves, found, dynamic, captured.fits())
         return found
 
-    def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, _Form]:
+    def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Form]:
         """The module's call as a program that gives its tensors, after the passes on captured programs; and its form.
 
         Raises CaptureError for what cannot be part of an autograd graph beside what can be no program at all.
         """
-        form = _Form()
+        form = Form()
 
         def call(*args: Any) -> Any:
             out = module.forward(*args)
-            _check_plain(leaves_in(out), "giving", module)
-            _check_mappings(out, module)
+            check_plain(leaves_in(out), "giving", module)
+            check_mappings(out, module)
             return form.taken_apart(out)
 
         try:
@@ -242,20 +206,20 @@ class Pieces:
                 f"to capture {type(module).__name__}", str(error).split("\n")[0],
                 "torch refuses it on tensors that hold nothing", "operators that torch.compile takes",
             ) from error  # fmt: skip
-        _check_arguments_left_alone(captured.program, module)
+        check_arguments_left_alone(captured.program, module)
         program = with_layouts(captured.program, complete(captured.program))
         return replace(captured, program=apply_passes(program, self.strategy.passes_on("captured"))), form
 
-    def _made(self, name: str, captured: Capture, form: _Form, leaves: Sequence[Any]) -> _Compiled:
+    def _made(self, name: str, captured: Capture, form: Form, leaves: Sequence[Any]) -> Compiled:
         """The programs of this rank, after all passes, and what runs them."""
         here, grad = current(), torch.is_grad_enabled()
         asked = [at for at, x in enumerate(leaves) if grad and isinstance(x, Tensor) and x.requires_grad]
         taken = replace(captured, program=_reading_copies(captured.program))
-        with _autocast_off():
+        with autocast_off():
             piece = self._passed(captured, record_piece(taken, asked, here.rank, here.size))
         forward, backward = piece.forward, piece.backward
         at = {given.value: n for n, given in enumerate(forward.inputs)}
-        return _Compiled(
+        return Compiled(
             name,
             piece,
             self._runner(forward),
@@ -278,47 +242,6 @@ class Pieces:
     def _runner(self, program: Program) -> Run:
         """The program as a function, compiled where the strategy asks for it."""
         return runner(compiled(program, current(), writes=False) if self.strategy.compiler == "inductor" else program)
-
-
-def _check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
-    """Raises CaptureError for an object that could change without being seen, or hide tensors."""
-    strange = next((x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))), None)
-    if strange is not None:
-        raise CaptureError(
-            f"to capture {type(module).__name__}, {how} {type(strange).__name__}",
-            "what is no tensor, and not the same in each call",
-            "a program would hold it as it was when it was recorded", "tensors, in tuples, lists and dicts",
-        )  # fmt: skip
-
-
-def _form_of(args: Sequence[Any]) -> Any:
-    """How the arguments are built. Raises CaptureError for what cannot be compared from call to call."""
-    try:
-        return form_of(args)
-    except StaticError as error:
-        raise CaptureError(error.asked, error.found, error.why, error.write) from error
-
-
-def _check_mappings(out: Any, module: nn.Module) -> None:
-    """Raises CaptureError for results in mappings of other types than dict, which programs do not make."""
-    if isinstance(out, Mapping) and type(out) is not dict:
-        raise CaptureError(
-            f"to capture {type(module).__name__}", f"results in a {type(out).__name__}",
-            "what a program gives lies in tuples, lists and dicts", "a dict",
-        )  # fmt: skip
-    if isinstance(out, (tuple, list, dict)):
-        for item in out.values() if isinstance(out, dict) else out:
-            _check_mappings(item, module)
-
-
-def _check_arguments_left_alone(program: Program, module: nn.Module) -> None:
-    """Raises CaptureError for a module that writes to its arguments: autograd must see who wrote."""
-    written = {x for x, _ in program.writes}
-    if any(i.value in written for i in program.inputs if i.role == "batch"):
-        raise CaptureError(
-            f"to capture {type(module).__name__}", "that it writes to its argument",
-            "the argument has a past in autograd, and a program cannot write a new one", "a result of its own",
-        )  # fmt: skip
 
 
 def _reading_copies(program: Program) -> Program:
@@ -346,86 +269,3 @@ def _unhooked() -> Generator[None]:
     """Inside, what autograd saves is nobody else's business: what is recorded is not what runs."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
-
-
-@contextmanager
-def _autocast_off() -> Generator[None]:
-    """Inside, operators run in the dtypes that they are given: a program has its casts."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def _run(found: _Compiled, leaves: Sequence[Any]) -> Any:
-    """What the module gives, as part of the caller's autograd graph."""
-    with local_parts(), _autocast_off():
-        given = [fetch(leaves) for fetch in found.fetch]
-        flat = _Piece.apply(found, *given)
-        specs = [None if s is None else s.of_part(x.shape) for x, s in zip(flat, found.piece.specs, strict=True)]
-    return found.form.put_together([x if s is None else stamp(x, s) for x, s in zip(flat, specs, strict=True)])
-
-
-class _Piece(torch.autograd.Function):
-    """The two programs of a piece, as one differentiable function of the rank's parts."""
-
-    @staticmethod
-    def forward(ctx: Any, found: _Compiled, *given: Any) -> Any:
-        outputs, written = found.forward(*given)
-        targets = _targets(found.piece.forward, given)
-        flat, saved = (_apart_from(targets, outputs[key]) for key in ("out", "saved"))
-        for x, value in zip(targets, written, strict=True):
-            x.copy_(value)
-        ctx.found, ctx.count = found, len(given)
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
-        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in saved])
-        flat = _each_its_own(flat, given)
-        wanted = found.piece.wanted
-        ctx.mark_non_differentiable(*[x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in wanted])
-        return tuple(flat)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        found: _Compiled = ctx.found
-        if torch.is_grad_enabled():
-            raise StaticError(
-                f"create_graph=True through {found.name}", "a piece whose backward pass is a program",
-                "it was recorded once, and its gradients have no past of their own",
-                "the model itself in the place of mw.to_static(model), for gradients of gradients",
-            )  # fmt: skip
-        back: list[Any] = [None] * (ctx.count + 1)
-        if found.backward is None:
-            return tuple(back)
-        saved = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
-        with local_parts(), _autocast_off(), torch.no_grad():
-            out, _ = found.backward(*saved, *[grads[n] for n in found.piece.wanted])
-        for at, grad in zip(found.asks, out, strict=True):
-            back[at + 1] = grad
-        return tuple(back)
-
-
-def _targets(forward: Program, given: Sequence[Any]) -> list[Tensor]:
-    """The tensors that are written to, in the order of the program's writes."""
-    at = {i.value: x for i, x in zip(forward.inputs, given, strict=True)}
-    return [at[x] for x, _ in forward.writes]
-
-
-def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """The values, copied where they look at what is to be written: they stay what they were."""
-    taken = {x.untyped_storage().data_ptr() for x in targets}
-
-    def apart(x: Any) -> Any:
-        return x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in taken else x
-
-    return [apart(x) for x in values] if taken else list(values)
-
-
-def _each_its_own(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The values, none of them an argument or another value: autograd gives each tensor one past."""
-    seen = {id(x) for x in given}
-    found: list[Any] = []
-    for x in values:
-        found.append(x.view_as(x) if isinstance(x, Tensor) and id(x) in seen else x)
-        seen.add(id(x))
-    return found

@@ -1,0 +1,135 @@
+"""A piece while the model runs: its two programs as one differentiable function of the rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.graph import Piece, Program, Run
+from meshwright.tensor import leaves_in, local_parts, map_leaves, stamp
+
+from ._errors import StaticError
+from ._inputs import Fetch
+
+
+@dataclass(slots=True)
+class Form:
+    """What a module gives: a tree, with numbers in the place of its leaves, and what no tensor is, by those numbers."""
+
+    tree: Any = None
+    plain: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def taken_apart(self, out: Any) -> list[Tensor]:
+        """The tensors of `out`, whose form this is from now on."""
+        leaves, number = list(leaves_in(out)), count()
+        self.tree = map_leaves(lambda _: next(number), out)
+        self.plain = {at: x for at, x in enumerate(leaves) if not isinstance(x, Tensor)}
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def put_together(self, tensors: Iterable[Any]) -> Any:
+        """The tree of these tensors."""
+        left = iter(tensors)
+        return map_leaves(lambda at: self.plain[at] if at in self.plain else next(left), self.tree)
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A piece, the functions that run it, and where the inputs of its forward pass come from."""
+
+    name: str
+    piece: Piece
+    forward: Run
+    backward: Run | None
+    fetch: tuple[Fetch, ...]
+    asks: tuple[int, ...]
+    """Which inputs of the forward pass get gradients."""
+    form: Form
+
+
+@contextmanager
+def autocast_off() -> Generator[None]:
+    """Inside, operators run in the dtypes that they are given: a program has its casts."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def run_piece(found: Compiled, leaves: Sequence[Any]) -> Any:
+    """What the module gives, as part of the caller's autograd graph."""
+    with local_parts(), autocast_off():
+        given = [fetch(leaves) for fetch in found.fetch]
+        flat = _Piece.apply(found, *given)
+        specs = [None if s is None else s.of_part(x.shape) for x, s in zip(flat, found.piece.specs, strict=True)]
+    return found.form.put_together([x if s is None else stamp(x, s) for x, s in zip(flat, specs, strict=True)])
+
+
+class _Piece(torch.autograd.Function):
+    """The two programs of a piece, as one differentiable function of the rank's parts."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Compiled, *given: Any) -> Any:
+        outputs, written = found.forward(*given)
+        targets = _targets(found.piece.forward, given)
+        flat, saved = (_apart_from(targets, outputs[key]) for key in ("out", "saved"))
+        for x, value in zip(targets, written, strict=True):
+            x.copy_(value)
+        ctx.found, ctx.count = found, len(given)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in saved])
+        flat = _each_its_own(flat, given)
+        wanted = found.piece.wanted
+        ctx.mark_non_differentiable(*[x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in wanted])
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found: Compiled = ctx.found
+        if torch.is_grad_enabled():
+            raise StaticError(
+                f"create_graph=True through {found.name}", "a piece whose backward pass is a program",
+                "it was recorded once, and its gradients have no past of their own",
+                "the model itself in the place of mw.to_static(model), for gradients of gradients",
+            )  # fmt: skip
+        back: list[Any] = [None] * (ctx.count + 1)
+        if found.backward is None:
+            return tuple(back)
+        saved = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
+        with local_parts(), autocast_off(), torch.no_grad():
+            out, _ = found.backward(*saved, *[grads[n] for n in found.piece.wanted])
+        for at, grad in zip(found.asks, out, strict=True):
+            back[at + 1] = grad
+        return tuple(back)
+
+
+def _targets(forward: Program, given: Sequence[Any]) -> list[Tensor]:
+    """The tensors that are written to, in the order of the program's writes."""
+    at = {i.value: x for i, x in zip(forward.inputs, given, strict=True)}
+    return [at[x] for x, _ in forward.writes]
+
+
+def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+    """The values, copied where they look at what is to be written: they stay what they were."""
+    taken = {x.untyped_storage().data_ptr() for x in targets}
+
+    def apart(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in taken else x
+
+    return [apart(x) for x in values] if taken else list(values)
+
+
+def _each_its_own(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The values, none of them an argument or another value: autograd gives each tensor one past."""
+    seen = {id(x) for x in given}
+    found: list[Any] = []
+    for x in values:
+        found.append(x.view_as(x) if isinstance(x, Tensor) and id(x) in seen else x)
+        seen.add(id(x))
+    return found

@@ -1,0 +1,58 @@
+"""What cannot go into a piece, or come out of one: said as a CaptureError, so that the module runs as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.graph import CaptureError, Program
+
+from ._errors import StaticError
+from ._setting import form_of
+
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What goes in and out of a piece beside tensors: it is compared from call to call, and does not change by itself."""
+
+
+def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
+    """Raises CaptureError for an object that could change without being seen, or hide tensors."""
+    strange = next((x for x in leaves if not isinstance(x, (Tensor, *PLAIN))), None)
+    if strange is not None:
+        raise CaptureError(
+            f"to capture {type(module).__name__}, {how} {type(strange).__name__}",
+            "what is no tensor, and not the same in each call",
+            "a program would hold it as it was when it was recorded", "tensors, in tuples, lists and dicts",
+        )  # fmt: skip
+
+
+def form_of_call(args: Sequence[Any]) -> Any:
+    """How the arguments are built. Raises CaptureError for what cannot be compared from call to call."""
+    try:
+        return form_of(args)
+    except StaticError as error:
+        raise CaptureError(error.asked, error.found, error.why, error.write) from error
+
+
+def check_mappings(out: Any, module: nn.Module) -> None:
+    """Raises CaptureError for results in mappings of other types than dict, which programs do not make."""
+    if isinstance(out, Mapping) and type(out) is not dict:
+        raise CaptureError(
+            f"to capture {type(module).__name__}", f"results in a {type(out).__name__}",
+            "what a program gives lies in tuples, lists and dicts", "a dict",
+        )  # fmt: skip
+    if isinstance(out, (tuple, list, dict)):
+        for item in out.values() if isinstance(out, dict) else out:
+            check_mappings(item, module)
+
+
+def check_arguments_left_alone(program: Program, module: nn.Module) -> None:
+    """Raises CaptureError for a module that writes to its arguments: autograd must see who wrote."""
+    written = {x for x, _ in program.writes}
+    if any(i.value in written for i in program.inputs if i.role == "batch"):
+        raise CaptureError(
+            f"to capture {type(module).__name__}", "that it writes to its argument",
+            "the argument has a past in autograd, and a program cannot write a new one", "a result of its own",
+        )  # fmt: skip
