@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import RewriteError, communication, live_memory
+from meshwright.graph import Program, RewriteError, communication, count_ops, live_memory
 from meshwright.models import Llama, mark
-from meshwright.passes import InPlace, Merge
+from meshwright.passes import FuseAccumulation, InPlace, Merge
 
 from .steps import SMALL as TWO
 from .test_inplace import Tied
 
 SMALL = replace(TWO, layers=1)
+
+
+OFF: dict[str, Any] = {"mp_optimization": {"enable": False}, "dp_optimization": {"enable": False}}
 
 
 def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -29,7 +33,7 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 def strategy_of(merge: Merge | None, **how: Any) -> mw.Strategy:
     pieces, average = (merge.pieces, merge.average) if merge else (1, True)
-    section = {"enable": merge is not None, "k_steps": pieces, "avg": average}
+    section = {"enable": merge is not None, "k_steps": pieces, "avg": average, "fused": False}
     return mw.Strategy.of(gradient_merge=section, **how)
 
 
@@ -117,3 +121,21 @@ def test_it_goes_with_writing_in_place() -> None:
     assert any(c.by == InPlace.name for c in program.changes)
     assert any(c.by == "merge" for c in program.changes)
     assert losses[1] < losses[0]
+
+
+def test_gradients_are_added_up_by_their_products() -> None:
+    losses: dict[bool, list[float]] = {}
+    for fused in (False, True):
+        strategy = strategy_of(Merge(2), passes=[FuseAccumulation()] if fused else [], inplace=False, **OFF)
+
+        def train(strategy: mw.Strategy = strategy) -> tuple[list[float], Program]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+            step = mw.to_static(model, None, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+            x, y = torch.randn(8, 6), torch.randint(4, (8,))
+            return [step(x, y).item() for _ in range(3)], step.program
+
+        losses[fused], program = mw.simulate(train, 1)[0]
+        found = count_ops([n for n in program.nodes if n.origin.phase == "backward"])
+        assert found.get("aten.addmm.default", 0) == (2 if fused else 0)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)

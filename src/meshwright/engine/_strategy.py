@@ -18,6 +18,7 @@ from meshwright.passes import (
     Bucket,
     Cancel,
     Foreach,
+    FuseAccumulation,
     FuseActivation,
     FuseAttention,
     FuseLoss,
@@ -84,11 +85,15 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """The batch in `k_steps` pieces, whose gradients are added up before one update; `avg` makes them means."""
+    """The batch in `k_steps` pieces, whose gradients are added up before one update; `avg` makes them means.
+
+    The products that make a piece's gradients add them to those of the pieces before, where `fused` is on.
+    """
 
     enable: bool = False
     k_steps: int = 1
     avg: bool = True
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if self.k_steps < 1:
@@ -255,6 +260,8 @@ class Strategy:
             yield Regather()
         if self.recompute.enable:
             yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
+        if self.merge is not None and self.gradient_merge.fused:
+            yield FuseAccumulation()
         if self.dp_optimization.enable:
             if self.dp_optimization.gradient_sync_after_accumulate:
                 yield Linear()

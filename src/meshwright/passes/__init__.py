@@ -4,6 +4,7 @@ from ._amp import Amp
 from ._bucket import Bucket
 from ._cancel import Cancel
 from ._foreach import Foreach
+from ._fuse_accumulation import FuseAccumulation
 from ._fuse_activation import FuseActivation
 from ._fuse_attention import FuseAttention
 from ._fuse_loss import FuseLoss
@@ -19,6 +20,7 @@ from ._scatter import Scatter
 from ._schedule import Schedule
 from ._sequence import SequenceParallel
 from ._share import Share
+from ._split_products import SplitProducts
 from ._tidy import Tidy
 from ._zero import ShardParameters, data_axes, shards
 
@@ -27,6 +29,7 @@ __all__ = [
     "Bucket",
     "Cancel",
     "Foreach",
+    "FuseAccumulation",
     "FuseActivation",
     "FuseAttention",
     "FuseLoss",
@@ -43,6 +46,7 @@ __all__ = [
     "SequenceParallel",
     "ShardParameters",
     "Share",
+    "SplitProducts",
     "Tidy",
     "data_axes",
     "shards",

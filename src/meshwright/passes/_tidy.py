@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from meshwright.graph import Edit, Rewriter, RulePass, Spot, register_pass, register_rewrite
+
+aten = torch.ops.aten
 
 
 def _drop(edit: Edit, spot: Spot) -> str | None:
@@ -16,7 +20,16 @@ def _drop(edit: Edit, spot: Spot) -> str | None:
     return f"{base!r} is the same"
 
 
+def _turn_back(edit: Edit, spot: Spot) -> str | None:
+    turned = edit.draft.producer(spot.args[0])
+    if turned is None or turned.op is not aten.t.default:
+        return None
+    edit.replace(turned.args[0])
+    return f"{turned.args[0]!r} is turned twice"
+
+
 register_rewrite(Rewriter("idle operator", _drop), into="tidy")
+register_rewrite(Rewriter("turned twice", _turn_back, on=(aten.t.default,)), into="tidy")
 
 
 @register_pass
