@@ -1,4 +1,4 @@
-"""Products in pieces: the same numbers, a collective for each piece, and one piece on its way while the next is made."""
+"""Products in pieces: the same numbers, a collective a piece, and one piece on its way while the next is made."""
 
 from __future__ import annotations
 
