@@ -149,7 +149,6 @@ def make_fx(model: nn.Module, x: Tensor) -> tuple[int, Step]:
 
 
 def ours(model: nn.Module, x: Tensor) -> tuple[int, Step]:
-    from meshwright.engine import StaticError
     from meshwright.graph import capture, record_gradients, runner
 
     def loss(x: Tensor) -> Tensor:
@@ -158,8 +157,6 @@ def ours(model: nn.Module, x: Tensor) -> tuple[int, Step]:
     captured = capture(model, loss, [x])
     program = record_gradients(captured, 0, 1)
     run, slots = runner(program), {slot.name: slot.tensor for slot in captured.slots}
-    if program.writes and any(i.role not in ("parameter", "buffer", "batch") for i in program.inputs):
-        raise StaticError("the step", "an input that is neither", "this benchmark has no more", "…")
 
     def step() -> Outcome:
         given = [x if i.role == "batch" else slots[i.name] for i in program.inputs]

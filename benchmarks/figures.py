@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.json"
 ORDER = (
-    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness"),
+    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
 )

@@ -76,21 +76,35 @@ SIZES = {
     "compute": Size(LlamaConfig(2048, 512, 4, 8, 4, 1376), batch=8, sequence=128, steps=1, turns=15, quick_turns=5),
 }
 CASES = [Case(size, dp, tp) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
-BESIDE = [Case("overhead", 1, 2, passes=True), Case("overhead", 1, 2, gloo=True)]
+BESIDE = [
+    *(Case(size, dp, tp, passes=True) for size, dp, tp in (("overhead", 1, 2), ("overhead", 2, 1), ("compute", 2, 1))),
+    *(Case(size, 1, 2, gloo=True) for size in SIZES),
+]
 """What is measured beside: passes one by one, and how much is the way that messages go."""
 
+PLAIN: dict[str, Any] = {"compiler": "none"}
+MERGED: dict[str, Any] = {"enable": True, "k_steps": 2}
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ours": {},
+    "node by node": {},
+    "with inductor": {"compiler": "inductor"},
     "without buckets": {"dp_optimization": {"enable": False}},
     "without sharing": {"mp_optimization": {"enable": False}},
-    "without inductor, without foreach": {"compiler": "none", "foreach": False},
-    "without inductor, without in-place writes": {"compiler": "none", "inplace": False},
+    "without foreach": {"foreach": False},
     "without in-place writes": {"inplace": False},
-    "without inductor": {"compiler": "none"},
     "with release": {"release": True},
     "with fused passes": {"fused_passes": {"enable": True}},
+    "with recompute": {"recompute": {"enable": True, "layers": ["blocks.*"]}},
+    "with sequence parallelism": {"sp_optimization": {"enable": True}},
+    "with sharding 1": {"sharding": {"enable": True, "stage": 1}},
+    "with sharding 2": {"sharding": {"enable": True, "stage": 2}},
+    "with sharding 3": {"sharding": {"enable": True, "stage": 3}},
+    "with gradient merge": {"gradient_merge": MERGED},
+    "with gradient merge, sums apart": {"gradient_merge": {**MERGED, "fused": False}},
+    "with schedule": {"passes": [{"name": "schedule"}]},
+    "with split products and schedule": {"passes": [{"name": "split_products"}, {"name": "schedule"}]},
+    "with bfloat16": {"amp": {"enable": True}},
 }
-"""Settings of the static mode by name: "ours" as it is made, and one entry for each pass left out or put in."""
+"""Settings of the static mode by name: every pass left out or put in, where nodes run one by one."""
 
 
 # --- the contenders ----------------------------------------------------------------------------------------------
@@ -121,8 +135,8 @@ class Stage:
 def ours(
     model: nn.Module, loader: Iterable[Batch], loss: Any, optimizer: torch.optim.Optimizer, strategy: dict[str, Any]
 ) -> mw.DistModel:
-    """The static mode, compiled."""
-    return mw.to_static(model, loader, loss, optimizer, mw.Strategy.of(**{"compiler": "inductor", **strategy}))
+    """The static mode."""
+    return mw.to_static(model, loader, loss, optimizer, mw.Strategy.of(**strategy))
 
 
 class Eager:
@@ -182,6 +196,8 @@ def rope(stage: Stage) -> tuple[Tensor, Tensor]:
 
 
 RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}
+CONTENDERS = {"ours": static_step({"compiler": "inductor"}), **RIVALS}
+PASSES = {name: static_step({**PLAIN, **settings}) for name, settings in STRATEGIES.items()}
 
 
 # --- one of the processes ----------------------------------------------------------------------------------------
@@ -202,8 +218,7 @@ def main(path: str, size: str, dp: str, tp: str, passes: str, turns: str, caches
     case = Case(size, int(dp), int(tp), passes == "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
     stage = set_up(case)
-    chosen = STRATEGIES if case.passes else ["ours"]
-    contenders = {name: static_step(STRATEGIES[name]) for name in chosen} | ({} if case.passes else RIVALS)
+    contenders = PASSES if case.passes else CONTENDERS
     starts = {name: start(stage, build, f"{caches}/{name}") for name, build in contenders.items()}
     steps = {name: found.step for name, found in starts.items() if found.step is not None}
     times = slowest_rank(in_turns(steps, stage, int(turns)))
@@ -297,7 +312,7 @@ def row(starts: dict[str, Start], times: dict[str, list[float]], losses: list[fl
         "first_step_s": {name: round(starts[name].seconds, 1) for name in times},
         "ratios": ratios(times),
         "ratios_of_minima": ratios({name: [min(found)] for name, found in times.items()}),
-        "other_strategies": compared(times),
+        "over_node_by_node": compared(times),
         "loss_difference": {name: difference(found, losses) for name, found in good.items()},
         "failed": {name: found.error for name, found in starts.items() if found.error},
     }
@@ -314,8 +329,9 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, float]:
-    """Each other strategy's time over ours: above 1 a pass left out is what it gains, a pass put in what it costs."""
-    return {name: ratio(times[name], times["ours"]) for name in STRATEGIES if name != "ours" and name in times}
+    """Each strategy's time over that of the first: above 1 a pass left out tells what it gains, one put in its cost."""
+    first = next(iter(STRATEGIES))
+    return {name: ratio(times[name], times[first]) for name in STRATEGIES if name != first and name in times}
 
 
 def ratio(a: list[float], b: list[float]) -> float:

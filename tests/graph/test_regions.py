@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import torch_hooks
+from meshwright.graph import _products
 from meshwright.graph._regions import DOUBLES, WITH_TENSORS, regions
 
 aten = torch.ops.aten
@@ -123,5 +123,5 @@ def test_matrices_are_multiplied_right_by_either_library(
     torch.manual_seed(2)
     a, b = (torch.randn(s).t().contiguous().t() if t else torch.randn(s) for s, t in zip(shapes, turned, strict=True))
     for by_onednn in (False, True):
-        monkeypatch.setattr(torch_hooks, "_matmul_by_onednn", lambda chosen=by_onednn: chosen)
-        torch.testing.assert_close(torch_hooks.matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(_products, "by_onednn", lambda chosen=by_onednn: chosen)
+        torch.testing.assert_close(_products.matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)

@@ -209,12 +209,14 @@ class Links:
         """A link with memory for both, where the other rank can have it."""
         made = create(2 * RING) if home() else None
         name, memory = ("", None) if made is None else made
-        wire = self._connect(peer, _LINK, name)
-        wire.settimeout(_ANSWER_LIMIT)
-        shared = memory is not None and wire.recv(1) == _YES
-        wire.settimeout(None)
-        if made is not None:
-            forget(name)
+        try:
+            wire = self._connect(peer, _LINK, name)
+            wire.settimeout(_ANSWER_LIMIT)
+            shared = memory is not None and wire.recv(1) == _YES
+            wire.settimeout(None)
+        finally:
+            if made is not None:
+                forget(name)
         return _Link(wire, Ring(memory, first=True) if memory is not None and shared else None)
 
     def _listens(self, peer: int) -> bool:

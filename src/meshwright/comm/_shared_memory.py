@@ -193,13 +193,14 @@ def open_shared(store: Store, place: int, size: int, limit: timedelta) -> Shared
     if len(homes) > 1 or not homes.pop():
         return None
     made = create(length) if place == 0 else None
-    if place == 0:
-        store.set("name", made[0] if made is not None else "")
-    name = store.get("name").decode()
-    memory = made[1] if made is not None else attach(name, length)
-    found = None if memory is None else SharedMemory(memory, place, size, limit)
-    store.set(f"open/{place}", "yes" if found is not None else "no")
-    everyone = [store.get(f"open/{p}") == b"yes" for p in range(size)]
-    if place == 0:
-        forget(name)
+    try:
+        if place == 0:
+            store.set("name", made[0] if made is not None else "")
+        memory = made[1] if made is not None else attach(store.get("name").decode(), length)
+        found = None if memory is None else SharedMemory(memory, place, size, limit)
+        store.set(f"open/{place}", "yes" if found is not None else "no")
+        everyone = [store.get(f"open/{p}") == b"yes" for p in range(size)]
+    finally:
+        if made is not None:
+            forget(made[0])
     return found if all(everyone) else None

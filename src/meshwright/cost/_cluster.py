@@ -81,7 +81,7 @@ _USUAL = {
     "H200": ("NVLink4", "InfiniBand-NDR"),
     "B200": ("NVLink5", "InfiniBand-NDR"),
     "MI300X": ("xGMI", "RoCE-400"),
-    "cpu core": ("Gloo on one host", None),
+    "cpu core": ("memory of one host", None),
 }
 """Device → the links that it usually comes with, inside a node and between nodes."""
 

@@ -21,6 +21,7 @@ from ._description import lies_text, setting_text
 from ._errors import StaticError
 
 LAYER_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 REMEMBERED = 16
 """So many settings are told apart; the oldest is forgotten first."""
@@ -70,7 +71,7 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
             yield id(part), hooks
     if optimizer is None:
         return
-    yield len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    yield _hooks(optimizer, STEP_HOOKS)
     for group in optimizer.param_groups:
         yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
     for p, state in optimizer.state.items():
@@ -78,7 +79,7 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
 
 
 def _hooks(owner: Any, kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """The hooks of a layer or of a parameter, by the numbers that torch gives out once."""
+    """The hooks of a layer, a parameter or an optimizer, by the numbers that torch gives out once."""
     held = [getattr(owner, kind, None) or () for kind in kinds]
     return tuple(map(tuple, held)) if any(held) else ()
 

@@ -18,9 +18,10 @@ from meshwright.comm import Arrival, Carrier, current
 
 from ._execute import carrying, origin_of, starting, to_fx
 from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
+from ._products import matmul
 from ._program import Input, Program
 from ._regions import Regions, regions
-from .torch_hooks import FakeMode, compile_graph, matmul
+from .torch_hooks import FakeMode, compile_graph
 
 aten = torch.ops.aten
 _CARRIED: list[Carry] = []

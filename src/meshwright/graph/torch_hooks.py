@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,38 +139,14 @@ def compile_graph(
     return _as_kernels_take_it(made, written)
 
 
-@cache
-def _matmul_by_onednn() -> bool:
-    """True on processors that MKL does not know: there oneDNN multiplies large float32 matrices faster."""
-    info = Path("/proc/cpuinfo")
-    known = not info.exists() or "GenuineIntel" in info.read_text()
-    return not known and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices, by the library that is the faster one where it runs."""
-    rows = x.stride(1) == 1 and x.dtype == torch.float32 and x.device.type == "cpu"
-    if rows and x.shape[0] * y.numel() >= _LARGE_PRODUCT and _matmul_by_onednn():
-        return torch.ops.meshwright.matmul(x, y)
-    return torch.ops.aten.mm.default(x, y)
-
-
-_LARGE_PRODUCT = 2**24
-"""Multiplications from which on oneDNN's start is paid back."""
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define("matmul(Tensor x, Tensor y) -> Tensor")
-
-
-def _multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def onednn_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The product of two float32 matrices by oneDNN, which `torch.mm` asks for narrower dtypes only."""
     return torch.ops.mkldnn._linear_pointwise(x, y.t(), None, "none", [], "")
 
 
-def _shown_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], y.shape[1])
-
-
-_LIBRARY.impl("matmul", _multiplied, "CPU")
-_LIBRARY.impl("matmul", _shown_product, "Meta")
+def has_onednn_product() -> bool:
+    """Whether this torch brings it along."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:

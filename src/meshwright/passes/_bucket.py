@@ -95,8 +95,8 @@ class Bucket(Pass):
 
 @cache
 def pays_back(device: str) -> int:
-    """So many bytes are read and written in the time that a collective takes to start."""
-    kind, link = ("cpu core", "Gloo on one host") if device == "cpu" else ("H100", "NVLink4")
+    """So many bytes are read and written in the time that a collective takes to start: on a CPU, or else on an H100."""
+    kind, link = ("cpu core", "memory of one host") if device == "cpu" else ("H100", "NVLink4")
     found = link_of(link)
     return int((found.start + found.latency) * device_of(kind).bandwidth / 2)
 

@@ -1,0 +1,45 @@
+"""Large float32 products of matrices: torch.mm, which is MKL, beside the way that our kernels choose on this processor.
+
+Shapes are those of the `compute` model of `static_speed`, forward and for the gradient of the operand. Both take turns
+in short blocks in one process, on one thread.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+from typing import Any
+
+import torch
+
+from benchmarks._blocks import best_ms
+from meshwright.graph._products import by_onednn, matmul
+
+SHAPES = [(512, 512, 512), (512, 512, 1376), (512, 1376, 512), (512, 512, 2048), (512, 2048, 512)]
+GOAL = 1.0
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """The geometric mean over shapes of torch.mm / ours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = [row(*shape, turned, 5 if quick else 25) for shape in SHAPES for turned in (True, False)]
+    torch.set_num_threads(threads)
+    value = round(exp(sum(log(r["ratio"]) for r in rows) / len(rows)), 3)
+    return {
+        "name": "products",
+        "value": value,
+        "goal": "torch.mm / ours at least 1 (0.97 where both are the same)",
+        "ok": value >= (GOAL if by_onednn() else 0.97),
+        "rival": {"name": "torch.mm", "value": 1.0},
+        "details": {"by oneDNN": by_onednn(), "rows": rows},
+    }
+
+
+def row(m: int, k: int, n: int, turned: bool, blocks: int) -> dict[str, Any]:
+    """Milliseconds of both for one shape; `turned` where the second matrix is the transpose of a weight."""
+    x = torch.randn(m, k)
+    y = torch.randn(n, k).t() if turned else torch.randn(k, n)
+    torch.testing.assert_close(matmul(x, y), x @ y, rtol=1e-3, atol=1e-2)
+    ms = best_ms({"mm": lambda: torch.mm(x, y), "ours": lambda: matmul(x, y)}, blocks)
+    rounded = {f"{name}_ms": round(t, 3) for name, t in ms.items()}
+    return {"shape": [m, k, n], "turned": turned, **rounded, "ratio": round(ms["mm"] / ms["ours"], 3)}
