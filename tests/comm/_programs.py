@@ -48,6 +48,8 @@ def reductions() -> Results:
             found[f"{op} {dtype}"] = [
                 ranks.all_reduce(values((3, 2), dtype, ranks.rank), op, group),
                 ranks.all_reduce(values((), dtype, ranks.rank), op, group),
+                ranks.all_reduce(values((3, 2), dtype, ranks.rank), op, group, over=True),
+                ranks.all_reduce(values((3, 2), dtype, ranks.rank).t(), op, group, over=True),
                 ranks.all_reduce(values((0, 2), dtype, ranks.rank), op, group),
                 ranks.reduce_scatter([values((2, 3), dtype, ranks.rank, to) for to in group], op, group),
                 ranks.reduce_scatter([values((2, to), dtype, ranks.rank, to) for to in group], op, group),

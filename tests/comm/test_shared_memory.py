@@ -60,14 +60,19 @@ many = settings(max_examples=25, deadline=None)
 
 
 @many
-@given(size=sizes, dtype=dtypes, length=lengths, op=st.sampled_from(["sum", "prod", "max", "min"]))
-def test_a_reduction_has_the_bits_of_combining_in_order(size: int, dtype: torch.dtype, length: int, op: str) -> None:
+@given(size=sizes, dtype=dtypes, length=lengths, op=st.sampled_from(["sum", "prod", "max", "min"]), over=st.booleans())
+def test_a_reduction_has_the_bits_of_combining_in_order(
+    size: int, dtype: torch.dtype, length: int, op: str, over: bool
+) -> None:
     if REDUCTIONS[op].refuses(dtype):
         return
     terms = [drawn(length, dtype=dtype, seed=n) for n in range(size)]
 
     def call(n: int, rank: SharedMemory) -> Tensor:
-        return rank.all_reduce(terms[n], op)
+        x = terms[n].clone()
+        out = rank.all_reduce(x, op, over)
+        assert (out.data_ptr() == x.data_ptr()) is (over or length == 0)
+        return out
 
     for found in on_all(group_of(size), call):
         torch.testing.assert_close(found, reduce(terms, op), rtol=0, atol=0, equal_nan=True)

@@ -23,6 +23,7 @@ from meshwright.graph import (
     work_of,
 )
 from meshwright.graph._execute import carrying
+from meshwright.graph._memory import read_last
 from meshwright.tensor import local_parts
 from tests.passes.random_programs import program
 from tests.passes.steps import copied, llama_step
@@ -54,6 +55,19 @@ def test_views_share_memory_and_keep_it_alive() -> None:
 
     live = live_memory(program(build, (4,)))
     assert live.live == (32, 32, 32, 48, 52)
+
+
+def test_memory_is_read_for_the_last_time_once_no_view_of_it_is_read() -> None:
+    def build(add: Any, x: Value) -> Any:
+        a = add(aten.exp.default, x)  # of an input
+        b = add(aten.sin.default, a)  # the view of `a` is read behind it
+        c = add(aten.slice.Tensor, a, 0, 0, 1)
+        d = add(aten.cos.default, c)
+        e = add(aten.tan.default, d)  # `d` is a result
+        return (add(aten.neg.default, b), d, e), ()
+
+    found = read_last(program(build, (4,)))
+    assert sorted(str(n.op) for n in found) == ["aten.cos.default", "aten.neg.default"]
 
 
 def test_released_inputs_die() -> None:

@@ -57,7 +57,8 @@ class Carrier(ABC):
     """One rank's way to the others.
 
     All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous; inputs are
-    never written. Every rank of `group` makes the same call, with the same group in the same order.
+    never written, unless the caller lets go of them. Every rank of `group` makes the same call, with the same group in
+    the same order.
     """
 
     kind: ClassVar[str]
@@ -97,14 +98,17 @@ class Carrier(ABC):
             place = place * mesh.sizes[axis] + at[axis]
         return place
 
-    def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor:
-        """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all."""
+    def all_reduce(self, x: Tensor, op: str, group: Group, over: bool = False) -> Tensor:
+        """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all.
+
+        With `over` the caller needs `x` no more: the result may lie in its memory.
+        """
         self._check_group(group)
         call = _reduction(op, x.dtype, x.shape, group)
         if len(group) == 1:
             return reduce((x,), op)
         self.seen.note(call, self.rank)
-        return self._all_reduce(x, call)
+        return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
     def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's `x`, in the order of the group; `shapes[i]` is the shape of `group[i]`'s, and may be empty."""
@@ -180,6 +184,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...
+
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        """As `_all_reduce`, perhaps in the memory of `x`."""
+        return self._all_reduce(x, call)
 
     @abstractmethod
     def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]: ...

@@ -64,6 +64,9 @@ class Delayed(Carrier):
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
         return self._late(call, lambda: self.inner._all_reduce(x, call))
 
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        return self._late(call, lambda: self.inner._all_reduce_over(x, call))
+
     def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
         return self._late(call, lambda: self.inner._all_gather(x, call))
 

@@ -80,7 +80,10 @@ class ProcessCarrier(Carrier):
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
-        return self._carried(call, lambda: self._reduce_all(x, call))
+        return self._carried(call, lambda: self._reduce_all(x, call, over=False))
+
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        return self._carried(call, lambda: self._reduce_all(x, call, over=True))
 
     def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
         return self._carried(call, lambda: self._gather(x, call.receives, call.group))
@@ -114,7 +117,7 @@ class ProcessCarrier(Carrier):
         finally:
             self._guard.after()
 
-    def _reduce_all(self, x: Tensor, call: Call) -> Tensor:
+    def _reduce_all(self, x: Tensor, call: Call, over: bool) -> Tensor:
         op = "sum" if call.op == _AS_SUM else call.op
         transport = self._open_for(x, call.group)
         if op in _AS_BYTES:
@@ -122,7 +125,7 @@ class ProcessCarrier(Carrier):
         if not transport.reduces(op, x.dtype):
             shapes = (tuple(x.shape),) * len(call.group)
             return reduce(self._gather(x, shapes, call.group), call.op)
-        total = transport.all_reduce(x, op)
+        total = transport.all_reduce(x, op, over)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
 
     def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:

@@ -54,10 +54,14 @@ class SharedMemory:
         """All of them, as they are defined."""
         return True
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """The reduction of every rank's `x`, row by row."""
-        out = torch.empty(x.shape, dtype=x.dtype)
-        flat, given = out.view(-1), _rows(x).view(-1)
+    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
+        """The reduction of every rank's `x`, row by row; with `over` in its own memory, where it can be.
+
+        New memory costs more than the rest: the system gives it page by page, each filled with zeros.
+        """
+        rows = _rows(x)
+        out = rows if over else torch.empty(x.shape, dtype=x.dtype)
+        flat, given = out.view(-1), rows.view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
         for low, high in _ranges(given.numel(), SLOT // x.dtype.itemsize):
             combined(flat[low:high], given[low:high], op)
@@ -116,9 +120,7 @@ class SharedMemory:
         self._meet(torch.uint8, 0)
 
     def _combine(self, out: Tensor, x: Tensor, op: str) -> None:
-        terms = self._swap(x)
-        terms[self._place] = x
-        reduce_into(out, terms, op)
+        reduce_into(out, self._swap(x), op)  # not of `x` itself, which `out` may be
 
     def _combine_in_parts(self, out: Tensor, x: Tensor, op: str) -> None:
         """Each rank combines one part of it, and all take the results."""

@@ -168,6 +168,11 @@ class Simulated(Carrier):
         """What the ranks of the simulation keep together, since they live in one process."""
         return self._world.shared
 
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        """In the memory of `x`, where processes may put it too: who reads `x` behind it is wrong here as well."""
+        out = self._all_reduce(x, call)
+        return x.copy_(out) if x.is_contiguous() else out
+
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
         return cast(Tensor, self._world.meet(self.rank, call, x, _finish_all_reduce))
 

@@ -47,9 +47,10 @@ class Backend:
         """Whether the backend's own reduction is exact."""
         return dtype in _EXACT.get(op, ()) or (dtype.is_complex and op == "sum")
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """The sum, prod, max or min of every rank's `x`, row by row."""
-        out = x.clone(memory_format=torch.contiguous_format)
+    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
+        """The sum, prod, max or min of every rank's `x`, row by row; with `over` in its own memory, where it can be."""
+        plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        out = x if over and plain else x.clone(memory_format=torch.contiguous_format)
         options: Any = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         self._raw.allreduce([_real(out)], options).wait()

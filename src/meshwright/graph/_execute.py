@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.comm import Arrival, current
-from meshwright.reshard import Plan
+from meshwright.reshard import AllReduce, Plan
 
 from ._effects import is_view
-from ._node import Carry, Start, Value, Wait, map_values
+from ._memory import read_last
+from ._node import Carry, Node, Start, Value, Wait, map_values
 from ._program import Program
 
 Run = Callable[..., tuple[Any, list[Any]]]
@@ -22,14 +23,14 @@ Run = Callable[..., tuple[Any, list[Any]]]
 
 def to_fx(
     program: Program,
-    op_of: Callable[[Any], Callable[..., Any] | None] = lambda _: None,
+    op_of: Callable[[Node], Callable[..., Any] | None] = lambda node: None,
     numbers: Mapping[Value, Any] | None = None,
     results: Any = None,
 ) -> fx.GraphModule:
     """The program as a torch.fx module: its results are the tuple (outputs, written values), or `results`.
 
-    Inputs are placeholders in their order. `op_of` may give another function for an operator, `numbers` the constants
-    that some values are.
+    Inputs are placeholders in their order. `op_of` may give another function for a node, `numbers` the constants that
+    some values are.
     """
     graph = fx.Graph()
     known: dict[Value, Any] = dict(numbers or {})
@@ -37,7 +38,7 @@ def to_fx(
         known[given.value] = graph.placeholder(_identifier(given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
-        target = op_of(node.op) or _plainly(node.op)
+        target = op_of(node) or _plainly(node.op)
         made = graph.call_function(target, args, kwargs)
         _bind(graph, made, node.out, known)
     ends = results if results is not None else (program.outputs, [v for _, v in program.writes])
@@ -88,6 +89,27 @@ def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
     return carry
 
 
+def reductions_over(program: Program) -> dict[Node, Carry]:
+    """The all-reduces that may write over their operand: nobody reads it any more."""
+    carried = {node: node.op for node in read_last(program) if isinstance(node.op, Carry)}
+    return {node: op for node, op in carried.items() if isinstance(op.step, AllReduce)}
+
+
+def reducing_over(op: Carry) -> Callable[[Tensor], Tensor]:
+    """The step as a function of the caller's part; where it is an all-reduce, perhaps in the part's own memory."""
+    whole, step = carrying(op), op.step
+    if not isinstance(step, AllReduce):
+        return whole
+
+    def reduce(x: Tensor) -> Tensor:
+        here = current()
+        if here.rank not in op.src.mesh:
+            return whole(x)
+        return here.all_reduce(x, step.op, step.group(op.src, here.rank), over=True)
+
+    return reduce
+
+
 def starting(op: Carry) -> Callable[[Tensor], Arrival]:
     """The beginning of the step as a function of the caller's part."""
 
@@ -104,7 +126,8 @@ def _arrived(started: Arrival, x: Tensor) -> Tensor:
 
 def runner(program: Program) -> Run:
     """The program as a function of its inputs, in their order, for whatever carrier the caller has."""
-    module, exchanged = to_fx(program), _exchanged(program)
+    over, exchanged = reductions_over(program), _exchanged(program)
+    module = to_fx(program, lambda node: reducing_over(over[node]) if node in over else None)
 
     def run(*inputs: Any) -> Any:
         with torch.no_grad():

@@ -1,13 +1,15 @@
 """Compiling a program's tensor operators into kernels through Inductor; what works on Python numbers stays as it is.
 
 Communication is an operator of its own, which Inductor calls where it stands. Kernels are made for one rank: its
-numbers are constants in them.
+numbers are constants in them. What one rank does not need another one may, so all that communicates writes to one
+tensor, `order`: nothing of it is left out, and nothing overtakes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from meshwright.comm import Arrival, Carrier, current
 
-from ._execute import carrying, origin_of, starting, to_fx
+from ._execute import carrying, origin_of, reducing_over, reductions_over, starting, to_fx
 from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ._products import matmul
 from ._program import Input, Program
@@ -27,6 +29,7 @@ aten = torch.ops.aten
 _CARRIED: list[Carry] = []
 """Steps that compiled programs carry out, by number."""
 _CALLS: list[Callable[[Tensor], Tensor]] = []
+_OVER: list[Callable[[Tensor], Tensor]] = []
 _NUMBER_OF: dict[Carry, int] = {}
 
 
@@ -36,23 +39,36 @@ def number_of(op: Carry) -> int:
         _NUMBER_OF[op] = len(_CARRIED)
         _CARRIED.append(op)
         _CALLS.append(carrying(op))
+        _OVER.append(reducing_over(op))
     return _NUMBER_OF[op]
 
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 """Its operators are called with less ado than those of `torch.library.custom_op`."""
-_LIBRARY.define("carry(Tensor x, int number) -> Tensor")
-_LIBRARY.define("start(Tensor x, int number) -> Tensor")
-_LIBRARY.define("wait(Tensor ticket, Tensor x, int number) -> Tensor")
+_LIBRARY.define("carry(Tensor x, Tensor(a!) order, int number) -> Tensor")
+_LIBRARY.define("reduce_over(Tensor(a!) x, Tensor(b!) order, int number) -> ()")
+_LIBRARY.define("start(Tensor x, Tensor(a!) order, int number) -> Tensor")
+_LIBRARY.define("wait(Tensor ticket, Tensor x, Tensor(a!) order, int number) -> Tensor")
 
 
-def _carry(x: Tensor, number: int) -> Tensor:
+def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
     """Carries a step of a conversion out on the caller's carrier."""
     return _CALLS[number](x)
 
 
-def _shown(x: Tensor, number: int) -> Tensor:
+def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
     return x.new_empty(current().local_shape(_CARRIED[number].dst))
+
+
+def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
+    """`x` becomes what an all-reduce of it gives."""
+    out = _OVER[number](x)
+    if out.data_ptr() != x.data_ptr():
+        x.copy_(out)
+
+
+def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
+    return None
 
 
 _TICKETS = count(1)
@@ -60,28 +76,29 @@ _BEGUN: dict[int, Arrival] = {}
 """What is under way, by the number on its ticket."""
 
 
-def _start(x: Tensor, number: int) -> Tensor:
+def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     """Begins a step of a conversion; gives the ticket that `wait` takes."""
     ticket = next(_TICKETS)
     _BEGUN[ticket] = starting(_CARRIED[number])(x)
     return torch.tensor([ticket])
 
 
-def _shown_ticket(x: Tensor, number: int) -> Tensor:
+def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="meta")
 
 
-def _wait(ticket: Tensor, x: Tensor, number: int) -> Tensor:
+def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
     """What the step has given; `x` stays until then."""
     return _BEGUN.pop(int(ticket)).wait()
 
 
-def _shown_later(ticket: Tensor, x: Tensor, number: int) -> Tensor:
-    return _shown(x, number)
+def _shown_later(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+    return _shown(x, order, number)
 
 
 for _name, _real, _meta in (
     ("carry", _carry, _shown),
+    ("reduce_over", _reduce_over, _shown_over),
     ("start", _start, _shown_ticket),
     ("wait", _wait, _shown_later),
 ):
@@ -132,13 +149,31 @@ def compiled(
     wanted = (v for v in (*(v for n in parts.kernels for v in n.ins), *(x for x, _ in written)) if v not in inside)
     reads = [v for v in dict.fromkeys(wanted) if v not in rank_numbers and v is not parts.packed]
     copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]
-    takes = [*reads, *([parts.packed] if parts.numbers else [])]
+    order = Value("order", (1,), torch.float32)
+    in_order = {node: _in_order(node, order) for node in parts.kernels if _carried(node)}
+    over = {in_order[node] for node in reductions_over(program) if node in in_order}
+    takes = [*([order] if in_order else []), *reads, *([parts.packed] if parts.numbers else [])]
     inputs = tuple(Input(v, "batch", v.name) for v in takes)
-    part = Program(inputs, (*parts.kernels, *copies), gives, rank=program.rank)
-    call = make(part, rank_numbers) if make is not None else _compile(part, rank_numbers, options or {}, len(written))
+    part = Program(inputs, (*(in_order.get(n, n) for n in parts.kernels), *copies), gives, rank=program.rank)
+    if make is not None:
+        call = make(part, rank_numbers)
+    else:
+        call = _compile(part, rank_numbers, over, options or {}, len(written))
+    call = partial(call, torch.zeros(1)) if in_order else call
     kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
+
+
+def _carried(node: Node) -> Carry | None:
+    """The step that the node carries out, begins or ends, where it communicates."""
+    step = node.op.carry if isinstance(node.op, (Start, Wait)) else node.op
+    return step if isinstance(step, Carry) and step.communicates else None
+
+
+def _in_order(node: Node, order: Value) -> Node:
+    """What communicates, with `order` behind its operands."""
+    return replace(node, args=(*node.args, order))
 
 
 def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
@@ -158,25 +193,31 @@ def _written_inside(program: Program, parts: Regions, inside: Container[Value]) 
 
 
 def _compile(
-    part: Program, rank_numbers: dict[Value, int], options: dict[str, Any], written: int
+    part: Program, rank_numbers: dict[Value, int], over: set[Node], options: dict[str, Any], written: int
 ) -> Callable[..., Any]:
-    module = to_fx(part, _as_operator, rank_numbers, part.outputs)
+    module = to_fx(part, lambda node: _as_operator(node, node in over), rank_numbers, part.outputs)
     with FakeMode():
         examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
     at = {i.value: n for n, i in enumerate(part.inputs)}
     return compile_graph(module, examples, options, [at[n.args[0]] for n in part.nodes[len(part.nodes) - written :]])
 
 
-def _as_operator(op: Any) -> Callable[..., Any] | None:
-    if op is aten.mm.default:
+def _as_operator(node: Node, over: bool) -> Callable[..., Any] | None:
+    if node.op is aten.mm.default:
         return matmul
-    step = op.carry if isinstance(op, (Start, Wait)) else op
-    if not isinstance(step, Carry) or not step.communicates:
+    step = _carried(node)
+    if step is None:
         return None
     ours, number = torch.ops.meshwright, number_of(step)
-    called = ours.start if isinstance(op, Start) else ours.wait if isinstance(op, Wait) else ours.carry
+    if isinstance(node.op, Start):
+        return lambda x, order: ours.start(x, order, number)
+    if isinstance(node.op, Wait):
+        return lambda ticket, x, order: ours.wait(ticket, x, order, number)
+    if not over:
+        return lambda x, order: ours.carry(x, order, number)
 
-    def carry(*tensors: Tensor) -> Tensor:
-        return called(*tensors, number)
+    def reduce(x: Tensor, order: Tensor) -> Tensor:
+        ours.reduce_over(x, order, number)
+        return x
 
-    return carry
+    return reduce

@@ -196,6 +196,15 @@ def _last_reads(program: Program, found: Memories) -> dict[Value, int]:
     return last
 
 
+def read_last(program: Program) -> set[Node]:
+    """The nodes behind which nothing reads the memory of their first operand; inputs are read by the caller."""
+    found = memories(program)
+    last = _last_reads(program, found)
+    given = {found.of(i.value) for i in program.inputs}
+    operands = ((at, node, found.of(node.ins[0])) for at, node in enumerate(program.nodes) if node.ins)
+    return {node for at, node, root in operands if last[root] == at and root not in given}
+
+
 def written_inputs(program: Program) -> set[Value]:
     """The inputs that nodes of the program write over."""
     writing = [node for node in program.nodes if writes_to(node.op)]
