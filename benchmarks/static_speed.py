@@ -98,6 +98,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "with sharding 1": {"sharding": {"enable": True, "stage": 1}},
     "with sharding 2": {"sharding": {"enable": True, "stage": 2}},
     "with sharding 3": {"sharding": {"enable": True, "stage": 3}},
+    "with sharding 3 and schedule": {"sharding": {"enable": True, "stage": 3}, "passes": [{"name": "schedule"}]},
     "with gradient merge": {"gradient_merge": MERGED},
     "with gradient merge, sums apart": {"gradient_merge": {**MERGED, "fused": False}},
     "with schedule": {"passes": [{"name": "schedule"}]},

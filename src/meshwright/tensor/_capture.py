@@ -38,13 +38,38 @@ class Captured:
 def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Captured:
     """The operators that `func(*args, **kwargs)` makes when its distributed arguments are whole.
 
-    Nothing is computed: tensors are on the meta device. Raises whatever torch raises for such arguments.
+    Nothing is computed: tensors are on the meta device, where autocast does nothing; what torch refuses for operands of
+    several dtypes is captured as what autocast makes of them. Raises whatever torch raises for such arguments.
     """
+    try:
+        return _captured(func, args, kwargs, spec_of, None)
+    except Exception:
+        lower = _autocast_dtype(args, kwargs)
+        if lower is None:
+            raise
+        return _captured(func, args, kwargs, spec_of, lower)
+
+
+def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    """What autocast makes of floating operands, where it is on for one of them."""
+    devices = {x.device.type for x in tensors_in((args, kwargs))} - {"meta"}
+    return next((torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)), None)
+
+
+def _captured(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    spec_of: Callable[[Tensor], Spec | None],
+    floats: torch.dtype | None,
+) -> Captured:
+    """The operators of a call, with all floating operands in one dtype where that is given."""
     inputs: list[Tensor] = []
 
     def stand_in(x: Tensor) -> Tensor:
         spec = spec_of(x)
         shape, dtype = (spec.shape, spec.dtype) if spec is not None else (x.shape, x.dtype)
+        dtype = floats if floats is not None and dtype.is_floating_point else dtype
         inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
         return inputs[-1]
 
