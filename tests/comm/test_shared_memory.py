@@ -198,3 +198,10 @@ def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
     with pytest.raises(GoneError):
         second.receive(5.0, there)
     there.close()
+
+
+@pytest.mark.parametrize(("ranks", "looks"), [("", 400), ("2", 400), ("3", 50), ("x", 400)])
+def test_who_shares_a_processor_looks_seldom(ranks: str, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert _region.looking.__wrapped__()[0] == looks

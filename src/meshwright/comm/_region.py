@@ -13,12 +13,15 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "meshwright-"
-_LOOKS, _YIELDS, _REST = 400, 1000, 50e-6
-"""Looks without a pause, looks with the processor left to others, and the pause between all later ones in seconds."""
+_PATIENT, _CROWDED = (400, 1000), (50, 10)
+"""Looks without a pause, and looks with the processor left to others."""
+_REST = 50e-6
+"""The pause between all later looks, in seconds."""
 _BETWEEN_ALARMS = 0.05
 
 
@@ -76,13 +79,21 @@ def forget(name: str) -> None:
         os.unlink(FOLDER / name)
 
 
+@cache
+def looking() -> tuple[int, int]:
+    """How often a rank looks before it rests: seldom where ranks outnumber processors, so that others may compute."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return _CROWDED if ranks.isdigit() and int(ranks) > (os.cpu_count() or 1) else _PATIENT
+
+
 def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:
     """Whether `seen()` within `limit` seconds; `alarm()` is called now and then, and may raise."""
-    for _ in range(_LOOKS):
+    looks, yields = looking()
+    for _ in range(looks):
         if seen():
             return True
-    for _ in range(_YIELDS):
-        time.sleep(0)
+    for _ in range(yields):
+        os.sched_yield()
         if seen():
             return True
     return _rest_until(seen, alarm, limit)
