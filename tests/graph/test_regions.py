@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import _products
+from meshwright.graph import Program, _products
 from meshwright.graph._regions import DOUBLES, WITH_TENSORS, regions
+from meshwright.graph._scatters import options_for
 
 aten = torch.ops.aten
 
@@ -125,3 +126,44 @@ def test_matrices_are_multiplied_right_by_either_library(
     for by_onednn in (False, True):
         monkeypatch.setattr(_products, "by_onednn", lambda chosen=by_onednn: chosen)
         torch.testing.assert_close(_products.matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
+
+
+class Relative(nn.Module):
+    """A bias by distance, as in T5: the gradient is added to places that are computed from a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = torch.arange(x.shape[-1])
+        bias = self.bias((n[None] - n[:, None] + 4).clamp(0, 8)).permute(2, 0, 1)
+        return (bias * x).softmax(-1)
+
+
+def test_what_is_added_to_computed_places_arrives_there() -> None:
+    def rank(compiler: str) -> Tensor:
+        torch.manual_seed(0)
+        model, mesh = Relative(), mw.ProcessMesh([0, 1], ["dp"])
+        mw.shard_layer(model, mesh)
+        strategy = mw.Strategy(compiler=compiler)
+        step = mw.to_static(model, None, F.mse_loss, torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+        step(*(mw.shard_tensor(torch.randn(4, 2, 5, 5), mesh, [mw.Shard(0)]) for _ in range(2)))
+        return mw.unshard_dtensor(model.bias.weight).detach()
+
+    expected, found = (mw.simulate(lambda c=compiler: rank(c), 2) for compiler in ("none", "inductor"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_only_computed_places_need_plain_indices() -> None:
+    def made(model: nn.Module, x: Tensor, y: Tensor) -> Program:
+        step = mw.to_static(model, None, F.mse_loss, torch.optim.SGD(model.parameters(), lr=1.0))
+        step(x, y)
+        return step.program
+
+    def rank() -> list[bool]:
+        words = made(nn.Embedding(9, 2), torch.randint(9, (4, 5)), torch.randn(4, 5, 2))
+        bias = made(Relative(), torch.randn(4, 2, 5, 5), torch.randn(4, 2, 5, 5))
+        return [bool(options_for(program)) for program in (words, bias)]
+
+    assert mw.simulate(rank, 1) == [[False, True]]

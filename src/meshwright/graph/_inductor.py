@@ -23,6 +23,7 @@ from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ._products import matmul
 from ._program import Input, Program
 from ._regions import Regions, regions
+from ._scatters import options_for
 from .torch_hooks import FakeMode, compile_graph
 
 aten = torch.ops.aten
@@ -199,6 +200,7 @@ def _compile(
     with FakeMode():
         examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
     at = {i.value: n for n, i in enumerate(part.inputs)}
+    options = {**options_for(part), **options}
     return compile_graph(module, examples, options, [at[n.args[0]] for n in part.nodes[len(part.nodes) - written :]])
 
 

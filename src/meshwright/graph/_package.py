@@ -24,6 +24,7 @@ from ._inductor import compiled
 from ._memory import written_inputs
 from ._node import Value, tensor_dtype
 from ._program import Program, communication
+from ._scatters import options_for
 from .torch_hooks import load_package, package_graph
 
 
@@ -49,7 +50,8 @@ def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) 
         made.append(not written_inputs(part) and all(i.value.is_tensor for i in part.inputs))
         if made[0]:
             examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value)) for i in part.inputs]
-            package_graph(to_fx(part, numbers=numbers, results=part.outputs), examples, str(beside))
+            module = to_fx(part, numbers=numbers, results=part.outputs)
+            package_graph(module, examples, str(beside), options_for(part))
         return _no_call
 
     try:

@@ -123,6 +123,13 @@ def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
     return mode.shape_env
 
 
+PLAIN_INDICES: Mapping[str, Any] = {"constant_and_index_propagation": False}
+"""Inductor's option that keeps numbers which indices are computed of out of the indices themselves.
+
+torch 2.13 adds a step of the inner loop twice where it adds to places computed from a count, from a transposed tensor.
+"""
+
+
 def compile_graph(
     module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any], written: Sequence[int] = ()
 ) -> Callable[..., Any]:
@@ -167,14 +174,15 @@ def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Cal
     return run
 
 
-def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str) -> None:
+def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str, options: Mapping[str, Any]) -> None:
     """Writes the module's kernels, made ahead of time for inputs like `examples`: a file for `load_package`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what Inductor itself imports
         from torch._inductor import aoti_compile_and_package
 
         exported = torch.export.export(module, tuple(examples))
-        aoti_compile_and_package(exported, package_path=path, inductor_configs={"fallback_random": True})
+        patches = {"fallback_random": True, **options}
+        aoti_compile_and_package(exported, package_path=path, inductor_configs=patches)
 
 
 def load_package(path: str) -> Callable[..., Any]:

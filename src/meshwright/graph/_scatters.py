@@ -1,0 +1,35 @@
+"""Programs that add to computed places, for which Inductor must be asked for plain indices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ._execute import origin_of
+from ._node import Node, name_of
+from ._program import Program
+from .torch_hooks import PLAIN_INDICES
+
+ADDING = (
+    *("embedding_dense_backward", "embedding_bag", "index_put", "index_add", "index_reduce", "scatter_add"),
+    *("scatter_reduce", "unfold_backward", "upsample", "pool", "grid_sampler", "col2im"),
+)
+"""Parts of the names of operators that become additions to places of a tensor."""
+
+
+def options_for(program: Program) -> Mapping[str, Any]:
+    """Inductor's options for a program: plain indices where one adds to places that it computes itself.
+
+    Places that the program is given are read from memory, and right either way. Plain indices cost some time.
+    """
+    given = {i.value for i in program.inputs}
+    return PLAIN_INDICES if any(_computes_places(program, node, given) for node in program.nodes) else {}
+
+
+def _computes_places(program: Program, node: Node, given: set[Any]) -> bool:
+    if not any(part in name_of(node.op) for part in ADDING):
+        return False
+    whole = [v for v in node.ins if isinstance(v.dtype, torch.dtype) and not v.dtype.is_floating_point]
+    return not whole or any(origin_of(program, v) not in given for v in whole)
