@@ -208,6 +208,21 @@ class Accumulated(Base):
         return torch.stack([super(Accumulated, self).forward(part) for part in x.chunk(3)]).mean()
 
 
+@job(exact=False)
+class Recurrent(Base):
+    """torch's recurrent layers keep books of their own on their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind(8, 8, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)])
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (2, 4)).repeat(1, 1, 2)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x.mean(1)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_static_is_eager_is_one_device(name: str) -> None:
     check(JOBS[name], STYLES["grid"])

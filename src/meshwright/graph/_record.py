@@ -46,6 +46,7 @@ from .torch_hooks import (
     symbolic_float,
     symbolic_int,
     unrecorded,
+    without_onednn,
 )
 
 
@@ -102,6 +103,7 @@ class Recorder(Modes):
             stack.enter_context(use(self.carrier))
             stack.enter_context(random_source(self.source))
             stack.enter_context(recording_parts(self.opaque))
+            stack.enter_context(without_onednn())
             stack.enter_context(self.mode)
             stack.enter_context(self)
             yield

@@ -16,6 +16,8 @@ from ._errors import SideEffectError
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PASSED_OVER = {*_TABLES, "_non_persistent_buffers_set"}
+_FOLLOWING = {"_flat_weights", "_flat_weight_refs"}
+"""What torch's recurrent layers renew by themselves when they are called with other parameters than before."""
 _DEPTH = 4
 _OBJECTS = 2
 """How deep containers are looked into, and how deep objects of the user's classes are."""
@@ -86,7 +88,8 @@ class _Part:
             if list(table) != list(before) or (name == "_modules" and list(table.values()) != list(before.values())):
                 yield f"{self.path}.{name}".lstrip("."), _short(list(before)), _short(list(table))
         now, known = dict(_own(self.module)), self.attributes
-        for key in known.keys() | now.keys():
+        following = _FOLLOWING if isinstance(self.module, nn.RNNBase) else set[str]()
+        for key in (known.keys() | now.keys()) - following:
             if key not in known or key not in now or not known[key].is_now(now[key]):
                 was = _short(known[key].value) if key in known else "not there"
                 yield f"{self.path}.{key}".lstrip("."), was, _short(now[key]) if key in now else "gone"

@@ -123,6 +123,20 @@ def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
     return mode.shape_env
 
 
+@contextmanager
+def without_onednn() -> Generator[None]:
+    """Inside, torch does not choose oneDNN's LSTM, which has no backward on fake tensors.
+
+    `torch.backends.mkldnn.flags` sets more than it is told, and warns of that.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 PLAIN_INDICES: Mapping[str, Any] = {"constant_and_index_propagation": False}
 """Inductor's option that keeps numbers which indices are computed of out of the indices themselves.
 
