@@ -81,7 +81,7 @@ def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     """Begins a step of a conversion; gives the ticket that `wait` takes."""
     ticket = next(_TICKETS)
     _BEGUN[ticket] = starting(_CARRIED[number])(x)
-    return torch.tensor([ticket])
+    return torch.tensor([ticket], device="cpu")
 
 
 def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
@@ -160,7 +160,7 @@ def compiled(
         call = make(part, rank_numbers)
     else:
         call = _compile(part, rank_numbers, over, options or {}, len(written))
-    call = partial(call, torch.zeros(1)) if in_order else call
+    call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu")) if in_order else call
     kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
@@ -181,7 +181,7 @@ def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """`call` with the numbers behind the first `tensors` arguments as one tensor."""
 
     def packing(*args: Any) -> Any:
-        return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64))
+        return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
 
     return packing
 

@@ -13,8 +13,8 @@ from ._program import Program
 from .torch_hooks import PLAIN_INDICES
 
 ADDING = (
-    *("embedding_dense_backward", "embedding_bag", "index_put", "index_add", "index_reduce", "scatter_add"),
-    *("scatter_reduce", "unfold_backward", "upsample", "pool", "grid_sampler", "col2im"),
+    *("embedding_dense_backward", "embedding_bag", "index_put", "index_add", "index_reduce", "aten.put"),
+    *("scatter_add", "scatter_reduce", "unfold_backward", "upsample", "pool", "grid_sampler", "col2im"),
 )
 """Parts of the names of operators that become additions to places of a tensor."""
 
@@ -22,7 +22,7 @@ ADDING = (
 def options_for(program: Program) -> Mapping[str, Any]:
     """Inductor's options for a program: plain indices where one adds to places that it computes itself.
 
-    Places that the program is given are read from memory, and right either way. Plain indices cost some time.
+    Places that the program is given are read from memory, and right either way.
     """
     given = {i.value for i in program.inputs}
     return PLAIN_INDICES if any(_computes_places(program, node, given) for node in program.nodes) else {}

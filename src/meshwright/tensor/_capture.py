@@ -15,6 +15,9 @@ from meshwright.layout import Spec, replicated
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import Operator, imagining, no_modes, operators_recorded, shares_storage
 
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts: double precision stays."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -63,13 +66,13 @@ def _captured(
     spec_of: Callable[[Tensor], Spec | None],
     floats: torch.dtype | None,
 ) -> Captured:
-    """The operators of a call, with all floating operands in one dtype where that is given."""
+    """The operators of a call, with all operands that autocast casts in one dtype, where that is given."""
     inputs: list[Tensor] = []
 
     def stand_in(x: Tensor) -> Tensor:
         spec = spec_of(x)
         shape, dtype = (spec.shape, spec.dtype) if spec is not None else (x.shape, x.dtype)
-        dtype = floats if floats is not None and dtype.is_floating_point else dtype
+        dtype = floats if floats is not None and dtype in _CAST else dtype
         inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
         return inputs[-1]
 
