@@ -22,6 +22,7 @@ ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
+    "closed_forms",
 )
 MARK = "<!-- figures -->"
 

@@ -23,7 +23,7 @@ HELP = """
 import sys, time
 start = time.perf_counter()
 from meshwright.cli import main
-assert [main(["--help"]), main(["train", "--help"]), main(["run", "--help"])] == [0, 0, 0]
+assert [main(["--help"]), main(["train", "--help"]), main(["run", "--help"]), main(["schedule", "--help"])] == [0] * 4
 assert "torch" not in sys.modules
 assert time.perf_counter() - start < 0.3
 """
@@ -32,7 +32,7 @@ assert time.perf_counter() - start < 0.3
 def test_help_does_not_wait_for_torch() -> None:
     found = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert all(word in found.stdout for word in ("train", "run", "exit codes", "--processes"))
+    assert all(word in found.stdout for word in ("train", "run", "schedule", "exit codes", "--processes"))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,9 @@ def test_help_does_not_wait_for_torch() -> None:
         ("train 5", "no argument 5"),
         ("run nowhere.py", "no file nowhere.py"),
         ("run", "SCRIPT"),
+        ("schedule", "NAME"),
+        ("schedule 1F1B --times 1,-2", "up to four numbers"),
+        ("schedule 1F1B --chunks 3", "takes no --chunks"),
         ("--steps 3", "--steps"),
     ],
 )
@@ -142,3 +145,26 @@ def test_progress_and_table_say_what_they_should() -> None:
     text = console.file.getvalue()
     assert all(word in text for word in ("8 ranks", "2/2", "loss 4.2500", "tokens/s", "2.5e-01"))
     assert [f" {step} " in text for step in (1, 11, 12, 5)] == [True, True, True, False]
+
+
+def test_a_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, events, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.txt"
+    assert main(["schedule", "ZB-H1", "--svg", str(picture), "--trace", str(events)]) == 0
+    assert "makespan 27, span 27, bubble 11.1 %; holds 4, 4, 4, 4" in capsys.readouterr().out
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(events.read_text())["traceEvents"]
+    assert main(["schedule", "Interleaved 1F1B", "--chunks", "4", "--table"]) == 0
+    table.write_text(capsys.readouterr().out)
+    assert main(["schedule", str(table), "--json", "--times", "0.25,0.25,0.25"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["makespan"], found["peaks"][0], found["channels"]["in order"]) == (26.25, 19, True)
+
+
+def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "a.txt"
+    table.write_text("mine: 1 microbatch\nway: 0\n0: BW0.0 F0.0\n")
+    assert main(["schedule", str(table)]) == 1
+    assert "rank 0 stands at BW0.0 and waits for F0.0" in capsys.readouterr().err
+    assert main(["schedule", "1F2B"]) == 1
+    assert main(["schedule", "list"]) == 0
+    assert "ZB-V" in capsys.readouterr().out

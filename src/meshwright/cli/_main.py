@@ -17,8 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(given)
         if settings.command == "train":
             from meshwright.cli._train import train as carry_out
-        else:
+        elif settings.command == "run":
             from meshwright.cli._run import run as carry_out
+        else:
+            from meshwright.cli._schedule import schedule as carry_out
         return carry_out(settings, given)
     except UsageError as error:
         print(error, file=sys.stderr)

@@ -19,6 +19,7 @@ exit codes:
 COMMANDS = {
     "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
     "run": "run a script on several ranks of this machine",
+    "schedule": "draw a pipeline schedule, known by name or read from a file, and say how long it takes",
 }
 
 
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command, *rest = argv
     if command not in COMMANDS:
         raise UsageError(unknown("meshwright", "command", command, COMMANDS))
-    parser = train_parser() if command == "train" else run_parser()
+    parser = {"train": train_parser, "run": run_parser, "schedule": schedule_parser}[command]()
     settings, strangers = parser.parse_known_args(rest)
     for stranger in strangers:
         kind = "option" if stranger.startswith("-") else "argument"
@@ -74,7 +75,7 @@ def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
 
 
 def top_parser() -> Parser:
-    commands = "\n".join(f"  {name:6} {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
     parser = Parser(
         "meshwright",
         "Automatic parallel training on PyTorch.",
@@ -120,6 +121,44 @@ def run_parser() -> Parser:
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
+
+
+def schedule_parser() -> Parser:
+    parser = Parser("meshwright schedule", f"{COMMANDS['schedule'].capitalize()}.", EXIT_CODES)
+    parser.add_argument(
+        "name", metavar="NAME", help="a schedule such as 1F1B, a file with a table, or list for all names"
+    )
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--ranks", type=positive, default=4, metavar="N", help="ranks of the pipeline (4)")
+    shape.add_argument("--microbatches", type=positive, default=8, metavar="N", help="microbatches of a step (8)")
+    shape.add_argument("--chunks", type=positive, default=2, metavar="N", help="chunks per rank, or slices (2)")
+    shape.add_argument(
+        "--times", type=times, default=(1.0, 1.0, 1.0, 0.0), metavar="F,B,W,MESSAGE", help="seconds of each (1,1,1,0)"
+    )
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--table", action="store_true", help="print the table instead of a picture")
+    answer.add_argument("--json", action="store_true", help="print one JSON object")
+    answer.add_argument("--svg", metavar="FILE", help="write a picture")
+    answer.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    answer.add_argument("--width", type=positive, default=100, metavar="N", help="columns of the picture (100)")
+    return parser
+
+
+def times(text: str) -> tuple[float, float, float, float]:
+    """Seconds of F, B, W and a message; those left out at the end are 1, 1, 1 and 0.
+
+    >>> times("3,4")
+    (3.0, 4.0, 1.0, 0.0)
+    """
+    words = text.split(",")
+    try:
+        given = [float(word) for word in words]
+    except ValueError:
+        given = [-1.0]
+    if len(given) > 4 or min(given) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not up to four numbers from 0 on, such as 3,4,2,0.5")
+    f, b, w, message = given + [1.0, 1.0, 1.0, 0.0][len(given) :]
+    return f, b, w, message
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,79 @@
+"""`meshwright schedule`: a pipeline schedule, checked and drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli._parser import UsageError
+from meshwright.layout import MeshwrightError
+from meshwright.pipeline import (
+    KNOWN,
+    Schedule,
+    Timeline,
+    Times,
+    channels,
+    check,
+    known,
+    parse_schedule,
+    simulate,
+    svg,
+    terminal,
+    trace,
+    with_transfers,
+)
+
+FAILED = 1
+
+
+def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Prints the picture or the table, and writes the files that were asked for. 1 for a table that cannot run."""
+    if settings.name == "list":
+        print("\n".join(f"{k.name:24} {(k.make.__doc__ or '').splitlines()[0]}" for k in KNOWN.values()))
+        return 0
+    try:
+        table = asked_schedule(settings)
+        check(table, stale=True)
+        timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    if settings.svg:
+        Path(settings.svg).write_text(svg(timeline))
+    if settings.trace:
+        Path(settings.trace).write_text(trace(timeline))
+    if settings.json:
+        print(json.dumps(described(timeline)))
+    else:
+        print(str(table) if settings.table else terminal(timeline, settings.width, sys.stdout.isatty()))
+    return 0
+
+
+def asked_schedule(settings: argparse.Namespace) -> Schedule:
+    """The schedule of a file, or a known one."""
+    if Path(settings.name).is_file():
+        return parse_schedule(Path(settings.name).read_text())
+    k = known(settings.name)
+    if k.takes:
+        return k.make(settings.ranks, settings.microbatches, settings.chunks)
+    if settings.chunks != 2:
+        raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  write: meshwright schedule {k.name!r}")
+    return k.make(settings.ranks, settings.microbatches)
+
+
+def described(timeline: Timeline) -> dict[str, Any]:
+    """What there is to say about a schedule, for programs."""
+    table = timeline.schedule
+    return {
+        "name": table.name,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peaks": timeline.peaks(),
+        "channels": {str(c): runs for c, runs in channels(with_transfers(table)).items()},
+        "rows": [[str(action) for action in row] for row in table.rows],
+    }

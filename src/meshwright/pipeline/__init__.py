@@ -1,0 +1,79 @@
+"""Pipelines: schedules as tables, their checker and simulator, the known schedules."""
+
+from ._action import Action, Kind, parse_action
+from ._check import channels, check
+from ._errors import ScheduleError
+from ._flush import eager_one_f_one_b, gpipe, one_f_one_b
+from ._interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
+from ._known import KNOWN, Known, Shape, known
+from ._memory import Memory, peaks
+from ._parse import parse_schedule
+from ._picture import summary, svg, terminal, trace
+from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
+from ._simulate import Timed, Timeline, Times, simulate
+from ._slices import seq_one_f_one_b, terapipe
+from ._squeeze import squeezed
+from ._stale import pipedream, pipedream_2bw, weight_versions
+from ._transfers import whole_backward, with_transfers
+from ._two_ways import chimera, chimera_doubled, dualpipe, dualpipe_v
+from ._v_shapes import v_half, v_min, zb_v
+from ._walk import Channel
+from ._zb_heuristic import zb_1p, zb_2p, zero_bubble
+from ._zero_bubble import zb_h1, zb_h2
+
+__all__ = [
+    "KNOWN",
+    "Action",
+    "Channel",
+    "Edge",
+    "Kind",
+    "Known",
+    "Memory",
+    "Schedule",
+    "ScheduleError",
+    "Shape",
+    "Timed",
+    "Timeline",
+    "Times",
+    "both_ways",
+    "channels",
+    "check",
+    "chimera",
+    "chimera_doubled",
+    "dualpipe",
+    "dualpipe_v",
+    "eager_one_f_one_b",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "interleaved_zero_bubble",
+    "known",
+    "linear",
+    "looped",
+    "looped_bfs",
+    "one_f_one_b",
+    "parse_action",
+    "parse_schedule",
+    "peaks",
+    "pipedream",
+    "pipedream_2bw",
+    "seq_one_f_one_b",
+    "simulate",
+    "squeezed",
+    "summary",
+    "svg",
+    "terapipe",
+    "terminal",
+    "trace",
+    "v_half",
+    "v_min",
+    "weight_versions",
+    "whole_backward",
+    "with_transfers",
+    "zb_1p",
+    "zb_2p",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "zero_bubble",
+    "zigzag",
+]

@@ -1,0 +1,113 @@
+"""What a rank does at one place of its row.
+
+F3.1     forward of microbatch 3 through chunk 1
+B3.1     its backward as far as the gradients of inputs, W3.1 the gradients of weights, BW3.1 both
+R3.1     its forward once more, for a backward that kept only the inputs
+>F3.1    send the output of F3.1 on to the next chunk, <F3.1 receive it
+>B3.1    send the gradient that B3.1 found back to the chunk before, <B3.1 receive it
+>F3.1:4  the same for a chunk further on (a skip connection)
+G.1      gather the parameters of chunk 1, S.1 reduce and scatter their gradients
+O        the optimizer's update; O3: with the gradients up to microbatch 3, while others are on their way
+F4.0&B1.3  two that run side by side: the place ends when both have ended
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from ._errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its letter in the text."""
+
+    FORWARD = "F"
+    BACKWARD = "BW"
+    BACKWARD_INPUT = "B"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    SEND_FORWARD = ">F"
+    RECEIVE_FORWARD = "<F"
+    SEND_BACKWARD = ">B"
+    RECEIVE_BACKWARD = "<B"
+    GATHER = "G"
+    SCATTER = "S"
+    OPTIMIZER = "O"
+
+
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+TRANSFERS = SENDS | RECEIVES
+COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+NOTHING = -1
+"""The microbatch of an action on all of them, and the chunk of one on the whole rank."""
+
+
+class Action(NamedTuple):
+    """One action; `to`: the chunk at a message's other end, if no neighbour; `beside` runs at the same time."""
+
+    kind: Kind
+    microbatch: int = NOTHING
+    chunk: int = NOTHING
+    to: int = NOTHING
+    beside: Action | None = None
+
+    @property
+    def atoms(self) -> Iterator[Action]:
+        """The actions that share this place, each alone."""
+        action: Action | None = self
+        while action is not None:
+            yield action._replace(beside=None)
+            action = action.beside
+
+    @property
+    def other_end(self) -> int:
+        """The chunk at the other end of a message."""
+        if self.to != NOTHING:
+            return self.to
+        return self.chunk + (1 if self.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) else -1)
+
+    def __str__(self) -> str:
+        return "&".join(map(_text, self.atoms))
+
+
+_FORM = re.compile(r"(BW|[<>]?[FB]|[WRGSO])(\d+)?(?:\.(\d+))?(?::(\d+))?")
+_NEEDS_MICROBATCH = COMPUTES | TRANSFERS
+
+
+def _text(action: Action) -> str:
+    microbatch = "" if action.microbatch == NOTHING else action.microbatch
+    chunk = "" if action.chunk == NOTHING else f".{action.chunk}"
+    return f"{action.kind}{microbatch}{chunk}" + ("" if action.to == NOTHING else f":{action.to}")
+
+
+def parse_action(text: str) -> Action:
+    """The action that `text` means; the inverse of `str`. Raises ScheduleError.
+
+    >>> parse_action("F4.0&B1.3").beside.chunk
+    3
+    """
+    action: Action | None = None
+    for part in reversed(text.split("&")):
+        action = _parsed(part)._replace(beside=action)
+    assert action is not None
+    return action
+
+
+def _parsed(text: str) -> Action:
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise ScheduleError(
+            f"an action {text!r}", "no action is written so", "a table is read letter by letter",
+            "F0.1, BW0.1, B0.1, W0.1, R0.1, >F0.1, <F0.1, >B0.1, <B0.1, G.1, S.1 or O",
+        )  # fmt: skip
+    kind = Kind(found[1])
+    microbatch, chunk, to = (NOTHING if n is None else int(n) for n in found.groups()[1:])
+    if kind in _NEEDS_MICROBATCH and microbatch == NOTHING:
+        raise ScheduleError(
+            f"an action {text!r}", "no microbatch", f"{kind} works on one microbatch", f"{kind}0{text[len(kind) :]}"
+        )
+    return Action(kind, microbatch, chunk, to)

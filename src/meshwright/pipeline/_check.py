@@ -1,0 +1,223 @@
+"""Whether a table is a schedule: complete, in order, without deadlock, within memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ._action import COMPUTES, RECEIVES, TRANSFERS, Action, Kind
+from ._errors import ScheduleError
+from ._memory import Memory, peaks
+from ._schedule import Schedule
+from ._walk import Channel, Event, events, message_ranks, walked
+
+
+def check(
+    schedule: Schedule,
+    channel: Channel = Channel.BUFFERED,
+    *,
+    memory: Memory | None = None,
+    capacity: float | Sequence[float] | None = None,
+    stale: bool = False,
+) -> tuple[float, ...]:
+    """The most that each rank holds (`peaks`), of a table that runs. Raises ScheduleError, naming the action at fault.
+
+    `capacity` is the most that a rank may hold; with `stale`, weights may change between a microbatch's forward and
+    its backward, or between two microbatches (asynchronous pipelines: not what the optimizer means on one device).
+    """
+    _check_ways(schedule)
+    _check_actions(schedule)
+    _check_complete(schedule)
+    _check_messages(schedule)
+    for _ in walked(schedule, channel):
+        pass
+    _check_updates(schedule, stale)
+    found = peaks(schedule, memory)
+    _check_capacity(schedule, found, capacity)
+    return found
+
+
+def _wrong(schedule: Schedule, found: str, why: str, write: str) -> ScheduleError:
+    return ScheduleError(f"schedule {schedule.name!r}", found, why, write)
+
+
+def _check_ways(schedule: Schedule) -> None:
+    """Ways name ranks that there are; routes name ways; edges lead forward; slices divide the microbatches."""
+    owners = {rank for way in schedule.ways for rank in way}
+    lengths = {len(way) for way in schedule.ways}
+    if len(lengths) != 1 or 0 in lengths or not owners <= set(range(schedule.ranks)):
+        raise _wrong(
+            schedule, f"ways {schedule.ways} and {schedule.ranks} rows",
+            "each way names a rank that has a row for every chunk, and all copies have the same chunks",
+            "way: 0 1 for two chunks on two ranks",
+        )  # fmt: skip
+    if schedule.routes and (
+        len(schedule.routes) != schedule.microbatches or not set(schedule.routes) <= set(range(len(schedule.ways)))
+    ):
+        raise _wrong(
+            schedule, f"routes {schedule.routes}", f"each of {schedule.microbatches} microbatches takes one of "
+            f"{len(schedule.ways)} ways", "one number of a way per microbatch",
+        )  # fmt: skip
+    for e in schedule.edges:
+        if not 0 <= e.source < e.target < schedule.chunks:
+            raise _wrong(schedule, f"an edge {e.source}>{e.target}", "data flows from a chunk to a later one", "0>1")
+    if schedule.microbatches < 1 or schedule.slices < 1 or schedule.microbatches % schedule.slices:
+        raise _wrong(
+            schedule, f"{schedule.microbatches} microbatches in slices of {schedule.slices}",
+            "a sequence has all its slices", f"{max(1, schedule.slices)} microbatches, or a multiple of it",
+        )  # fmt: skip
+    if schedule.versions and len(schedule.versions) != schedule.microbatches:
+        raise _wrong(
+            schedule, f"versions {schedule.versions}", "each microbatch uses one version of the weights",
+            f"{schedule.microbatches} numbers",
+        )  # fmt: skip
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Every action names a microbatch and a chunk that exist, on the rank that has the chunk."""
+    for rank, atom in schedule.atoms():
+        if atom.kind is Kind.OPTIMIZER:
+            continue
+        ends = (atom.chunk, atom.other_end) if atom.kind in TRANSFERS else (atom.chunk,)
+        in_range = all(0 <= c < schedule.chunks for c in ends)
+        if atom.kind in COMPUTES | TRANSFERS:
+            in_range = in_range and 0 <= atom.microbatch < schedule.microbatches
+        if not in_range:
+            raise _wrong(
+                schedule, f"{atom} on rank {rank}",
+                f"there are {schedule.microbatches} microbatches and {schedule.chunks} chunks, counted from 0",
+                "numbers below those",
+            )  # fmt: skip
+        _check_rank(schedule, rank, atom)
+
+
+def _check_rank(schedule: Schedule, rank: int, atom: Action) -> None:
+    if atom.kind in COMPUTES:
+        owners = {schedule.rank_of(atom.microbatch, atom.chunk)}
+    elif atom.kind in TRANSFERS:
+        owners = {message_ranks(schedule, atom)[atom.kind in RECEIVES]}
+    else:
+        owners = {way[atom.chunk] for way in schedule.ways}
+    if rank not in owners:
+        raise _wrong(
+            schedule, f"{atom} on rank {rank}", f"that belongs to rank {', '.join(map(str, sorted(owners)))}",
+            f"{atom} in that rank's row, or another way",
+        )  # fmt: skip
+
+
+_RUN = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Each chunk runs F once for each microbatch, then BW once, or B once and W once; R at most once."""
+    counts = Counter((a.kind, a.microbatch, a.chunk) for _, a in schedule.atoms() if a.kind in COMPUTES)
+    for m in range(schedule.microbatches):
+        for c in range(schedule.chunks):
+            f, bw, b, w, r = (counts[kind, m, c] for kind in _RUN)
+            if f != 1 or (bw, b, w) not in ((1, 0, 0), (0, 1, 1)) or r > 1:
+                found = {"F": f, "BW": bw, "B": b, "W": w, "R": r}
+                raise _wrong(
+                    schedule, f"microbatch {m} at chunk {c}: " + ", ".join(f"{n} times {k}" for k, n in found.items()),
+                    "each chunk runs one forward and one backward of each microbatch",
+                    f"F{m}.{c} once, and BW{m}.{c} once or B{m}.{c} and W{m}.{c} once each",
+                )  # fmt: skip
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Each message is sent once and received once, and none is missing."""
+    if not schedule.has_transfers:
+        return
+    counts = Counter(e for _, a in schedule.atoms() if a.kind in TRANSFERS for e in events(a))
+    wanted = set(_messages(schedule))
+    for event in (*counts, *wanted):
+        if counts[event] != 1 or event not in wanted:
+            raise _wrong(
+                schedule, f"{counts[event]} times {_message(event)}",
+                "a message goes along each edge between chunks of two ranks: once there and, with a gradient, back",
+                "with_transfers(schedule without sends and receives)",
+            )  # fmt: skip
+
+
+def _message(event: Event) -> str:
+    return str(Action(event.kind, event.microbatch, event.chunk, event.to))
+
+
+def _messages(schedule: Schedule) -> Iterator[Event]:
+    """The sends and receives that the edges of a schedule ask for."""
+    for m in range(schedule.microbatches):
+        for e in schedule.all_edges:
+            if schedule.rank_of(m, e.source) != schedule.rank_of(m, e.target):
+                yield Event(Kind.SEND_FORWARD, m, e.source, e.target)
+                yield Event(Kind.RECEIVE_FORWARD, m, e.source, e.target)
+                if e.gradient:
+                    yield Event(Kind.SEND_BACKWARD, m, e.target, e.source)
+                    yield Event(Kind.RECEIVE_BACKWARD, m, e.target, e.source)
+
+
+def _check_updates(schedule: Schedule, stale: bool) -> None:
+    """Without `stale`, a row updates weights behind all its backwards; gathers and scatters stand where they help."""
+    for rank, row in enumerate(schedule.rows):
+        kinds = [(atom.kind, atom) for action in row for atom in action.atoms]
+        updates = [n for n, (kind, _) in enumerate(kinds) if kind is Kind.OPTIMIZER]
+        last = max((n for n, (kind, _) in enumerate(kinds) if kind in COMPUTES), default=-1)
+        if updates and (updates[0] < last or schedule.versions) and not stale:
+            raise _wrong(
+                schedule, f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
+                "weights that change while microbatches are on their way change what the optimizer means",
+                "check(schedule, stale=True), if that is wanted, or O at the end of the row",
+            )  # fmt: skip
+        _check_gathers(schedule, rank, [atom for _, atom in kinds])
+
+
+def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
+    """Where parameters are gathered, they are before each use; gradients are scattered behind the first of them."""
+    gathered = {a.chunk for a in atoms if a.kind is Kind.GATHER}
+    seen: set[tuple[Kind, int]] = set()
+    for atom in atoms:
+        late = atom.kind in COMPUTES and atom.chunk in gathered and (Kind.GATHER, atom.chunk) not in seen
+        early = (
+            atom.kind is Kind.SCATTER
+            and not {
+                (Kind.BACKWARD, atom.chunk),
+                (Kind.BACKWARD_WEIGHT, atom.chunk),
+            }
+            & seen
+        )
+        if late or early:
+            raise _wrong(
+                schedule, f"{atom} on rank {rank}",
+                f"the parameters of chunk {atom.chunk} are not gathered yet" if late else "there are no gradients yet",
+                f"G.{atom.chunk} before it" if late else f"S.{atom.chunk} behind a BW or W of that chunk",
+            )  # fmt: skip
+        seen.add((atom.kind, atom.chunk))
+
+
+def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float | Sequence[float] | None) -> None:
+    if capacity is None:
+        return
+    most = capacity if isinstance(capacity, Sequence) else [capacity] * len(found)
+    for rank, (needed, there) in enumerate(zip(found, most, strict=True)):
+        if needed > there:
+            raise _wrong(
+                schedule, f"rank {rank} holds up to {needed:g}", f"it may hold {there:g}",
+                "a schedule with fewer microbatches on their way (ZB-1p, V-Half, V-Min), or smaller microbatches",
+            )  # fmt: skip
+
+
+def channels(schedule: Schedule) -> dict[Channel, bool]:
+    """Over which channels a table runs without getting stuck.
+
+    >>> from meshwright.pipeline import gpipe, with_transfers
+    >>> {str(c): runs for c, runs in channels(with_transfers(gpipe(2, 4))).items()}
+    {'buffered': True, 'in order': True, 'rendezvous': True}
+    """
+    return {channel: _runs(schedule, channel) for channel in Channel}
+
+
+def _runs(schedule: Schedule, channel: Channel) -> bool:
+    try:
+        for _ in walked(schedule, channel):
+            pass
+    except ScheduleError:
+        return False
+    return True

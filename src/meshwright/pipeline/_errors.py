@@ -1,0 +1,9 @@
+"""What can be wrong with a schedule."""
+
+from __future__ import annotations
+
+from meshwright.layout import MeshwrightError
+
+
+class ScheduleError(MeshwrightError, ValueError):
+    """A table of actions that is incomplete, contradicts itself, gets stuck, or needs more memory than there is."""

@@ -1,0 +1,102 @@
+"""List scheduling: at each time, each rank runs what comes first by a rule, of what is ready and fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._action import Action, Kind
+from ._errors import ScheduleError
+from ._memory import Memory
+from ._schedule import Schedule, Way
+from ._simulate import Times, length, travel
+from ._walk import Event, events, needs
+
+Rule = Sequence[tuple[Kind, int]]
+"""Kinds and local chunks, the most urgent first; weight gradients come last."""
+
+
+def list_schedule(
+    name: str, way: Way, microbatches: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+) -> Schedule:
+    """The schedule in which every rank does as soon as it can what `rule` names first.
+
+    A forward leaves room for one of each later chunk of its rank, so that microbatches on their way can go on. Raises
+    ScheduleError where memory is too short for that.
+    """
+    return _Table(name, way, microbatches, rule, times, memory, limits).filled()
+
+
+class _Table:
+    """Rows being filled."""
+
+    def __init__(
+        self, name: str, way: Way, m: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+    ) -> None:
+        self.ranks = max(way) + 1
+        self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
+        self.times, self.memory, self.limits, self.m = times, memory, limits, m
+        self.own = [[c for c, owner in enumerate(way) if owner == r] for r in range(self.ranks)]
+        self.urgency = {pair: n for n, pair in enumerate(rule)}
+        self.rows: list[list[Action]] = [[] for _ in range(self.ranks)]
+        self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}
+        self.ended: dict[Event, float] = {}
+        self.free, self.held = [0.0] * self.ranks, [0.0] * self.ranks
+        self.room = {c: self._room(c, way[c]) for c in range(len(way))}
+
+    def _room(self, chunk: int, rank: int) -> float:
+        """What a forward needs: its own memory, and that of one forward of each later chunk."""
+        return sum(self._change(Action(Kind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
+
+    def _change(self, action: Action) -> float:
+        return self.memory.change(self.shape, action)
+
+    def filled(self) -> Schedule:
+        best = [self._next(r) for r in range(self.ranks)]
+        for _ in range(len(self.done) * self.m):
+            ready = [(found[0], r) for r, found in enumerate(best) if found is not None]
+            if not ready:
+                raise ScheduleError(
+                    f"schedule {self.shape.name!r}", f"memory for {min(self.limits):g} on a rank",
+                    "no rank can go on", "more memory: one microbatch of every chunk of a rank, at least",
+                )  # fmt: skip
+            start, rank = min(ready)
+            found = best[rank]
+            assert found is not None
+            self._take(rank, found[2], start)
+            for r in self.shape.neighbours[rank]:
+                best[r] = self._next(r)
+        return Schedule(self.shape.name, self.shape.ways, self.m, tuple(map(tuple, self.rows)))
+
+    def _take(self, rank: int, action: Action, start: float) -> None:
+        self.rows[rank].append(action)
+        self.done[action.kind, action.chunk] += 1
+        self.free[rank] = start + length(self.times, action)
+        self.held[rank] += self._change(action)
+        for event in events(action):
+            self.ended[event] = self.free[rank]
+
+    def _next(self, rank: int) -> tuple[float, int, Action] | None:
+        """(start, urgency, action) of what the rank runs next."""
+        found: list[tuple[float, int, Action]] = []
+        for place, c in enumerate(self.own[rank]):
+            for kind in _ORDER:
+                action = Action(kind, self.done[kind, c], c)
+                start = self._start(rank, action)
+                if start is not None:
+                    found.append((start, self.urgency.get((kind, place), len(self.urgency)), action))
+        return min(found, default=None)
+
+    def _start(self, rank: int, action: Action) -> float | None:
+        if action.microbatch >= self.m:
+            return None
+        if action.kind is Kind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
+            return None
+        start = self.free[rank]
+        for event in needs(self.shape, action):
+            if event not in self.ended:
+                return None
+            start = max(start, self.ended[event] + travel(self.shape, self.times, event, action, rank))
+        return start
+
+
+_ORDER = (Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT)

@@ -1,0 +1,68 @@
+"""What a rank holds while it goes through its row: activations from their forward until nothing needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._action import Action, Kind
+from ._schedule import Row, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes per chunk and microbatch; each field has one number per chunk, or one for all of them.
+
+    `held` is what a forward leaves for the backward, `kept` what stays of it between B and W (default: all), `inputs`
+    what stays between a forward that is recomputed and the recomputation. `static` is what a chunk takes always:
+    weights, their gradients and the optimizer's state.
+    """
+
+    held: float | tuple[float, ...] = 1.0
+    kept: float | tuple[float, ...] | None = None
+    inputs: float | tuple[float, ...] = 0.0
+    static: float | tuple[float, ...] = 0.0
+
+    def change(self, schedule: Schedule, action: Action) -> float:
+        """How many bytes more a rank holds after `action`, alone."""
+        c = action.chunk
+        if action.kind is Kind.FORWARD:
+            return at(self.inputs if (action.microbatch, c) in schedule.recomputed else self.held, c)
+        if action.kind is Kind.RECOMPUTE:
+            return at(self.held, c) - at(self.inputs, c)
+        if action.kind is Kind.BACKWARD:
+            return -at(self.held, c)
+        if action.kind is Kind.BACKWARD_INPUT:
+            return self._kept(c) - at(self.held, c)
+        return -self._kept(c) if action.kind is Kind.BACKWARD_WEIGHT else 0.0
+
+    def _kept(self, chunk: int) -> float:
+        return at(self.held if self.kept is None else self.kept, chunk)
+
+
+def at(values: float | tuple[float, ...], index: int) -> float:
+    """One of several numbers, or the number that stands for all of them."""
+    return values[index] if isinstance(values, tuple) else values
+
+
+def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]:
+    """The most bytes that each rank holds; without `memory`, how many (chunk, microbatch) wait for a backward's end.
+
+    >>> from meshwright.pipeline import one_f_one_b
+    >>> peaks(one_f_one_b(4, 8))
+    (4.0, 3.0, 2.0, 1.0)
+    """
+    memory = memory or Memory()
+    return tuple(
+        sum(at(memory.static, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
+        + _peak(schedule, row, memory)
+        for rank, row in enumerate(schedule.rows)
+    )
+
+
+def _peak(schedule: Schedule, row: Row, memory: Memory) -> float:
+    now = most = 0.0
+    for action in row:
+        changes = [memory.change(schedule, atom) for atom in action.atoms]
+        most = max(most, now + sum(c for c in changes if c > 0))
+        now += sum(changes)
+    return most

@@ -1,0 +1,79 @@
+"""The schedule that a text means."""
+
+from __future__ import annotations
+
+import re
+
+from ._action import parse_action
+from ._errors import ScheduleError
+from ._schedule import Edge, Schedule
+
+_HEAD = re.compile(r"(?P<name>.+): (?P<m>\d+) microbatch(es)?(, (?P<slices>\d+) slices a sequence)?")
+_EDGE = re.compile(r"(\d+)>(\d+)(-?)")
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that `text` means; the inverse of `str`. Raises ScheduleError.
+
+    >>> print(parse_schedule("mine: 1 microbatch\\nway: 0 1\\n0: F0.0 BW0.0\\n1: F0.1 BW0.1"))
+    mine: 1 microbatch
+    way: 0 1
+    0: F0.0 BW0.0
+    1: F0.1 BW0.1
+    """
+    lines = [line for line in (raw.split("#")[0].strip() for raw in text.splitlines()) if line]
+    head = _HEAD.fullmatch(lines[0]) if lines else None
+    if head is None:
+        raise _unread(lines[0] if lines else "", "the first line names the schedule", "1F1B: 8 microbatches")
+    parts: dict[str, list[list[str]]] = {}
+    for line in lines[1:]:
+        key, colon, rest = line.partition(":")
+        if not colon:
+            raise _unread(line, "a line begins with a rank or a name and a colon", "0: F0.0 BW0.0")
+        parts.setdefault(key, []).append(rest.split())
+    return Schedule(
+        head["name"],
+        tuple(_numbers(way) for way in parts.pop("way", [])) or _no_way(),
+        int(head["m"]),
+        routes=_numbers(_one("routes", parts.pop("routes", [[]]))),
+        slices=int(head["slices"] or 1),
+        edges=tuple(map(_edge, _one("edges", parts.pop("edges", [[]])))),
+        versions=_numbers(_one("versions", parts.pop("versions", [[]]))),
+        rows=tuple(tuple(map(parse_action, _one(str(r), row))) for r, row in enumerate(_rows(parts))),
+    )
+
+
+def _rows(parts: dict[str, list[list[str]]]) -> list[list[list[str]]]:
+    if set(parts) != {str(rank) for rank in range(len(parts))}:
+        raise _unread(
+            ", ".join(parts), "behind the head come way, routes, edges, versions and one row for each rank from 0 on",
+            "way: 0 1\n0: F0.0 BW0.0\n1: F0.1 BW0.1",
+        )  # fmt: skip
+    return [parts[str(rank)] for rank in range(len(parts))]
+
+
+def _one(key: str, found: list[list[str]]) -> list[str]:
+    if len(found) != 1:
+        raise _unread(f"{key}: (twice)", "each rank has one row", "one line")
+    return found[0]
+
+
+def _edge(text: str) -> Edge:
+    found = _EDGE.fullmatch(text)
+    if found is None:
+        raise _unread(text, "an edge leads from a chunk to a later one; a minus: no gradient comes back", "0>1 or 0>2-")
+    return Edge(int(found[1]), int(found[2]), not found[3])
+
+
+def _numbers(words: list[str]) -> tuple[int, ...]:
+    if not all(word.isdecimal() for word in words):
+        raise _unread(" ".join(words), "ranks, ways and versions are numbers", "0 1 2")
+    return tuple(map(int, words))
+
+
+def _no_way() -> tuple[tuple[int, ...], ...]:
+    raise _unread("no line 'way:'", "a schedule tells which rank runs each chunk", "way: 0 1")
+
+
+def _unread(found: str, why: str, write: str) -> ScheduleError:
+    return ScheduleError("a schedule from text", found or "nothing", why, write)

@@ -1,0 +1,149 @@
+"""How long a table takes: when each action begins and ends, given what actions and messages cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ._action import COMPUTES, RECEIVES, SENDS, Action, Kind
+from ._memory import Memory, at, peaks
+from ._schedule import Schedule
+from ._walk import Event, events, needs, walked
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one microbatch per chunk: one number per chunk, or one for all of them.
+
+    `transfer` is the time of a message between two ranks (per edge that begins at a chunk), `overhead` what each action
+    costs its rank before it begins. BW takes as long as B and W. `slowdown` is how long two actions side by side take,
+    as a part of their sum.
+    """
+
+    forward: float | tuple[float, ...] = 1.0
+    backward: float | tuple[float, ...] = 1.0
+    weight: float | tuple[float, ...] = 1.0
+    transfer: float | tuple[float, ...] = 0.0
+    recompute: float | tuple[float, ...] | None = None
+    gather: float | tuple[float, ...] = 0.0
+    scatter: float | tuple[float, ...] = 0.0
+    optimizer: float = 0.0
+    overhead: float = 0.0
+    slowdown: float = 1.0
+
+    def of(self, action: Action) -> float:
+        """Seconds of one action, alone, without overhead."""
+        c = action.chunk
+        match action.kind:
+            case Kind.FORWARD:
+                return at(self.forward, c)
+            case Kind.BACKWARD_INPUT:
+                return at(self.backward, c)
+            case Kind.BACKWARD_WEIGHT:
+                return at(self.weight, c)
+            case Kind.BACKWARD:
+                return at(self.backward, c) + at(self.weight, c)
+            case Kind.RECOMPUTE:
+                return at(self.forward if self.recompute is None else self.recompute, c)
+            case Kind.GATHER:
+                return at(self.gather, c)
+            case Kind.SCATTER:
+                return at(self.scatter, c)
+            case Kind.OPTIMIZER:
+                return self.optimizer
+            case _:
+                return 0.0
+
+    def message(self, source: int, target: int) -> float:
+        """Seconds of a message between two neighbouring chunks, or two further apart."""
+        return at(self.transfer, min(source, target))
+
+
+class Timed(NamedTuple):
+    """An action, and when it began and ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs, in seconds from the start."""
+
+    schedule: Schedule
+    times: Times
+    rows: tuple[tuple[Timed, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks: a step whose optimizer waits for all."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time that one rank is at work, from its own start to its own end: a step without that wait."""
+        return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The seconds that each rank computes."""
+        return tuple(
+            sum(self.times.of(atom) for timed in row for atom in timed.action.atoms if atom.kind in COMPUTES)
+            for row in self.rows
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The part of the makespan in which ranks do not compute."""
+        return 1 - sum(self.busy) / (len(self.rows) * self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """The part of the span in which the busiest rank does not compute: what zero-bubble papers report."""
+        return 1 - max(self.busy) / self.span
+
+    def peaks(self, memory: Memory | None = None) -> tuple[float, ...]:
+        """The most that each rank holds."""
+        return peaks(self.schedule, memory)
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+    """Each action as early as its rank and what it needs allow. Raises ScheduleError where ranks get stuck.
+
+    >>> from meshwright.pipeline import one_f_one_b
+    >>> simulate(one_f_one_b(4, 8)).makespan
+    33.0
+    """
+    times = times or Times()
+    ended: dict[Event, float] = {}
+    free = [0.0] * schedule.ranks
+    rows: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
+    for rank, action in walked(schedule):
+        start = free[rank]
+        for atom in action.atoms:
+            for event in needs(schedule, atom):
+                start = max(start, ended[event] + travel(schedule, times, event, atom, rank))
+        end = start + length(times, action)
+        rows[rank].append(Timed(action, start, end))
+        free[rank] = end
+        for event in (e for atom in action.atoms for e in events(atom)):
+            ended[event] = end
+    return Timeline(schedule, times, tuple(map(tuple, rows)))
+
+
+def length(times: Times, action: Action) -> float:
+    """How long an action, with what runs beside it, keeps its rank."""
+    if action.beside is None:
+        return times.overhead + times.of(action)
+    return times.overhead + sum(map(times.of, action.atoms)) * times.slowdown
+
+
+def travel(schedule: Schedule, times: Times, event: Event, atom: Action, rank: int) -> float:
+    """How long what `event` made is on its way to `atom` on `rank`."""
+    target = atom.other_end if atom.kind in RECEIVES else atom.chunk
+    if event.kind in SENDS:
+        return times.message(event.chunk, target)
+    crosses = event.chunk != target and schedule.rank_of(event.microbatch, event.chunk) != rank
+    return times.message(event.chunk, target) if crosses and not schedule.has_transfers else 0.0

@@ -1,0 +1,100 @@
+"""A table pulled together: what could run while its rank waits runs then, where memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ._action import Action
+from ._memory import Memory, peaks
+from ._schedule import Schedule
+from ._simulate import Times, length, travel
+from ._walk import Event, events, needs
+
+AHEAD = 64
+"""How many places of a row are looked at for something that can run earlier."""
+
+
+def squeezed(
+    schedule: Schedule,
+    times: Times | None = None,
+    memory: Memory | None = None,
+    capacity: float | Sequence[float] | None = None,
+) -> Schedule:
+    """The same actions, each rank running what comes first in its row of what can run at that time.
+
+    No rank holds more than `capacity` (default: than it held before).
+    """
+    memory = memory or Memory()
+    most = peaks(schedule, memory) if capacity is None else capacity
+    limits = most if isinstance(most, Sequence) else [most] * schedule.ranks
+    return _Squeeze(schedule, times or Times(), memory, limits).result()
+
+
+class _Squeeze:
+    """Rows taken apart place by place, and put together again."""
+
+    def __init__(self, schedule: Schedule, times: Times, memory: Memory, limits: Sequence[float]) -> None:
+        self.schedule, self.times, self.memory, self.limits = schedule, times, memory, limits
+        self.left = [list(row) for row in schedule.rows]
+        self.rows: list[list[Action]] = [[] for _ in schedule.rows]
+        self.free = [0.0] * schedule.ranks
+        self.held = [0.0] * schedule.ranks
+        self.ended: dict[Event, float] = {}
+
+    def result(self) -> Schedule:
+        best = [self._next(r) for r in range(self.schedule.ranks)]
+        while any(self.left):
+            start, rank = min((found[0], r) for r, found in enumerate(best) if found is not None)
+            found = best[rank]
+            assert found is not None
+            self._take(rank, found[1], start)
+            for r in self.schedule.neighbours[rank]:
+                best[r] = self._next(r)
+        return replace(self.schedule, rows=tuple(map(tuple, self.rows)))
+
+    def _take(self, rank: int, place: int, start: float) -> None:
+        action = self.left[rank].pop(place)
+        self.rows[rank].append(action)
+        self.free[rank] = start + length(self.times, action)
+        self.held[rank] += self._change(action)
+        for event in (e for atom in action.atoms for e in events(atom)):
+            self.ended[event] = self.free[rank]
+
+    def _change(self, action: Action) -> float:
+        return sum(self.memory.change(self.schedule, atom) for atom in action.atoms)
+
+    def _next(self, rank: int) -> tuple[float, int] | None:
+        """The earliest start of this rank's next action, and that action's place in what is left of the row."""
+        best: tuple[float, int] | None = None
+        for place, action in enumerate(self.left[rank][:AHEAD]):
+            start = self._start(rank, action)
+            if start is None or (best is not None and start >= best[0]):
+                continue
+            if place == 0 or self._fits(rank, place):
+                best = start, place
+            if start <= self.free[rank]:
+                break
+        return best
+
+    def _start(self, rank: int, action: Action) -> float | None:
+        """When an action can begin, if what it needs is under way."""
+        start = self.free[rank]
+        for atom in action.atoms:
+            for event in needs(self.schedule, atom):
+                if event not in self.ended:
+                    return None
+                start = max(start, self.ended[event] + travel(self.schedule, self.times, event, atom, rank))
+        return start
+
+    def _fits(self, rank: int, place: int) -> bool:
+        """Whether the rank stays within its limit when the action at `place` comes first."""
+        moved = self.left[rank][place]
+        if (added := self._change(moved)) <= 0:
+            return True
+        now = self.held[rank] + added
+        for action in self.left[rank][:place]:
+            if now > self.limits[rank]:
+                return False
+            now += self._change(action)
+        return now <= self.limits[rank]

@@ -1,0 +1,134 @@
+"""Zero-bubble schedules with two chunks per rank in a V: the first rank has the first and the last chunk.
+
+V-Half and V-Min repeat one building block every six units: where its four passes stand decides how long an activation
+lives, and so how many are held (Qi et al., arXiv 2405.15362).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import permutations
+
+from ._action import Action, Kind
+from ._errors import ScheduleError
+from ._flush import backward_input, backward_weight, counted, forward
+from ._list import list_schedule
+from ._memory import Memory, peaks
+from ._schedule import Schedule, zigzag
+from ._simulate import Times, simulate
+from ._squeeze import squeezed
+
+PERIOD = 6
+Block = tuple[int, int, int, int]
+"""When a rank runs the forwards of its first and its second chunk, and the backwards of its second and its first."""
+
+
+def v_min(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
+    """About a third of the activations of 1F1B, for a bubble that grows with m unless F = B = W."""
+    wait = 2 if ranks % 3 == 0 else 0
+
+    def block(r: int) -> Block:
+        return r, 2 * ranks - 1 - r, 2 * ranks + wait + r, 4 * ranks + wait - 1 - r
+
+    return _from_block("V-Min", ranks, microbatches, block, times)
+
+
+def v_half(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
+    """About half of the activations of 1F1B."""
+    wait = 3 if ranks % 2 == 0 else 0
+
+    def block(r: int) -> Block:
+        return 2 * r, 3 * ranks - 2 - r, 3 * ranks - 1 + wait + 2 * r, 6 * ranks - 2 + wait - r
+
+    return _from_block("V-Half", ranks, microbatches, block, times)
+
+
+def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
+    """The activations of 1F1B, and no bubble in the span where F = B = W (Qi et al., arXiv 2401.10241, section 6)."""
+    counted("ZB-V", ranks, microbatches)
+    rows = tuple(_Phases(r, ranks, microbatches).row() for r in range(ranks))
+    schedule = Schedule("ZB-V", zigzag(ranks), microbatches, rows)
+    return _best([schedule, squeezed(schedule, times)], times)
+
+
+class _Phases:
+    """A rank's row of ZB-V; 0 is its chunk on the way there, 1 the one on the way back."""
+
+    def __init__(self, rank: int, ranks: int, microbatches: int) -> None:
+        self.rank, self.ranks, self.m = rank, ranks, microbatches
+        self.chunks = rank, 2 * ranks - 1 - rank
+        self.done: Counter[tuple[Kind, int]] = Counter()
+        self.actions: list[Action] = []
+
+    def put(self, text: str, times: int = 1) -> None:
+        """Actions such as "F0 B1", so many times; those of microbatches that there are not are left out."""
+        for word in text.split() * times:
+            kind, way = Kind(word[0]), int(word[1])
+            if self.done[kind, way] < self.m:
+                self.actions.append(Action(kind, self.done[kind, way], self.chunks[way]))
+                self.done[kind, way] += 1
+
+    def row(self) -> tuple[Action, ...]:
+        """Forwards until the first comes back, backwards of the way back, all in turn, backwards of the way there."""
+        behind = self.ranks - self.rank
+        self.put("F0", 2 * behind - 1)
+        self.put("F1 F0", self.rank)
+        self.put("F1 B1 W1", behind)
+        while self.done[Kind.FORWARD, 1] < self.done[Kind.FORWARD, 0] or self.done[Kind.FORWARD, 0] < self.m:
+            self.put("F0 B0 W0 F1 B1 W1")
+        self.put("B0 B1", self.rank)
+        self.put("B0 W0", behind)
+        self.put("W1", self.m)
+        self.put("W0", self.m)
+        return tuple(self.actions)
+
+
+def _from_block(
+    name: str, ranks: int, microbatches: int, block: Callable[[int], Block], times: Times | None
+) -> Schedule:
+    """The block repeated for each microbatch and squeezed, or what list scheduling finds within the same memory."""
+    counted(name, ranks, microbatches)
+    rows = tuple(_row(r, 2 * ranks - 1 - r, block(r), microbatches) for r in range(ranks))
+    schedule = Schedule(name, zigzag(ranks), microbatches, rows)
+    most = max(peaks(schedule))
+    found = [schedule, squeezed(schedule, times, capacity=most)]
+    for rule in permutations(_PASSES):
+        with suppress(ScheduleError):
+            found.append(
+                list_schedule(name, zigzag(ranks)[0], microbatches, rule, times or Times(), Memory(), (most,) * ranks)
+            )
+    return _best(found, times)
+
+
+_PASSES = [(kind, way) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) for way in (1, 0)]
+
+
+def _best(found: list[Schedule], times: Times | None) -> Schedule:
+    return min(found, key=lambda s: _cost(s, times))
+
+
+def _cost(schedule: Schedule, times: Times | None) -> tuple[float, float]:
+    line = simulate(schedule, times)
+    return line.makespan, line.span
+
+
+def _row(first: int, second: int, block: Block, microbatches: int) -> tuple[Action, ...]:
+    """A rank's forwards and backwards at their times, and weight gradients in the units between."""
+    passes = [(forward, first), (forward, second), (backward_input, second), (backward_input, first)]
+    at = {
+        start + PERIOD * m: make(m, c)
+        for (make, c), start in zip(passes, block, strict=True)
+        for m in range(microbatches)
+    }
+    row: list[Action] = []
+    late: list[Action] = []
+    for unit in range(max(at) + 1):
+        if (action := at.get(unit)) is not None:
+            row.append(action)
+            if action.kind == "B":
+                late.append(backward_weight(action.microbatch, action.chunk))
+        elif late:
+            row.append(late.pop(0))
+    return (*row, *late)

@@ -1,0 +1,227 @@
+"""Going through a table as its ranks would: which action comes when, and where they get stuck.
+
+The messages follow the rules of a carrier. Whatever order ranks are looked at in, the same actions get done: each
+waits for named events, or for the one message that its channel holds first (a Kahn network), so one walk decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from ._action import NOTHING, RECEIVES, SENDS, TRANSFERS, Action, Kind
+from ._errors import ScheduleError
+from ._schedule import Schedule
+
+
+class Channel(StrEnum):
+    """How messages travel between two ranks."""
+
+    BUFFERED = "buffered"
+    """A send never waits; a receive finds its message by tag."""
+    IN_ORDER = "in order"
+    """A send never waits; messages of one rank to another are received in the order in which they were sent."""
+    RENDEZVOUS = "rendezvous"
+    """A send waits for its receive; what stands side by side (`&`) is posted together."""
+
+
+class Event(NamedTuple):
+    """That something has happened: the output, the input gradient, the weight gradient of a chunk, or a message."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int
+    to: int = NOTHING
+
+
+_GIVES = {
+    Kind.FORWARD: (Kind.FORWARD,),
+    Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
+    Kind.BACKWARD_INPUT: (Kind.BACKWARD_INPUT,),
+    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_WEIGHT,),
+    Kind.RECOMPUTE: (Kind.RECOMPUTE,),
+}
+_SENT = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
+_BEHIND = {
+    Kind.RECOMPUTE: Kind.FORWARD,
+    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+    Kind.SEND_FORWARD: Kind.FORWARD,
+    Kind.SEND_BACKWARD: Kind.BACKWARD_INPUT,
+}
+"""What stands behind one other action of the same chunk and microbatch, and behind which."""
+
+
+def events(action: Action) -> Iterator[Event]:
+    """What has happened when `action`, alone, has ended."""
+    if action.kind in TRANSFERS:
+        yield Event(action.kind, action.microbatch, action.chunk, action.other_end)
+    for kind in _GIVES.get(action.kind, ()):
+        yield Event(kind, action.microbatch, action.chunk)
+
+
+def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
+    """What must have happened before `action`, alone, begins; of a receive: that its message was sent."""
+    kind, m, c = action.kind, action.microbatch, action.chunk
+    if kind is Kind.FORWARD:
+        for e in schedule.into[c]:
+            yield _arrival(schedule, Kind.RECEIVE_FORWARD, Kind.FORWARD, m, e.source, c)
+        if m % schedule.slices:
+            yield Event(Kind.FORWARD, m - 1, c)
+    elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        yield from _needs_of_backward(schedule, m, c)
+    elif kind in _BEHIND:
+        yield Event(_BEHIND[kind], m, c)
+    elif kind in RECEIVES:
+        yield Event(_SENT[kind], m, c, action.other_end)
+
+
+def _needs_of_backward(schedule: Schedule, m: int, c: int) -> Iterator[Event]:
+    yield Event(Kind.RECOMPUTE if (m, c) in schedule.recomputed else Kind.FORWARD, m, c)
+    for e in schedule.out_of[c]:
+        if e.gradient:
+            yield _arrival(schedule, Kind.RECEIVE_BACKWARD, Kind.BACKWARD_INPUT, m, e.target, c)
+    if (m + 1) % schedule.slices:
+        yield Event(Kind.BACKWARD_INPUT, m + 1, c)
+
+
+def _arrival(schedule: Schedule, received: Kind, made: Kind, m: int, source: int, target: int) -> Event:
+    """What tells `target` that what `source` made is there: a receive, where the table has them."""
+    crosses = schedule.rank_of(m, source) != schedule.rank_of(m, target)
+    return Event(received, m, source, target) if crosses and schedule.has_transfers else Event(made, m, source)
+
+
+def message_ranks(schedule: Schedule, action: Action) -> tuple[int, int]:
+    """The ranks that a message goes from and to."""
+    m = action.microbatch
+    return schedule.rank_of(m, action.chunk), schedule.rank_of(m, action.other_end)
+
+
+class Stuck(NamedTuple):
+    """A rank that cannot go on: the action it stands at, and what that waits for."""
+
+    rank: int
+    action: Action
+    waits_for: str
+
+
+class Walk:
+    """One pass over the rows under the rules of `channel`; iterate over it to have every action in a feasible order."""
+
+    def __init__(self, schedule: Schedule, channel: Channel = Channel.BUFFERED) -> None:
+        self.schedule, self.channel = schedule, channel
+        self.places = [0] * schedule.ranks
+        self._happened: set[Event] = set()
+        self._waiting: dict[Event, list[int]] = {}
+        self._queues: dict[tuple[int, int], deque[Event]] = {}
+        self._posted: dict[int, frozenset[Event]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        ready = deque(range(self.schedule.ranks))
+        while ready:
+            rank = ready.popleft()
+            row = self.schedule.rows[rank]
+            while self.places[rank] < len(row) and self._begins(rank, row[self.places[rank]], ready):
+                action = row[self.places[rank]]
+                yield rank, action
+                self.places[rank] += 1
+                for event in (e for atom in action.atoms for e in events(atom)):
+                    self._happened.add(event)
+                    ready.extend(self._waiting.pop(event, ()))
+
+    def stuck(self) -> tuple[Stuck, ...]:
+        """The ranks that did not come to the end of their rows, after iteration."""
+        found: list[Stuck] = []
+        for rank, row in enumerate(self.schedule.rows):
+            if self.places[rank] < len(row):
+                action = row[self.places[rank]]
+                found.append(Stuck(rank, action, self._reason(rank, action)))
+        return tuple(found)
+
+    def _begins(self, rank: int, action: Action, ready: deque[int]) -> bool:
+        """Whether `action` can end now; if not, the rank is woken by what it lacks."""
+        if (lacking := self._lacking(action)) is not None:
+            self._waiting.setdefault(lacking, []).append(rank)
+            return False
+        if self.channel is Channel.RENDEZVOUS:
+            return self._meets(rank, action, ready)
+        return self.channel is Channel.BUFFERED or self._takes_in_order(action)
+
+    def _lacking(self, action: Action) -> Event | None:
+        for atom in action.atoms:
+            if self.channel is Channel.RENDEZVOUS and atom.kind in RECEIVES:
+                continue
+            for event in needs(self.schedule, atom):
+                if event not in self._happened:
+                    return event
+        return None
+
+    def _takes_in_order(self, action: Action) -> bool:
+        """Sends go behind what their channel holds; receives take what it holds first."""
+        for atom in action.atoms:
+            if atom.kind in SENDS:
+                queue = self._queues.setdefault(message_ranks(self.schedule, atom), deque())
+                queue.extend(events(atom))
+        for atom in action.atoms:
+            if atom.kind in RECEIVES:
+                source, target = message_ranks(self.schedule, atom)
+                queue = self._queues[source, target]
+                if queue[0] != next(needs(self.schedule, atom)):
+                    return False
+                queue.popleft()
+        return True
+
+    def _meets(self, rank: int, action: Action, ready: deque[int]) -> bool:
+        """Messages end when both their ranks stand at them."""
+        mine = {e for atom in action.atoms if atom.kind in TRANSFERS for e in events(atom)}
+        if not mine:
+            return True
+        self._posted.setdefault(rank, frozenset(mine))
+        for event in self._posted[rank]:
+            other = next((r for r in message_ranks(self.schedule, _action(event)) if r != rank), rank)
+            if _counterpart(event) in self._posted.get(other, ()):
+                self._posted[rank] -= {event}
+                self._posted[other] -= {_counterpart(event)}
+                if not self._posted[other]:
+                    ready.append(other)
+        if self._posted[rank]:
+            return False
+        del self._posted[rank]
+        return True
+
+    def _reason(self, rank: int, action: Action) -> str:
+        if (lacking := self._lacking(action)) is not None:
+            return _told(lacking)
+        if self.channel is Channel.RENDEZVOUS:
+            return " and ".join(_told(_counterpart(e)) for e in self._posted.get(rank, ()))
+        first = next(a for a in action.atoms if a.kind in RECEIVES)
+        head = self._queues[message_ranks(self.schedule, first)][0]
+        return f"{_told(head)}, sent before it, to be received"
+
+
+def _counterpart(event: Event) -> Event:
+    kinds = {**_SENT, **{sent: received for received, sent in _SENT.items()}}
+    return event._replace(kind=kinds[event.kind])
+
+
+def _action(event: Event) -> Action:
+    return Action(event.kind, event.microbatch, event.chunk, event.to)
+
+
+def _told(event: Event) -> str:
+    return str(_action(event)._replace(to=NOTHING))
+
+
+def walked(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> Iterator[tuple[int, Action]]:
+    """Every (rank, action) in a feasible order. Raises ScheduleError where ranks get stuck, naming their actions."""
+    walk = Walk(schedule, channel)
+    yield from walk
+    if stuck := walk.stuck():
+        raise ScheduleError(
+            f"schedule {schedule.name!r} over {channel} channels",
+            "; ".join(f"rank {s.rank} stands at {s.action} and waits for {s.waits_for}" for s in stuck),
+            "no rank can go on",
+            "each receive behind its send, sends in the order of the receives" if channel is not Channel.BUFFERED
+            else "each action behind what it needs",
+        )  # fmt: skip

@@ -1,0 +1,116 @@
+"""Every known schedule runs, and keeps what its closed form promises."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from meshwright.pipeline import (
+    KNOWN,
+    Channel,
+    Known,
+    Memory,
+    Schedule,
+    ScheduleError,
+    Shape,
+    Times,
+    channels,
+    check,
+    known,
+    parse_schedule,
+    peaks,
+    simulate,
+    weight_versions,
+    with_transfers,
+)
+
+SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
+
+
+def made(k: Known, p: int, m: int, v: int) -> Schedule | None:
+    """The schedule, or None where it says that it cannot be made so."""
+    with suppress(ScheduleError):
+        return k.make(p, m, v) if k.takes else k.make(p, m)
+    return None
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_closed_forms(name: str, p: int, m: int) -> None:
+    k = known(name)
+    for v in (1, 2, 3) if k.takes else (1,):
+        schedule = made(k, p, m, v)
+        if schedule is None:
+            continue
+        check(schedule, stale=name.startswith("PipeDream"))
+        shape = Shape(p, m, v)
+        if k.holds(shape):
+            holds_forms(k, schedule, shape)
+
+
+def holds_forms(k: Known, schedule: Schedule, s: Shape) -> None:
+    """The makespan, the span and the peak are those of the closed forms; less is welcome only where it is a bound."""
+    parts = schedule.chunks // s.p * schedule.slices if len(schedule.ways) == 1 else 1
+    times = Times(s.f / parts, s.b / parts, s.w / parts)
+    line = simulate(schedule, times)
+    if k.bubble is not None:
+        assert line.makespan == pytest.approx(s.work + k.bubble(s))
+    if k.span_bubble is not None:
+        assert line.span == pytest.approx(s.work + k.span_bubble(s))
+    if k.peak is not None:
+        assert max(peaks(schedule)) / parts == pytest.approx(k.peak(s))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_text_means_the_same_table(name: str) -> None:
+    for p, m in ((2, 4), (4, 8)):
+        schedule = made(known(name), p, m, 2)
+        if schedule is not None:
+            assert parse_schedule(str(schedule)) == schedule
+            lowered = with_transfers(schedule)
+            assert parse_schedule(str(lowered)) == lowered
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_messages_change_neither_time_nor_memory(name: str) -> None:
+    times = Times(3.0, 4.0, 2.0, transfer=0.5)
+    for p, m in ((2, 4), (4, 8)):
+        schedule = made(known(name), p, m, 2)
+        if schedule is not None:
+            lowered = with_transfers(schedule)
+            check(lowered, stale=True)
+            assert simulate(lowered, times).makespan == pytest.approx(simulate(schedule, times).makespan)
+            assert peaks(lowered) == peaks(schedule)
+
+
+def test_what_known_schedules_need_of_channels() -> None:
+    """GPipe runs over unbuffered channels, 1F1B over buffered ones, V-Half needs tags."""
+    found = {
+        name: tuple(c for c, runs in channels(with_transfers(known(name).make(4, 8))).items() if runs)
+        for name in ("GPipe", "1F1B", "V-Half")
+    }
+    assert found["GPipe"] == (Channel.BUFFERED, Channel.IN_ORDER, Channel.RENDEZVOUS)
+    assert found["1F1B"] == (Channel.BUFFERED, Channel.IN_ORDER)
+    assert found["V-Half"] == (Channel.BUFFERED,)
+
+
+def test_bubbles_of_the_zero_bubble_paper() -> None:
+    """Table 5 of arXiv 2401.10241, from the times of its table 9: 1.5B, p = 8, m = 24."""
+    times = Times(18.522, 18.086, 9.337, transfer=0.601)
+    published = {"1F1B": 0.2431, "ZB-H1": 0.1585, "ZB-H2": 0.1083, "ZB-1p": 0.1585, "ZB-2p": 0.0433}
+    for name, bubble in published.items():
+        make = known(name).make
+        schedule = make(8, 24, times) if name in ("ZB-1p", "ZB-2p") else make(8, 24)
+        assert simulate(schedule, times).span_bubble == pytest.approx(bubble, abs=1e-4), name
+
+
+def test_weight_versions() -> None:
+    assert weight_versions(known("PipeDream").make(4, 8)) == (4, 3, 2, 1)
+    assert weight_versions(known("PipeDream-2BW").make(4, 8)) == (2, 2, 2, 2)
+
+
+def test_memory_in_bytes() -> None:
+    """B gives back what W does not need, a chunk's static bytes are there always."""
+    memory = Memory(held=10.0, kept=4.0, static=(100.0, 200.0))
+    assert peaks(known("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
