@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import permutations
 
 from ._action import Action, Kind
 from ._errors import ScheduleError
@@ -94,7 +93,7 @@ def _from_block(
     schedule = Schedule(name, zigzag(ranks), microbatches, rows)
     most = max(peaks(schedule))
     found = [schedule, squeezed(schedule, times, capacity=most)]
-    for rule in permutations(_PASSES):
+    for rule in _RULES:
         with suppress(ScheduleError):
             found.append(
                 list_schedule(name, zigzag(ranks)[0], microbatches, rule, times or Times(), Memory(), (most,) * ranks)
@@ -102,7 +101,9 @@ def _from_block(
     return _best(found, times)
 
 
-_PASSES = [(kind, way) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) for way in (1, 0)]
+_F0, _F1, _B0, _B1 = ((kind, way) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) for way in (0, 1))
+_RULES = ((_B0, _F1, _B1, _F0), (_B0, _F1, _F0, _B1), (_F1, _F0, _B1, _B0))
+"""Those of the 24 orders that find the shortest schedules."""
 
 
 def _best(found: list[Schedule], times: Times | None) -> Schedule:
