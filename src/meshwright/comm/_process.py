@@ -25,6 +25,7 @@ from ._call import Call, Group, Shape
 from ._carrier import Arrival, Carrier, Receive
 from ._current import install
 from ._guard import Check, Guard
+from ._kept_memory import keep_memory
 from ._links import Links
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
@@ -213,6 +214,7 @@ def init_process(
     place = place or read_place()
     if backend == "nccl":
         torch.cuda.set_device(place.local_rank)
+    keep_memory()
     carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
     install(carrier)
     atexit.register(carrier.close)
