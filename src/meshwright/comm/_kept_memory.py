@@ -17,7 +17,7 @@ APART = 2**30
 
 
 def keep_memory() -> bool:
-    """Whether this process keeps up to 2 GiB of freed memory from now on: with glibc, unless MESHWRIGHT_KEEP_MEMORY=off."""
+    """Has this process keep freed memory, up to 2 GiB; False without glibc and with MESHWRIGHT_KEEP_MEMORY=off."""
     if platform.libc_ver()[0] != "glibc" or os.environ.get("MESHWRIGHT_KEEP_MEMORY") == "off":
         return False
     mallopt = ctypes.CDLL(None).mallopt
