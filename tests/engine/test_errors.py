@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import comm, cost, engine, graph, layout, pipeline, spmd, tensor
+from meshwright import comm, cost, engine, graph, layout, pipeline, search, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -180,6 +180,12 @@ CASES: list[Case] = [
     ("a pass without a name", lambda: graph.register_pass(graph.Pass), graph.RewriteError, "frozen"),
     ("a device that nobody knows", lambda: cost.device_of("abacus"), cost.CostError, "Device"),
     ("a schedule that nobody knows", lambda: pipeline.known("1F2B"), pipeline.ScheduleError, "1F1B"),
+    (
+        "a schedule without memory",
+        lambda: search.find_schedule(search.Problem((0, 1), 2, capacity=0.5)),
+        search.SearchError,
+        "recompute",
+    ),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),

@@ -1,0 +1,107 @@
+"""The best table for a problem, and how good it is proved to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.pipeline import Schedule, check
+
+from ._bounds import lower_bound
+from ._cp_sat import is_installed, solve
+from ._errors import SearchError
+from ._hints import hints
+from ._problem import Problem
+
+EQUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule with its certificate: no schedule for this problem takes less than `bound` seconds."""
+
+    problem: Problem
+    schedule: Schedule
+    value: float
+    bound: float
+    start: str
+    """The known schedule from which the search went on, or which is the best itself."""
+    seconds: float
+    """How long the search took."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound it takes, as a part of the bound; 0 for a schedule that is proved best."""
+        return max(0.0, self.value / self.bound - 1) if self.bound else 0.0
+
+    @property
+    def is_proved(self) -> bool:
+        return self.gap <= EQUAL
+
+    def __str__(self) -> str:
+        proof = "proved shortest" if self.is_proved else f"at most {100 * self.gap:.1f} % from the shortest"
+        better = "" if self.schedule.name != "found" else f", {self.start} improved"
+        return f"{self.schedule.name}{better}: {self.problem.objective} {self.value:g}, {proof} ({self.bound:g})"
+
+
+def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> Found:
+    """The shortest schedule that `seconds` of search find: never longer than any known one that fits.
+
+    Raises SearchError where memory is too short for any schedule.
+    """
+    begin = time.monotonic()
+    value, start = _best_hint(problem)
+    bound = min(lower_bound(problem), value)
+    schedule = start
+    left = seconds - (time.monotonic() - begin)
+    if value > bound * (1 + EQUAL) and is_installed() and left > 0.5:
+        solved = solve(problem, start, bound, left, workers)
+        bound = min(value, max(bound, solved.bound))
+        if solved.schedule is not None and problem.value(solved.schedule) < value:
+            schedule = solved.schedule
+            value = problem.value(schedule)
+            bound = value if solved.proved else min(bound, value)
+    check(schedule, memory=problem.memory, capacity=problem.limits)
+    return Found(problem, schedule, value, bound, start.name, time.monotonic() - begin)
+
+
+def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: int = 2) -> Found:
+    """The best schedule over several problems, which differ in placement: most of the time goes to the most promising.
+
+    Raises SearchError where none has a schedule.
+    """
+    open_problems: list[tuple[float, Problem]] = []
+    errors: list[SearchError] = []
+    for problem in problems:
+        try:
+            open_problems.append((_best_hint(problem)[0], problem))
+        except SearchError as error:
+            errors.append(error)
+    if not open_problems:
+        raise errors[0]
+    open_problems.sort(key=lambda found: found[0])
+    best: Found | None = None
+    for share, (_, problem) in zip(_shares(len(open_problems)), open_problems, strict=True):
+        if best is not None and lower_bound(problem) >= best.value:
+            continue
+        found = find_schedule(problem, seconds * share, workers)
+        best = found if best is None or found.value < best.value else best
+    assert best is not None
+    return best
+
+
+def _shares(count: int) -> list[float]:
+    weights = [0.5**n for n in range(count)]
+    return [w / sum(weights) for w in weights]
+
+
+def _best_hint(problem: Problem) -> tuple[float, Schedule]:
+    found = min(((problem.value(s), n, s) for n, s in enumerate(hints(problem))), default=None)
+    if found is None:
+        raise SearchError(
+            "a schedule", f"memory for {min(problem.limits):g} on a rank",
+            "a rank holds at least one microbatch of each of its chunks, from forward to backward",
+            "more memory per rank, recompute, smaller microbatches, or more ranks",
+        )  # fmt: skip
+    return found[0], found[2]

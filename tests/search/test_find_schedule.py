@@ -1,0 +1,56 @@
+"""The search is never worse than what is known, keeps to memory, and its bound is a bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.pipeline import (
+    Memory,
+    Times,
+    check,
+    linear,
+    looped,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+    zigzag,
+)
+from meshwright.search import Problem, find_placement, find_schedule, hints, lower_bound
+
+UNEQUAL = Times((100.0, 97.0, 109.0, 117.0), (100.0, 97.0, 109.0, 117.0), (70.0, 68.0, 76.0, 82.0), transfer=3.0)
+PROBLEMS = [
+    Problem(linear(4)[0], 8),
+    Problem(linear(4)[0], 8, UNEQUAL, Memory(1.0, 0.5), 8.0),
+    Problem(linear(3)[0], 6, Times(297.0, 294.0, 199.0, transfer=5.0), Memory(1.0, 0.5), 3.0, "span"),
+    Problem(looped(2, 2)[0], 4, capacity=4.0),
+    Problem(zigzag(3)[0], 6, capacity=6.0),
+    Problem(linear(2)[0], 4, split=False),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_found_schedules_run_within_memory_and_above_the_bound(problem: Problem) -> None:
+    found = find_schedule(problem, seconds=0)
+    check(found.schedule, memory=problem.memory, capacity=problem.limits)
+    assert problem.value(found.schedule) == found.value >= found.bound >= lower_bound(problem) - 1e-9
+    assert all(found.value <= problem.value(s) for s in hints(problem))
+
+
+def test_bounds_are_reached_by_schedules_that_are_known_to_be_best() -> None:
+    """1F1B where the backward is whole, ZB-H1 with the memory of 1F1B."""
+    whole = Problem(linear(4)[0], 8, capacity=4.0, split=False)
+    assert lower_bound(whole) == simulate(one_f_one_b(4, 8)).makespan
+    split = Problem(linear(4)[0], 8, capacity=4.0)
+    assert lower_bound(split) == simulate(zb_h1(4, 8)).makespan
+
+
+def test_the_best_placement_is_chosen() -> None:
+    """On equal stages a V beats a line within the same memory."""
+    half = Times(0.5, 0.5, 0.5)
+    line = Problem(linear(4)[0], 8, capacity=4.0)
+    v = Problem(zigzag(4)[0], 8, half, Memory(0.5), 4.0)
+    found = find_placement([line, v], seconds=0)
+    assert found.problem is v
+    assert found.value <= simulate(zb_v(4, 8), half).makespan
+    assert "makespan" in str(found)
