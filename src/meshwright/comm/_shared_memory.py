@@ -57,7 +57,7 @@ class SharedMemory:
     def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
         """The reduction of every rank's `x`, row by row; with `over` in its own memory, where it can be.
 
-        New memory is dear: the system gives it page by page, each filled with zeros (`benchmarks/all_reduce.py`).
+        New memory is dear where the process keeps none: the system gives it page by page, each filled with zeros.
         """
         rows = _rows(x)
         out = rows if over else torch.empty(x.shape, dtype=x.dtype)
