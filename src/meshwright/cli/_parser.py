@@ -155,7 +155,7 @@ def times(text: str) -> tuple[float, float, float, float]:
         given = [float(word) for word in words]
     except ValueError:
         given = [-1.0]
-    if len(given) > 4 or min(given) < 0:
+    if len(given) > 4 or not all(0 <= x < float("inf") for x in given):
         raise argparse.ArgumentTypeError(f"{text} is not up to four numbers from 0 on, such as 3,4,2,0.5")
     f, b, w, message = given + [1.0, 1.0, 1.0, 0.0][len(given) :]
     return f, b, w, message

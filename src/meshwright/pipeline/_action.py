@@ -74,7 +74,7 @@ class Action(NamedTuple):
         return "&".join(map(_text, self.atoms))
 
 
-_FORM = re.compile(r"(BW|[<>]?[FB]|[WRGSO])(\d+)?(?:\.(\d+))?(?::(\d+))?")
+_FORM = re.compile(r"(BW|[<>]?[FB]|[WRGSO])(\d{1,9})?(?:\.(\d{1,9}))?(?::(\d{1,9}))?")
 _NEEDS_MICROBATCH = COMPUTES | TRANSFERS
 
 

@@ -8,8 +8,7 @@ from ._action import Action, Kind
 from ._errors import ScheduleError
 from ._memory import Memory
 from ._schedule import Schedule, Way
-from ._simulate import Times, length, travel
-from ._walk import Event, events, needs
+from ._simulate import Clock, Times
 
 Rule = Sequence[tuple[Kind, int]]
 """Kinds and local chunks, the most urgent first; weight gradients come last."""
@@ -34,13 +33,13 @@ class _Table:
     ) -> None:
         self.ranks = max(way) + 1
         self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
-        self.times, self.memory, self.limits, self.m = times, memory, limits, m
+        self.memory, self.limits, self.m = memory, limits, m
+        self.clock = Clock(self.shape, times)
         self.own = [[c for c, owner in enumerate(way) if owner == r] for r in range(self.ranks)]
         self.urgency = {pair: n for n, pair in enumerate(rule)}
         self.rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}
-        self.ended: dict[Event, float] = {}
-        self.free, self.held = [0.0] * self.ranks, [0.0] * self.ranks
+        self.held = [0.0] * self.ranks
         self.room = {c: self._room(c, way[c]) for c in range(len(way))}
 
     def _room(self, chunk: int, rank: int) -> float:
@@ -53,27 +52,23 @@ class _Table:
     def filled(self) -> Schedule:
         best = [self._next(r) for r in range(self.ranks)]
         for _ in range(len(self.done) * self.m):
-            ready = [(found[0], r) for r, found in enumerate(best) if found is not None]
+            ready = [(found[0], r, found[2]) for r, found in enumerate(best) if found is not None]
             if not ready:
                 raise ScheduleError(
                     f"schedule {self.shape.name!r}", f"memory for {min(self.limits):g} on a rank",
                     "no rank can go on", "more memory: one microbatch of every chunk of a rank, at least",
                 )  # fmt: skip
-            start, rank = min(ready)
-            found = best[rank]
-            assert found is not None
-            self._take(rank, found[2], start)
+            _, rank, action = min(ready)
+            self._take(rank, action)
             for r in self.shape.neighbours[rank]:
                 best[r] = self._next(r)
         return Schedule(self.shape.name, self.shape.ways, self.m, tuple(map(tuple, self.rows)))
 
-    def _take(self, rank: int, action: Action, start: float) -> None:
+    def _take(self, rank: int, action: Action) -> None:
         self.rows[rank].append(action)
         self.done[action.kind, action.chunk] += 1
-        self.free[rank] = start + length(self.times, action)
         self.held[rank] += self._change(action)
-        for event in events(action):
-            self.ended[event] = self.free[rank]
+        self.clock.run(rank, action)
 
     def _next(self, rank: int) -> tuple[float, int, Action] | None:
         """(start, urgency, action) of what the rank runs next."""
@@ -91,12 +86,7 @@ class _Table:
             return None
         if action.kind is Kind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
             return None
-        start = self.free[rank]
-        for event in needs(self.shape, action):
-            if event not in self.ended:
-                return None
-            start = max(start, self.ended[event] + travel(self.shape, self.times, event, action, rank))
-        return start
+        return self.clock.start(rank, action)
 
 
 _ORDER = (Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT)

@@ -8,8 +8,8 @@ from ._action import parse_action
 from ._errors import ScheduleError
 from ._schedule import Edge, Schedule
 
-_HEAD = re.compile(r"(?P<name>.+): (?P<m>\d+) microbatch(es)?(, (?P<slices>\d+) slices a sequence)?")
-_EDGE = re.compile(r"(\d+)>(\d+)(-?)")
+_HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?(, (?P<slices>\d{1,9}) slices a sequence)?")
+_EDGE = re.compile(r"(\d{1,9})>(\d{1,9})(-?)")
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -66,7 +66,7 @@ def _edge(text: str) -> Edge:
 
 
 def _numbers(words: list[str]) -> tuple[int, ...]:
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         raise _unread(" ".join(words), "ranks, ways and versions are numbers", "0 1 2")
     return tuple(map(int, words))
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ._action import COMPUTES, TRANSFERS, Action, Kind
-from ._errors import ScheduleError
+from ._action import TRANSFERS, Action, Kind
 
 Row = tuple[Action, ...]
 Way = tuple[int, ...]
@@ -143,13 +142,3 @@ def _line(head: object, items: Sequence[object]) -> str:
 
 def _edge_text(edge: Edge) -> str:
     return f"{edge.source}>{edge.target}{'' if edge.gradient else '-'}"
-
-
-def computes(row: Sequence[Action]) -> Iterator[Action]:
-    """The actions of a row that compute, of those side by side each alone."""
-    return (atom for action in row for atom in action.atoms if atom.kind in COMPUTES)
-
-
-def refuse(schedule: Schedule, rank: int, action: Action, why: str, write: str) -> ScheduleError:
-    """The error for an action at which a table is wrong."""
-    return ScheduleError(f"schedule {schedule.name!r}", f"{action} on rank {rank}", why, write)

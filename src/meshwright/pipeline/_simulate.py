@@ -116,34 +116,50 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     >>> simulate(one_f_one_b(4, 8)).makespan
     33.0
     """
-    times = times or Times()
-    ended: dict[Event, float] = {}
-    free = [0.0] * schedule.ranks
+    clock = Clock(schedule, times or Times())
     rows: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
     for rank, action in walked(schedule):
-        start = free[rank]
+        rows[rank].append(clock.run(rank, action))
+    return Timeline(schedule, clock.times, tuple(map(tuple, rows)))
+
+
+class Clock:
+    """When everything ended that was run so far, and from when on each rank is free."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        self.schedule, self.times = schedule, times
+        self.free = [0.0] * schedule.ranks
+        self._ended: dict[Event, float] = {}
+
+    def start(self, rank: int, action: Action) -> float | None:
+        """When a rank can begin an action; None while what that needs was not run."""
+        start = self.free[rank]
         for atom in action.atoms:
-            for event in needs(schedule, atom):
-                start = max(start, ended[event] + travel(schedule, times, event, atom, rank))
-        end = start + length(times, action)
-        rows[rank].append(Timed(action, start, end))
-        free[rank] = end
+            for event in needs(self.schedule, atom):
+                if event not in self._ended:
+                    return None
+                start = max(start, self._ended[event] + self._travel(event, atom, rank))
+        return start
+
+    def run(self, rank: int, action: Action) -> Timed:
+        """The action, begun as early as can be."""
+        start = self.start(rank, action)
+        assert start is not None
+        end = self.free[rank] = start + self._length(action)
         for event in (e for atom in action.atoms for e in events(atom)):
-            ended[event] = end
-    return Timeline(schedule, times, tuple(map(tuple, rows)))
+            self._ended[event] = end
+        return Timed(action, start, end)
 
+    def _length(self, action: Action) -> float:
+        """How long an action, with what runs beside it, keeps its rank."""
+        if action.beside is None:
+            return self.times.overhead + self.times.of(action)
+        return self.times.overhead + sum(map(self.times.of, action.atoms)) * self.times.slowdown
 
-def length(times: Times, action: Action) -> float:
-    """How long an action, with what runs beside it, keeps its rank."""
-    if action.beside is None:
-        return times.overhead + times.of(action)
-    return times.overhead + sum(map(times.of, action.atoms)) * times.slowdown
-
-
-def travel(schedule: Schedule, times: Times, event: Event, atom: Action, rank: int) -> float:
-    """How long what `event` made is on its way to `atom` on `rank`."""
-    target = atom.other_end if atom.kind in RECEIVES else atom.chunk
-    if event.kind in SENDS:
-        return times.message(event.chunk, target)
-    crosses = event.chunk != target and schedule.rank_of(event.microbatch, event.chunk) != rank
-    return times.message(event.chunk, target) if crosses and not schedule.has_transfers else 0.0
+    def _travel(self, event: Event, atom: Action, rank: int) -> float:
+        """How long what `event` made is on its way to `atom` on `rank`."""
+        target = atom.other_end if atom.kind in RECEIVES else atom.chunk
+        if event.kind in SENDS:
+            return self.times.message(event.chunk, target)
+        crosses = event.chunk != target and self.schedule.rank_of(event.microbatch, event.chunk) != rank
+        return self.times.message(event.chunk, target) if crosses and not self.schedule.has_transfers else 0.0

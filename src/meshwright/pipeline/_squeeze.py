@@ -8,8 +8,7 @@ from dataclasses import replace
 from ._action import Action
 from ._memory import Memory, peaks
 from ._schedule import Schedule
-from ._simulate import Times, length, travel
-from ._walk import Event, events, needs
+from ._simulate import Clock, Times
 
 AHEAD = 64
 """How many places of a row are looked at for something that can run earlier."""
@@ -35,31 +34,26 @@ class _Squeeze:
     """Rows taken apart place by place, and put together again."""
 
     def __init__(self, schedule: Schedule, times: Times, memory: Memory, limits: Sequence[float]) -> None:
-        self.schedule, self.times, self.memory, self.limits = schedule, times, memory, limits
+        self.schedule, self.memory, self.limits = schedule, memory, limits
+        self.clock = Clock(schedule, times)
         self.left = [list(row) for row in schedule.rows]
         self.rows: list[list[Action]] = [[] for _ in schedule.rows]
-        self.free = [0.0] * schedule.ranks
         self.held = [0.0] * schedule.ranks
-        self.ended: dict[Event, float] = {}
 
     def result(self) -> Schedule:
         best = [self._next(r) for r in range(self.schedule.ranks)]
         while any(self.left):
-            start, rank = min((found[0], r) for r, found in enumerate(best) if found is not None)
-            found = best[rank]
-            assert found is not None
-            self._take(rank, found[1], start)
+            _, rank, place = min((found[0], r, found[1]) for r, found in enumerate(best) if found is not None)
+            self._take(rank, place)
             for r in self.schedule.neighbours[rank]:
                 best[r] = self._next(r)
         return replace(self.schedule, rows=tuple(map(tuple, self.rows)))
 
-    def _take(self, rank: int, place: int, start: float) -> None:
+    def _take(self, rank: int, place: int) -> None:
         action = self.left[rank].pop(place)
         self.rows[rank].append(action)
-        self.free[rank] = start + length(self.times, action)
         self.held[rank] += self._change(action)
-        for event in (e for atom in action.atoms for e in events(atom)):
-            self.ended[event] = self.free[rank]
+        self.clock.run(rank, action)
 
     def _change(self, action: Action) -> float:
         return sum(self.memory.change(self.schedule, atom) for atom in action.atoms)
@@ -68,24 +62,14 @@ class _Squeeze:
         """The earliest start of this rank's next action, and that action's place in what is left of the row."""
         best: tuple[float, int] | None = None
         for place, action in enumerate(self.left[rank][:AHEAD]):
-            start = self._start(rank, action)
+            start = self.clock.start(rank, action)
             if start is None or (best is not None and start >= best[0]):
                 continue
             if place == 0 or self._fits(rank, place):
                 best = start, place
-            if start <= self.free[rank]:
+            if start <= self.clock.free[rank]:
                 break
         return best
-
-    def _start(self, rank: int, action: Action) -> float | None:
-        """When an action can begin, if what it needs is under way."""
-        start = self.free[rank]
-        for atom in action.atoms:
-            for event in needs(self.schedule, atom):
-                if event not in self.ended:
-                    return None
-                start = max(start, self.ended[event] + travel(self.schedule, self.times, event, atom, rank))
-        return start
 
     def _fits(self, rank: int, place: int) -> bool:
         """Whether the rank stays within its limit when the action at `place` comes first."""

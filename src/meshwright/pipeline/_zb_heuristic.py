@@ -68,6 +68,10 @@ class _Rank:
     waited: float = 0.0
 
 
+class _FullError(Exception):
+    """What must come next does not fit into memory."""
+
+
 class _Table:
     """A table being filled, action by action, at the earliest times.
 
@@ -102,7 +106,7 @@ class _Table:
             for m in range(1, self.m):
                 self._forwards(self._wanted())
                 self._backwards(m)
-        except ScheduleError:
+        except _FullError:
             return False
         for r, state in enumerate(self.state):
             while state.done[W] < self.m:
@@ -131,7 +135,7 @@ class _Table:
         """The first microbatch, and the forwards that fit before its backward comes back."""
         for r in range(self.p):
             if self.change[F][r] > self.capacity:
-                raise ScheduleError("a first forward", "", "memory", "")
+                raise _FullError
             self._put(r, F)
         extra = [0] * self.p
         back = 0.0
@@ -203,7 +207,7 @@ class _Table:
         state = self.state[r]
         while state.held + self.change[kind][r] > self.capacity:
             if state.done[W] >= state.done[B]:
-                raise ScheduleError("a forward", "", "memory", "")
+                raise _FullError
             self._put(r, W)
 
     def _fill_wait(self, r: int, kind: int) -> None:
