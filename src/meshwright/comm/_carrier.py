@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Plan, execute
 
-from ._call import Call, Group, Shape
+from ._call import Call, Group, Shape, received_bytes
 from ._counters import Counters
 from ._errors import CallError
 from ._reduce import check_reduction, reduce
@@ -28,11 +28,12 @@ Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
 
 
 @lru_cache(maxsize=4096)
-def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> Call:
-    """The all-reduce of a tensor; checked once."""
+def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple[Call, int]:
+    """The all-reduce of a tensor, and what each rank receives; checked and counted once."""
     check_reduction(op, dtype)
     shapes = (tuple(shape),)
-    return Call("all_reduce", op, dtype, shapes, shapes, group)
+    call = Call("all_reduce", op, dtype, shapes, shapes, group)
+    return call, received_bytes(call, group[0])
 
 
 class Arrival(Protocol):
@@ -104,10 +105,10 @@ class Carrier(ABC):
         With `over` the caller needs `x` no more: the result may lie in its memory.
         """
         self._check_group(group)
-        call = _reduction(op, x.dtype, x.shape, group)
+        call, received = _reduction(op, x.dtype, x.shape, group)
         if len(group) == 1:
             return reduce((x,), op)
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received)
         return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
     def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -121,7 +122,7 @@ class Carrier(ABC):
         if len(group) == 1:
             return [_copy(x)]
         call = Call("all_gather", "", x.dtype, (mine,), expected, group)
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received_bytes(call, self.rank))
         return self._all_gather(x, call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor:
@@ -134,7 +135,7 @@ class Carrier(ABC):
             return reduce(pieces, op)
         sends = tuple(tuple(piece.shape) for piece in pieces)
         call = Call("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received_bytes(call, self.rank))
         return self._reduce_scatter(pieces, call)
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
@@ -151,7 +152,7 @@ class Carrier(ABC):
         if len(group) == 1:
             return [_copy(pieces[0])]
         call = Call("all_to_all", "", dtype, sends, expected, group)
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received_bytes(call, self.rank))
         return self._all_to_all(pieces, call)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
@@ -170,7 +171,7 @@ class Carrier(ABC):
         call = Call("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
             return [_copy(x) for _, x in sends]
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received_bytes(call, self.rank))
         return self._exchange(sends, receives, call)
 
     def barrier(self, group: Group) -> None:
@@ -179,7 +180,7 @@ class Carrier(ABC):
         if len(group) == 1:
             return
         call = Call("barrier", "", None, (), (), group)
-        self.seen.note(call, self.rank)
+        self.seen.note(call, received_bytes(call, self.rank))
         self._barrier(call)
 
     @abstractmethod

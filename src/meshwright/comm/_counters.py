@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from ._call import Call, received_bytes
+from ._call import Call
 
 
 class Counters:
@@ -33,10 +33,10 @@ class Counters:
         """Bytes received from other ranks by calls of every kind."""
         return sum(self.received.values())
 
-    def note(self, call: Call, rank: int) -> None:
-        """One more call."""
+    def note(self, call: Call, received: int) -> None:
+        """One more call, by which the rank received so many bytes."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
-        self.received[call.kind] = self.received.get(call.kind, 0) + received_bytes(call, rank)
+        self.received[call.kind] = self.received.get(call.kind, 0) + received
         for log in self._logs:
             log.append(call)
 
