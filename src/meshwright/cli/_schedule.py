@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli._parser import UsageError
+from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
 from meshwright.pipeline import (
     KNOWN,
@@ -41,10 +43,8 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
-    if settings.svg:
-        Path(settings.svg).write_text(svg(timeline))
-    if settings.trace:
-        Path(settings.trace).write_text(trace(timeline))
+    _write(settings.svg, svg, timeline)
+    _write(settings.trace, trace, timeline)
     if settings.json:
         print(json.dumps(described(timeline)))
     else:
@@ -55,13 +55,35 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
 def asked_schedule(settings: argparse.Namespace) -> Schedule:
     """The schedule of a file, or a known one."""
     if Path(settings.name).is_file():
-        return parse_schedule(Path(settings.name).read_text())
+        return parse_schedule(_read(settings.name))
     k = known(settings.name)
     if k.takes:
         return k.make(settings.ranks, settings.microbatches, settings.chunks)
     if settings.chunks != 2:
         raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  write: meshwright schedule {k.name!r}")
     return k.make(settings.ranks, settings.microbatches)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_file(path, error, "a text file with a schedule") from error
+
+
+def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timeline) -> None:
+    """Draws a timeline into a file, where one is asked for."""
+    if not path:
+        return
+    try:
+        write_whole(path, drawn(timeline).encode())
+    except OSError as error:
+        raise _no_file(path, error, "a file in a folder that can be written to") from error
+
+
+def _no_file(path: str, error: Exception, write: str) -> UsageError:
+    why = error.strerror if isinstance(error, OSError) else "it is no text"
+    return UsageError(f"meshwright schedule: {path}: {why}\n  write: {write}")
 
 
 def described(timeline: Timeline) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ from ._errors import SearchError
 from ._problem import Problem
 
 WORKER = Path(__file__).with_name("_cp_sat_worker.py")
+UNITS = (1.0, 0.5, 0.1, 0.05, 0.01, 0.001)
+"""One tick, in the unit of the times, where all of them are multiples of it."""
 RESOLUTION = 20_000
-"""Times become whole numbers, of which the horizon has about so many."""
+"""Times that are no such multiples are rounded down to ticks, of which the start schedule takes so many."""
+GRAINS = 2**20
+"""Likewise, the largest memory of a rank is so many grains where amounts are no multiples of 1/64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver found: a schedule, if it found a better one, and a bound that it proved."""
+    """What the solver found: a schedule, if it found one, and a bound that it proved."""
 
     schedule: Schedule | None
     bound: float
-    proved: bool
 
 
 def is_installed() -> bool:
@@ -36,7 +40,11 @@ def is_installed() -> bool:
 
 
 class _Model:
-    """Operations in the order F, B, W of chunk after chunk and microbatch after microbatch."""
+    """Operations in the order F, B, W of chunk after chunk and microbatch after microbatch.
+
+    In whole numbers everything is as easy as it is or easier: times and amounts are rounded down, limits up. So what
+    is proved for the model holds for the problem.
+    """
 
     def __init__(self, problem: Problem, start: Schedule) -> None:
         self.problem = problem
@@ -51,20 +59,30 @@ class _Model:
         ]
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.start = start
-        self.unit = self._unit()
+        self.unit, self.exact = self._unit()
+        self.grain = self._grain()
 
-    def _unit(self) -> float:
-        """Seconds of one tick: 1 where all times are whole numbers."""
+    def _unit(self) -> tuple[float, bool]:
+        """Seconds of one tick, and whether all times are multiples of it."""
         times = self.problem.times
         given = {times.of(a) + times.overhead for a in self.actions}
         given |= {times.message(c, c + 1) for c in range(len(self.problem.way) - 1)}
-        if all(float(t).is_integer() for t in given):
-            return 1.0
-        return self.problem.value(self.start) / RESOLUTION
+        exact = next((unit for unit in UNITS if _are_multiples(given, unit)), None)
+        return (exact, True) if exact else (self.problem.value(self.start) / RESOLUTION, False)
+
+    def _grain(self) -> float:
+        """The memory that one whole number stands for."""
+        known = [limit for limit in self.problem.limits if limit != float("inf")]
+        given = {abs(self.problem.memory.change(self.start, a)) for a in self.actions}
+        return 1 / 64 if not known or _are_multiples({*known, *given}, 1 / 64) else (max(known) or 1.0) / GRAINS
 
     def ticks(self, seconds: float) -> int:
-        """Seconds as ticks, rounded up, so that what is feasible in ticks is in seconds."""
-        return -int(-(seconds / self.unit + 1e-9) // 1) if self.unit != 1.0 else round(seconds)
+        """Seconds as ticks, rounded down."""
+        return floor(seconds / self.unit + (_NOTHING if self.exact else 0.0))
+
+    def cut(self, bound: float) -> int:
+        """A proved bound in ticks: the next one where times are exact, less what rounding takes off where not."""
+        return ceil(bound / self.unit - _NOTHING) if self.exact else self.ticks(bound) - 2 * len(self.actions)
 
     def length(self, action: Action) -> int:
         return self.ticks(self.problem.times.of(action) + self.problem.times.overhead)
@@ -96,7 +114,7 @@ class _Model:
         """Per rank what is held from which action to which, and the limits, as whole numbers."""
         p, shape = self.problem, self.start
         rows: dict[str, list[list[int]]] = {}
-        limits = [int(limit / _GRAIN + 1e-6) if limit != float("inf") else 0 for limit in p.limits]
+        limits = [ceil(limit / self.grain - _NOTHING) if limit != float("inf") else 0 for limit in p.limits]
         for a in self.actions:
             rank = p.way[a.chunk]
             if a.kind is not Kind.FORWARD or p.limits[rank] == float("inf"):
@@ -108,7 +126,7 @@ class _Model:
             own = rows.setdefault(str(rank), [])
             for until, amount in ((self.kinds[1], taken - rest), (self.kinds[-1], rest)):
                 if amount > 0:
-                    own.append([self.number[a], self.number[Action(until, m, c)], round(amount / _GRAIN)])
+                    own.append([self.number[a], self.number[Action(until, m, c)], floor(amount / self.grain + _NOTHING)])
         return rows, limits
 
     def windows(self) -> list[list[int | None]]:
@@ -126,8 +144,10 @@ class _Model:
         unit_times = simulate(self.start, self.problem.times)
         at = {atom: timed.start for row in unit_times.rows for timed in row for atom in timed.action.atoms}
         starts = [self.ticks(at[a]) if a in at else 0 for a in self.actions]
-        slack = 1.0 if self.problem.objective == "makespan" else 1.15
-        return starts, self.ticks(unit_times.makespan * slack) + (0 if self.unit == 1.0 else len(self.actions))
+        if self.problem.objective == "makespan":
+            return starts, self.ticks(unit_times.makespan) + 1
+        # Every rank begins before the first one ends, so that nothing ends behind twice the best span.
+        return starts, self.ticks(max(unit_times.makespan, 2 * unit_times.span)) + 1
 
     def schedule(self, starts: list[int], name: str) -> Schedule:
         """The rows in the order of their starts."""
@@ -138,8 +158,12 @@ class _Model:
         return Schedule(name, (self.problem.way,), self.problem.microbatches, table)
 
 
-_GRAIN = 1 / 64
-"""Memory is counted in parts of the unit of the problem's memory, so small."""
+_NOTHING = 1e-6
+"""What sums of floats may be off by, in ticks or grains."""
+
+
+def _are_multiples(given: set[float], unit: float) -> bool:
+    return all(abs(x / unit - round(x / unit)) < _NOTHING for x in given)
 
 
 def solve(problem: Problem, start: Schedule, bound: float, seconds: float, workers: int = 2) -> Solved:
@@ -151,12 +175,10 @@ def solve(problem: Problem, start: Schedule, bound: float, seconds: float, worke
         )  # fmt: skip
     model = _Model(problem, start)
     answer = _asked(model, bound, seconds, workers)
-    proved = max(
-        bound, answer["bound"] * model.unit * (1 if model.unit == 1.0 else 1 - len(model.actions) / RESOLUTION)
-    )
     if answer["starts"] is None:
-        return Solved(None, proved if answer["status"] == "OPTIMAL" else bound, False)
-    return Solved(model.schedule(answer["starts"], "found"), proved, answer["status"] == "OPTIMAL")
+        return Solved(None, bound)
+    found = model.schedule(answer["starts"], "found")
+    return Solved(found if problem.allows(found) else None, max(bound, answer["bound"] * model.unit))
 
 
 def _asked(model: _Model, bound: float, seconds: float, workers: int) -> Mapping[str, Any]:
@@ -171,7 +193,7 @@ def _asked(model: _Model, bound: float, seconds: float, workers: int) -> Mapping
         "windows": model.windows(),
         "hint": hint,
         "horizon": horizon,
-        "bound": int(bound / model.unit),
+        "bound": max(0, model.cut(bound)),
         "seconds": seconds,
         "workers": workers,
     }

@@ -57,11 +57,10 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> F
     left = seconds - (time.monotonic() - begin)
     if value > bound * (1 + EQUAL) and is_installed() and left > 0.5:
         solved = solve(problem, start, bound, left, workers)
-        bound = min(value, max(bound, solved.bound))
         if solved.schedule is not None and problem.value(solved.schedule) < value:
             schedule = solved.schedule
             value = problem.value(schedule)
-            bound = value if solved.proved else min(bound, value)
+        bound = min(solved.bound, value)
     check(schedule, memory=problem.memory, capacity=problem.limits)
     return Found(problem, schedule, value, bound, start.name, time.monotonic() - begin)
 
