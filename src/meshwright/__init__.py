@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.engine import get_mesh as get_mesh
     from meshwright.engine import get_rank as get_rank
     from meshwright.engine import local_map as local_map
+    from meshwright.engine import pipe_split as pipe_split
     from meshwright.engine import reshard as reshard
     from meshwright.engine import set_mesh as set_mesh
     from meshwright.engine import shard_dataloader as shard_dataloader
@@ -65,6 +66,7 @@ __all__ = [
     "get_rank",
     "init_process",
     "local_map",
+    "pipe_split",
     "random_source",
     "register_rule",
     "reshard",
@@ -88,9 +90,9 @@ _ROOMS = {
     "tensor": ["DistTensor", "random_source"],
     "engine": [
         "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
-        "LocalLayer", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
-        "DistModel", "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor",
-        "unshard_dtensor",
+        "LocalLayer", "pipe_split", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer",
+        "shard_tensor", "DistModel", "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static",
+        "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

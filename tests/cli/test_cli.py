@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,7 @@ def test_the_defaults_are_those_of_the_job() -> None:
     settings = parse(["train"])
     model = LlamaConfig.of_width(settings.hidden, settings.layers)
     assert Job(model, Job().mesh, settings.steps, settings.batch, settings.seq, settings.seed) == Job()
+    assert settings.microbatches == Job().microbatches
     assert AXES == MODEL_AXES
 
 
@@ -168,3 +171,39 @@ def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert main(["schedule", "1F2B"]) == 1
     assert main(["schedule", "list"]) == 0
     assert "ZB-V" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [("{folder}/no_text", "it is no text"), ("1F1B --svg {folder}/missing/a.svg", "No such file or directory")],
+)
+def test_files_of_schedules_that_cannot_be_read_or_written_are_answered(
+    line: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no_text").write_bytes(b"\xff")
+    assert main(["schedule", *(word.format(folder=tmp_path) for word in line.split())]) == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert "write:" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["no_text"]
+
+
+def test_the_picture_of_a_schedule_replaces_the_file_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "a.svg"
+    asked = ["schedule", "1F1B", "--svg", str(picture)]
+    picture.write_text("old")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", _full_disk)
+        assert main(asked) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.svg", "old")]
+    assert main(asked) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+    assert picture.read_text().startswith("<svg")
+    assert picture.read_text().rstrip().endswith("</svg>")
+
+
+def _full_disk(source: str, target: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

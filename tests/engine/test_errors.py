@@ -179,6 +179,12 @@ CASES: list[Case] = [
     ("an option that is not there", lambda: mw.Strategy.of(shardings=1), engine.StrategyError, "sharding"),
     ("a pass without a name", lambda: graph.register_pass(graph.Pass), graph.RewriteError, "frozen"),
     ("a device that nobody knows", lambda: cost.device_of("abacus"), cost.CostError, "Device"),
+    (
+        "a schedule of another placement",
+        lambda: pipeline.check_fits(pipeline.one_f_one_b(2, 2), pipeline.Stages(((0,), (1,)), (0, 1, 0, 1))),
+        pipeline.StageError,
+        "marks",
+    ),
     ("a schedule that nobody knows", lambda: pipeline.known("1F2B"), pipeline.ScheduleError, "1F1B"),
     (
         "a schedule without memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import suppress
 
 import pytest
@@ -23,6 +24,7 @@ from meshwright.pipeline import (
     simulate,
     weight_versions,
     with_transfers,
+    zero_bubble,
 )
 
 SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
@@ -114,3 +116,11 @@ def test_memory_in_bytes() -> None:
     """B gives back what W does not need, a chunk's static bytes are there always."""
     memory = Memory(held=10.0, kept=4.0, static=(100.0, 200.0))
     assert peaks(known("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
+
+
+def test_zero_bubble_with_times_at_random() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        p, m = rng.randint(2, 5), rng.randint(1, 9)
+        f, b, w = (tuple(rng.choice((0.05, 0.7, 1.0, 3.0)) for _ in range(p)) for _ in range(3))
+        check(zero_bubble("ZB", p, m, rng.choice((1.0, float(p), 2.0 * p)), Times(f, b, w, transfer=rng.random())))

@@ -100,6 +100,7 @@ def train_parser() -> Parser:
     work = parser.add_argument_group("work")
     work.add_argument("--steps", type=positive, default=50, metavar="N", help="optimizer steps (50)")
     work.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step (16)")
+    work.add_argument("--microbatches", type=positive, default=4, metavar="N", help="parts of a pipeline's batch (4)")
     work.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence (128)")
     work.add_argument("--seed", type=natural, default=0, metavar="N", help="of the weights and of the batches (0)")
     ranks = parser.add_argument_group("ranks")

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
         mesh = settings.mesh or (share_out(settings.ranks) if settings.ranks else Job().mesh)
         model = LlamaConfig.of_width(settings.hidden, settings.layers)
         job = Job(model, mesh, settings.steps, settings.batch, settings.seq, settings.seed)
+        job = replace(job, microbatches=settings.microbatches)
     except MeshwrightError as error:
         raise UsageError(str(error)) from error
     if not settings.processes:
@@ -65,8 +66,13 @@ def simulated(job: Job) -> Outcome:
 
     start = perf_counter()
     with progress(f"{job.ranks} simulated ranks", job.steps, job.tokens, Console(stderr=True)) as on_step:
-        losses = simulate(train_on_mesh, job.ranks, job, on_step)[0]
+        losses = simulate(train_on_mesh, job.ranks, job, on_step, _told)[0]
     return beside_one_device(job, "simulated", losses, perf_counter() - start)
+
+
+def _told(why: str) -> None:
+    """The schedule of the pipeline, in a line."""
+    Console(stderr=True).print(f"pipeline: {why}", highlight=False)
 
 
 def one_of_many(job: Job, settings: argparse.Namespace) -> int:
@@ -79,7 +85,7 @@ def one_of_many(job: Job, settings: argparse.Namespace) -> int:
         return OK
     start = perf_counter()
     with progress(f"{job.ranks} processes", job.steps, job.tokens, Console(stderr=True)) as on_step:
-        losses = train_on_mesh(job, on_step)
+        losses = train_on_mesh(job, on_step, _told)
     return report(beside_one_device(job, "processes", losses, perf_counter() - start), settings)
 
 

@@ -16,13 +16,16 @@ Message = tuple[int, Shape, torch.dtype]
 
 
 class Call(NamedTuple):
-    """One rank's side of one collective.
+    """One rank's side of one collective, or of one message.
 
     `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each.
-    `messages` are an exchange's sends and receives; every other kind leaves them empty.
+    `messages` are the sends and the receives of an exchange, or the one message of a send or a receive, which has a
+    `tag` too; every other kind leaves them empty.
 
     >>> print(Call("all_reduce", "sum", torch.float32, ((2, 3),), ((2, 3),), (0, 1)))
     all_reduce(sum, float32, (2, 3)) on ranks 0, 1
+    >>> print(message_call("receive", rank=0, peer=1, tag=5, shape=(2, 3), dtype=torch.float32))
+    receive(float32, (2, 3), tag 5) from rank 1
     """
 
     kind: str
@@ -32,14 +35,38 @@ class Call(NamedTuple):
     receives: tuple[Shape, ...]
     group: Group
     messages: tuple[tuple[Message, ...], tuple[Message, ...]] = ((), ())
+    tag: int = 0
 
     @property
     def numel(self) -> int:
         """Elements that the caller brings: its tensor, or all its pieces and messages."""
         return sum(map(_numel, self.sends)) + sum(_numel(shape) for _, shape, _ in self.messages[0])
 
+    @property
+    def message(self) -> Message:
+        """What a send or a receive is about."""
+        (found,) = self.messages[0] + self.messages[1]
+        return found
+
     def __str__(self) -> str:
+        if self.kind in ("send", "receive"):
+            peer, shape, dtype = self.message
+            way = "to" if self.kind == "send" else "from"
+            return f"{self.kind}({_dtype_name(dtype)}, {shape}, tag {self.tag}) {way} rank {peer}"
         return f"{self.kind}({', '.join(_arguments(self))}) on ranks {', '.join(map(str, self.group))}"
+
+
+def message_call(kind: str, rank: int, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
+    """The send or the receive of `rank`."""
+    message = ((peer, shape, dtype),)
+    group = (rank,) if peer == rank else (min(rank, peer), max(rank, peer))
+    return Call(kind, "", None, (), (), group, (message, ()) if kind == "send" else ((), message), tag)
+
+
+def send_for(call: Call, rank: int) -> Call:
+    """The send of the other rank that fits a receive of `rank`."""
+    peer, shape, dtype = call.message
+    return message_call("send", peer, rank, call.tag, shape, dtype)
 
 
 def received_bytes(call: Call, rank: int) -> int:
@@ -47,7 +74,7 @@ def received_bytes(call: Call, rank: int) -> int:
 
     A reduction sends each rank the others' terms of its piece; an all-reduce is a reduce-scatter and an all-gather.
     """
-    if call.kind == "exchange":
+    if call.kind in ("exchange", "send", "receive"):
         return sum(_numel(shape) * dtype.itemsize for peer, shape, dtype in call.messages[1] if peer != rank)
     if call.dtype is None:
         return 0

@@ -7,6 +7,7 @@ method of the same name with an underscore, which only ever sees groups of two o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,13 +19,16 @@ from torch import Tensor
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Plan, execute
 
-from ._call import Call, Group, Shape, received_bytes
+from ._call import Call, Group, Shape, message_call, received_bytes, send_for
 from ._counters import Counters
-from ._errors import CallError
+from ._errors import CallError, DeadlockError, wrong_message
 from ._reduce import check_reduction, reduce
 
 Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
 """What `exchange` expects: the peer's global rank, the shape, the dtype, the device to put it on."""
+
+TAGS = 2**31
+"""Tags are the numbers below."""
 
 
 @lru_cache(maxsize=4096)
@@ -69,6 +73,7 @@ class Carrier(ABC):
         self.size = size
         self.seen = Counters()
         self._known_groups: set[Group] = set()
+        self._to_self: dict[int, deque[tuple[str, Tensor]]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -174,6 +179,33 @@ class Carrier(ABC):
         self.seen.note(call, received_bytes(call, self.rank))
         return self._exchange(sends, receives, call)
 
+    def send(self, x: Tensor, peer: int, tag: int) -> None:
+        """Gives rank `peer` a message that waits there until it is received; returns without waiting for that.
+
+        `x` may be written to afterwards. Between two ranks, messages with different tags may be received in any order;
+        those with the same tag are received in the order in which they were sent. A message carries values alone,
+        without their history.
+        """
+        x = x.detach()
+        call = self._message("send", peer, tag, tuple(x.shape), x.dtype)
+        self.seen.note(call, 0)
+        if peer == self.rank:
+            self._to_self.setdefault(tag, deque()).append((str(call), _copy(x)))
+        else:
+            self._send(x, call)
+
+    def receive(
+        self, peer: int, tag: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """The message with `tag` that rank `peer` has sent, or will send: waits until it is there.
+
+        It comes in fresh memory. `shape` and `dtype` are those of what is sent.
+        """
+        call = self._message("receive", peer, tag, tuple(shape), dtype)
+        self.seen.note(call, received_bytes(call, self.rank))
+        device = torch.device(device)
+        return self._from_self(call).to(device) if peer == self.rank else self._receive(call, device)
+
     def barrier(self, group: Group) -> None:
         """Returns once every rank of the group has called it."""
         self._check_group(group)
@@ -205,7 +237,37 @@ class Carrier(ABC):
     ) -> list[Tensor]: ...
 
     @abstractmethod
+    def _send(self, x: Tensor, call: Call) -> None: ...
+
+    @abstractmethod
+    def _receive(self, call: Call, device: torch.device) -> Tensor: ...
+
+    @abstractmethod
     def _barrier(self, call: Call) -> None: ...
+
+    def _message(self, kind: str, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
+        asked = f"a {kind} of rank {self.rank}"
+        if not 0 <= peer < self.size:
+            write = f"a rank from 0 to {self.size - 1}"
+            raise CallError(asked, f"rank {peer} as its peer", f"there are {self.size} ranks", write)
+        if not 0 <= tag < TAGS:
+            raise CallError(asked, f"tag {tag}", "tags are numbers of 31 bits", f"a tag from 0 to {TAGS - 1}")
+        return message_call(kind, self.rank, peer, tag, shape, dtype)
+
+    def _from_self(self, call: Call) -> Tensor:
+        waiting = self._to_self.get(call.tag)
+        if waiting is None:
+            raise DeadlockError(
+                f"rank {self.rank}: {call}",
+                f"rank {self.rank} has sent itself no such message",
+                "a rank that waits for itself waits for ever",
+                f"send(x, {self.rank}, {call.tag}) before the receive",
+            )
+        sent, x = waiting.popleft()
+        if not waiting:
+            del self._to_self[call.tag]
+        check_message(call, self.rank, sent)
+        return x
 
     def _check_group(self, group: Group) -> None:
         if group in self._known_groups:
@@ -229,6 +291,12 @@ class Carrier(ABC):
                 "a peer must be in the group, since all of the group makes the call",
                 f"the group {tuple(sorted({*group, *strangers}))}",
             )
+
+
+def check_message(call: Call, rank: int, sent: str) -> None:
+    """Refuse, for a receive of `rank`, a message of which its sender says something else."""
+    if sent != str(send_for(call, rank)):
+        raise wrong_message(rank, str(call), call.message[0], sent)
 
 
 def _copy(x: Tensor) -> Tensor:

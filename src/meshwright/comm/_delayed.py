@@ -2,7 +2,8 @@
 
 On a machine without accelerators communication and computation share the cores, so nothing can overlap. With this
 carrier a conversion is there not before `latency + bytes / bandwidth` seconds after it was begun, one after the other
-as on one link: what a schedule hides of that is what it would hide of a real network's time.
+as on one link: what a schedule hides of that is what it would hide of a real network's time. A message is there so
+long after it was sent, whenever it is asked for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from meshwright.reshard import Plan
 
-from ._call import Call, received_bytes
+from ._call import Call, message_call, received_bytes
 from ._carrier import Arrival, Arrived, Carrier, Receive
 
 T = TypeVar("T")
@@ -35,7 +37,11 @@ class _Late:
 
 
 class Delayed(Carrier):
-    """What `inner` carries, late: `latency` in seconds per collective, `bandwidth` in bytes per second."""
+    """What `inner` carries, late: `latency` in seconds per call, `bandwidth` in bytes per second.
+
+    Behind each message goes another one that says when the first may be had, by the clock that all ranks on a machine
+    share.
+    """
 
     kind = "delayed"
 
@@ -78,6 +84,22 @@ class Delayed(Carrier):
 
     def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
         return self._late(call, lambda: self.inner._exchange(sends, receives, call))
+
+    def _send(self, x: Tensor, call: Call) -> None:
+        """The link is free for the next call once the message has left; it is there `latency` later."""
+        self._free = max(time.monotonic(), self._free) + x.nbytes / self.bandwidth
+        due = torch.tensor(self._free + self.latency, dtype=torch.float64, device="cpu")
+        self.inner._send(x, call)
+        self.inner._send(due, self._due_call(call))
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        x = self.inner._receive(call, device)
+        due = self.inner._receive(self._due_call(call), torch.device("cpu"))
+        _sleep_until(due.item())
+        return x
+
+    def _due_call(self, call: Call) -> Call:
+        return message_call(call.kind, self.rank, call.message[0], call.tag, (), torch.float64)
 
     def _barrier(self, call: Call) -> None:
         self._late(call, lambda: self.inner._barrier(call))

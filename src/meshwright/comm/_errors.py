@@ -52,6 +52,31 @@ class LaunchError(CommError):
     """Local ranks that could not be started."""
 
 
+_COLLECTIVES = (
+    "a collective needs the call of every rank in its group",
+    "the same collectives in the same order on every rank, whatever the rank's number or data",
+)
+_MESSAGES = (
+    "a message needs a send on one rank and a receive on the other",
+    "a receive for every send and a send for every receive, with the same tag",
+)
+
+
+def missing(asked: str, found: str, message: bool) -> MissingCallError:
+    """The error about a call that will not come: the other side of a message, or a part in a collective."""
+    return MissingCallError(asked, found, *(_MESSAGES if message else _COLLECTIVES))
+
+
+def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementError:
+    """The error about a message that is not what its receiver expects."""
+    return DisagreementError(
+        f"one message from rank {peer} to rank {rank}",
+        f"rank {peer} calls {sent}; rank {rank} calls {call}",
+        "what is sent is not what is expected",
+        "the same shape and dtype on both ranks, and a tag for each message that is under way with others",
+    )
+
+
 def disagreement(rank: int, call: str, peer: int, other: str, why: str) -> DisagreementError:
     """The error that names both ranks and both calls."""
     (low, first), (high, second) = sorted([(rank, call), (peer, other)])

@@ -10,6 +10,9 @@ first mistake, and its text says what the other rank did.
     no frame within `limit`, and then
         every rank waits for another          DeadlockError
         the rank computes                     a warning that names it; MissingCallError after `patience`
+
+A message has no frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks
+that are gone, that wait too, or that are slow.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -31,13 +34,21 @@ from ._errors import (
     DisagreementError,
     MissingCallError,
     disagreement,
+    missing,
 )
 from ._links import Frame, GoneError, Links, State
+from ._messages import Message, Messages
+from ._side import Side
 
 _MASK = (1 << 64) - 1
 _LONGEST_TEXT = 1000
 _KEPT_PRINTS = 8192
 _LOOKS_AFTER_FAILURE = 10
+_SHOWN_MESSAGES = 8
+_WRITE_FOR_COLLECTIVES = "the same collectives on every rank; MESHWRIGHT_PATIENCE=seconds if the other is only slow"
+_WRITE_FOR_MESSAGES = (
+    "a send for every receive, with the same tag; init_process(transfer_limit=seconds) if the other is only slow"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,10 @@ class Check:
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
+_States = dict[int, State | None]
+"""By rank, what it is doing; None where nobody answers."""
+
+
 class _Print(NamedTuple):
     common: int
     balance: int
@@ -88,15 +103,18 @@ class _Print(NamedTuple):
 class Guard:
     """One rank's comparisons with its peers."""
 
-    def __init__(self, rank: int, check: Check) -> None:
+    def __init__(self, rank: int, check: Check, messages: Messages, side: Side) -> None:
         self.rank = rank
         self.check = check
+        self._messages, self._side = messages, side
         self._prints: dict[Call, _Print] = {}
         self._numbers: dict[Group, int] = {}
         self._chains: dict[Group, tuple[int, int]] = {}
         self._names: dict[Group, int] = {}
         self._call: Call | None = None
+        self._is_aside = False
         self._waits_for: list[int] = []
+        self._receive_call: Call | None = None
         self._calls = 0
 
     def connect(self, links: Links) -> None:
@@ -105,8 +123,13 @@ class Guard:
 
     def state(self) -> State:
         """What the rank is doing, for those who ask."""
-        call = self._call
-        return State("" if call is None else str(call), tuple(self._waits_for), self._calls)
+        call, receive = self._call, self._receive_call
+        calls = [str(each) for each in (receive, call) if each is not None]
+        meets = () if call is None else tuple(self._waits_for)
+        sender = () if receive is None else (receive.message[0],)
+        waits = receive is not None or (call is not None and not self._is_aside)
+        works = self._messages.is_moving() or (self._side.is_busy() and not meets)
+        return State(" and in ".join(calls), sender + meets, self._calls, receive is not None, waits and not works)
 
     def before(self, call: Call) -> None:
         """Compare `call` with the peers' calls; returns when all are about to make the same.
@@ -114,7 +137,7 @@ class Guard:
         If nobody came, the rank goes on counting as waiting in this call, so that its peers come to the same verdict.
         """
         self._waits_for = []
-        self._call = call
+        self._call, self._is_aside = call, self._side.is_here()
         self._calls += 1
         if self.check.every == 0:
             return
@@ -138,13 +161,28 @@ class Guard:
         """The call is over."""
         self._call = None
 
+    def wait_for_message(self, call: Call, limit: float) -> Message:
+        """The message of a receive, within the limit in seconds."""
+        peer, *_ = call.message
+        self._receive_call = call
+        self._calls += 1
+        watch = _Watch(self.check.limit, limit)
+        try:
+            while (found := self._messages.receive(peer, call.tag, watch.slice())) is None:
+                if watch.is_late():
+                    self._examine(call, [peer], watch)
+        except GoneError:
+            raise self.gone(call, peer) from None
+        self._receive_call = None
+        return found
+
     def explain(self, call: Call, error: Exception) -> CommError:
         """What to raise when the transport failed: the peer that is gone, if there is one."""
         peers = [peer for peer in call.group if peer != self.rank]
         for _ in range(_LOOKS_AFTER_FAILURE):
             for peer in peers:
                 if self._links.ask(peer) is None:
-                    return self._gone(call, peer)
+                    return self.gone(call, peer)
             time.sleep(0.2)
         return CommError(
             f"rank {self.rank}: {call}",
@@ -160,7 +198,7 @@ class Guard:
         self._waits_for = list(peers)
         unsent = [peer for peer in peers if not self._send(call, peer, data)]
         frames: dict[int, Frame] = {}
-        watch = _Watch(self.check)
+        watch = _Watch(self.check.limit, self.check.patience)
         while self._waits_for:
             for peer in list(self._waits_for):
                 found = self._receive(call, peer, data, unsent, watch.slice() / len(self._waits_for))
@@ -169,7 +207,7 @@ class Guard:
                     frames[peer] = found
                     self._waits_for.remove(peer)
             if self._waits_for and watch.is_late():
-                self._examine(call, watch)
+                self._examine(call, self._waits_for, watch)
         return frames
 
     def _send(self, call: Call, peer: int, data: bytes) -> bool:
@@ -177,7 +215,7 @@ class Guard:
             return self._links.send(peer, data)
         except GoneError:
             if not self._links.is_open(peer):
-                raise self._gone(call, peer) from None
+                raise self.gone(call, peer) from None
             return True  # what it sent before it went is still to be read, and may say why
 
     def _receive(self, call: Call, peer: int, data: bytes, unsent: list[int], limit: float) -> Frame | None:
@@ -189,7 +227,7 @@ class Guard:
                 self._send(call, peer, data)
             return self._links.receive(peer, limit)
         except GoneError:
-            raise self._gone(call, peer) from None
+            raise self.gone(call, peer) from None
 
     def _compare(self, call: Call, mine: Frame, peer: int, other: Frame) -> None:
         if mine[:3] == other[:3]:
@@ -212,44 +250,56 @@ class Guard:
             "the shapes of every piece, taken from one layout on all ranks",
         )
 
-    def _examine(self, call: Call, watch: _Watch) -> None:
+    def _examine(self, call: Call, peers: Sequence[int], watch: _Watch) -> None:
         """Raise if the ranks that are waited for cannot come; warn, once, if they only take their time."""
-        states = self._states_behind(call)
-        ring = all(state.call and state.waits_for for state in states.values())
-        if ring and watch.is_still(states):
+        states = self._states_behind(call, peers)
+        everyone = states | {self.rank: self.state()}
+        ring = _is_ring(everyone)
+        if ring and watch.is_still(everyone):
             raise DeadlockError(
                 f"rank {self.rank}: {call}",
-                _say(states),
+                self._say(states),
                 f"every rank has waited for another for {watch.waited:.0f} s",
-                "the same order of collectives on all ranks that share them",
+                "the same order of collectives on all ranks that share them, and sends before what they must wait for",
             )
         late = MissingCallError(
             f"rank {self.rank}: {call}",
-            _say(states),
+            self._say(states),
             f"rank {self.rank} has waited for {watch.waited:.0f} s",
-            "the same collectives on every rank; MESHWRIGHT_PATIENCE=seconds if the other is only slow",
+            _WRITE_FOR_MESSAGES if call.kind == "receive" else _WRITE_FOR_COLLECTIVES,
         )
-        if watch.waited > self.check.patience:
+        if watch.waited > watch.patience:
             raise late
         if not ring and watch.warn_now():
             warnings.warn(str(late), RuntimeWarning, stacklevel=2)
 
-    def _states_behind(self, call: Call) -> dict[int, State]:
-        """What the ranks that we wait for are doing, and those that they wait for, and so on."""
-        states: dict[int, State] = {}
-        ahead = list(self._waits_for)
+    def _states_behind(self, call: Call, peers: Sequence[int]) -> _States:
+        """What the ranks that we wait for are doing, and those that they wait for, and so on.
+
+        One that has ended will not come to a collective; a message may be on its way all the same.
+        """
+        states: _States = {}
+        ahead = [(peer, call.kind == "receive") for peer in peers]
         while ahead:
-            peer = ahead.pop(0)
+            peer, may_have_sent = ahead.pop(0)
             if peer == self.rank or peer in states:
                 continue
-            state = self._links.ask(peer)
-            if state is None:
-                raise self._gone(call, peer)
-            states[peer] = state
-            ahead += state.waits_for
+            state = states[peer] = self._links.ask(peer)
+            if state is not None:
+                ahead += [(other, state.receives) for other in state.waits_for]
+            elif not may_have_sent:
+                raise self.gone(call, peer)
         return states
 
-    def _gone(self, call: Call, peer: int) -> CommError:
+    def _say(self, states: _States) -> str:
+        said = [f"rank {rank} {'has ended' if state is None else state}" for rank, state in sorted(states.items())]
+        left = self._messages.not_received()
+        if left:
+            said.append(f"rank {self.rank} has not received: {', '.join(left[:_SHOWN_MESSAGES])}")
+        return "; ".join(said)
+
+    def gone(self, call: Call, peer: int) -> CommError:
+        """The error about a peer that has ended, or died."""
         farewell = self._links.farewell_of(peer)
         asked, found = f"rank {self.rank}: {call}", f"rank {peer} ended {farewell}"
         if farewell is None:
@@ -259,12 +309,7 @@ class Guard:
                 "its process is gone without a word",
                 f"a look at the output of rank {peer}, and a restart",
             )
-        return MissingCallError(
-            asked,
-            found,
-            "a collective needs the call of every rank in its group",
-            "the same collectives in the same order on every rank",
-        )
+        return missing(asked, found, message=call.kind in ("send", "receive"))
 
     def _print_of(self, call: Call) -> _Print:
         found = self._prints.get(call)
@@ -295,10 +340,11 @@ class Guard:
 class _Watch:
     """How long a rank has waited, when to look again, and whether anything has moved since."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, limit: float, patience: float) -> None:
+        self.patience = patience
         self._started = time.monotonic()
-        self._look_at = check.limit
-        self._before: dict[int, State] | None = None
+        self._look_at = min(limit, patience)
+        self._before: _States | None = None
         self._warned = False
         self.waited = 0.0
 
@@ -313,7 +359,7 @@ class _Watch:
         """Seconds to wait before the next look."""
         return min(max(self._look_at - self.waited, 0.05), 1.0)
 
-    def is_still(self, states: dict[int, State]) -> bool:
+    def is_still(self, states: _States) -> bool:
         still, self._before = states == self._before, states
         return still
 
@@ -322,8 +368,12 @@ class _Watch:
         return not warned
 
 
-def _say(states: dict[int, State]) -> str:
-    return "; ".join(f"rank {rank} {state}" for rank, state in sorted(states.items()))
+def _is_ring(states: _States) -> bool:
+    """Whether every rank waits for another one. Where one waits for a message, nobody may be about to send."""
+    found = [state for state in states.values() if state is not None and state.call and state.waits_for]
+    if len(found) < len(states):
+        return False
+    return all(state.stuck for state in found) or not any(state.receives for state in found)
 
 
 def _hash(value: object) -> int:

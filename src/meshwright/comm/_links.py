@@ -2,8 +2,8 @@
 
 Each rank listens on one port. The higher rank of a pair connects to the lower one on first use. A link carries
 frames, one per checked call: through memory where the two ranks share some, else through the connection, which tells
-in both cases that a process is gone. A question (a short-lived connection) is answered from a thread with what the
-rank is doing, also while the rank itself computes.
+in both cases that a process is gone. Messages have connections of their own. A question (a short-lived connection) is
+answered from a thread with what the rank is doing, also while the rank itself computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .torch_hooks import Store
 _HEADER = struct.Struct("<IQQQQ")
 _HELLO = struct.Struct("<16scI64s")
 """The run's token, what for, the caller's rank, and the name of the memory for both."""
-_LINK, _QUESTION = b"L", b"?"
+_LINK, _QUESTION, _MESSAGES = b"L", b"?", b"M"
 _YES, _NO = b"+", b"-"
 _ANSWER_LIMIT = 5.0
 
@@ -46,11 +46,17 @@ class Frame(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made."""
+    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made.
+
+    With conversions on the side a rank may be in two calls, or go on computing while it is in one: it is `stuck` if
+    all of it waits, and nothing of its messages is on the way.
+    """
 
     call: str
     waits_for: tuple[int, ...]
     calls: int
+    receives: bool = False
+    stuck: bool = False
 
     def __str__(self) -> str:
         if not self.call:
@@ -116,12 +122,21 @@ class _Link:
 
 
 class Links:
-    """This rank's end of all its links. `answer` says, from another thread, what the rank is doing."""
+    """This rank's end of all its links.
 
-    def __init__(self, place: Place, store: Store, answer: Callable[[], State]) -> None:
+    From another thread, `answer` says what the rank is doing, and `welcome` takes a rank's connection for messages.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        store: Store,
+        answer: Callable[[], State],
+        welcome: Callable[[int, socket.socket], None],
+    ) -> None:
         self.rank = place.rank
         self._store = store
-        self._answer = answer
+        self._answer, self._take = answer, welcome
         self._links: dict[int, _Link] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self._arrived = threading.Condition()
@@ -166,10 +181,33 @@ class Links:
                 return State("", (), 0)
             with self._connect(peer, _QUESTION) as wire:
                 wire.settimeout(_ANSWER_LIMIT)
-                call, waits_for, calls = json.loads(_read_all(wire))
-                return State(call, tuple(waits_for), calls)
+                call, waits_for, *more = json.loads(_read_all(wire))
+                return State(call, tuple(waits_for), *more)
         except (OSError, ValueError, RuntimeError):
             return None
+
+    def open_for_messages(self, peer: int, limit: float) -> socket.socket:
+        """A connection for messages to `peer`, once its process has come up; GoneError if there is none to be had."""
+        end = time.monotonic() + limit
+        try:
+            while not self._listens(peer):
+                if time.monotonic() > end:
+                    raise GoneError
+                time.sleep(0.02)
+            return self._connect(peer, _MESSAGES)
+        except (OSError, RuntimeError) as error:
+            raise GoneError from error
+
+    def has_closed(self, peer: int) -> bool:
+        """Whether nobody listens any more where `peer` did; the system listens for a busy process."""
+        try:
+            if self._listens(peer):
+                self._connect(peer, _QUESTION).close()
+        except (ConnectionError, TimeoutError):
+            return True
+        except (OSError, RuntimeError):
+            return False
+        return False
 
     def say_farewell(self, error: str | None) -> None:
         """Tell the store that this rank has ended, and how; then close every link."""
@@ -249,6 +287,8 @@ class Links:
         elif purpose == _QUESTION:
             with wire:
                 wire.sendall(json.dumps(self._answer()).encode())
+        elif purpose == _MESSAGES:
+            self._take(peer, wire)
         else:
             memory = attach(name.rstrip(b"\0").decode(), 2 * RING) if home() else None
             if name.strip(b"\0"):

@@ -1,6 +1,7 @@
 """One rank per process, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or any that is registered.
 
 Tensors on the CPU go through memory that the group shares, where all of it is on one host, and by Gloo where not.
+Messages go through connections of their own, between the memories of the hosts.
 What a transport does not reduce exactly is moved as bytes and reduced here, in the order of the group: Gloo loses NaN
 in max and min, and knows no int16, no float8 and no product of complex numbers.
 """
@@ -22,11 +23,13 @@ from meshwright.layout import MeshwrightError
 from meshwright.reshard import Plan
 
 from ._call import Call, Group, Shape
-from ._carrier import Arrival, Carrier, Receive
+from ._carrier import Arrival, Carrier, Receive, check_message
 from ._current import install
+from ._errors import CallError
 from ._guard import Check, Guard
 from ._kept_memory import keep_memory
-from ._links import Links
+from ._links import GoneError, Links
+from ._messages import Message, Messages
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
 from ._shared_memory import SharedMemory, open_shared
@@ -37,6 +40,7 @@ T = TypeVar("T")
 Transport = Backend | SharedMemory
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
+_TIME_FOR_LAST_MESSAGES = 60.0
 
 
 class ProcessCarrier(Carrier):
@@ -54,8 +58,10 @@ class ProcessCarrier(Carrier):
         self._store: Store = open_store(place, limit)
         self._opened: dict[tuple[str, Group], Transport] = {}
         self._side = Side()
-        self._guard = Guard(place.rank, check)
-        self._links = Links(place, self._store, self._guard.state)
+        self._messages = Messages()
+        self._guard = Guard(place.rank, check, self._messages, self._side)
+        self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
+        self._messages.connect(self._links)
         self._guard.connect(self._links)
 
     @contextmanager
@@ -77,7 +83,10 @@ class ProcessCarrier(Carrier):
     def close(self) -> None:
         """Say to the other ranks that this one has ended; called when the process exits."""
         error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            self._messages.finish(_TIME_FOR_LAST_MESSAGES)
         self._links.say_farewell(None if error is None else f"{type(error).__name__}: {str(error)[:300]}")
+        self._messages.close()
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
@@ -97,6 +106,22 @@ class ProcessCarrier(Carrier):
 
     def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
         return self._carried(call, lambda: self._post(sends, receives, call.group))
+
+    def _send(self, x: Tensor, call: Call) -> None:
+        _check_host(x.device, call)
+        data = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
+        try:
+            message = Message(str(call), _bytes(data))
+            self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
+        except GoneError:
+            raise self._guard.gone(call, call.message[0]) from None
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        _check_host(device, call)
+        sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
+        check_message(call, self.rank, sent)
+        _, shape, dtype = call.message
+        return data.view(dtype).view(shape)
 
     def _barrier(self, call: Call) -> None:
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
@@ -223,6 +248,16 @@ def init_process(
 
 def _check_of(check: Check | str | int) -> Check:
     return check if isinstance(check, Check) else Check.parse(check)
+
+
+def _check_host(device: torch.device, call: Call) -> None:
+    if device.type != "cpu":
+        raise CallError(
+            str(call),
+            f"the device {device}",
+            "messages go between the memories of the hosts: NCCL has no tags, and lets a sender wait for its receiver",
+            'send(x.cpu(), peer, tag), and receive(peer, tag, shape, dtype, "cpu").to(device)',
+        )
 
 
 def _plain(x: Tensor) -> Tensor:

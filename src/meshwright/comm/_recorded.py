@@ -49,6 +49,13 @@ class Recorded(Carrier):
             for peer, shape, dtype, device in receives
         ]
 
+    def _send(self, x: Tensor, call: Call) -> None:
+        return None
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        _, shape, dtype = call.message
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     def _barrier(self, call: Call) -> None:
         return None
 

@@ -39,10 +39,19 @@ class Side:
 
     def drain(self) -> None:
         """Returns once everything that was begun is done; the thread itself does not wait."""
-        if self._latest is None or threading.current_thread().name.startswith(self._name):
+        if self._latest is None or self.is_here():
             return
         self._latest.exception()
         self._latest = None
+
+    def is_busy(self) -> bool:
+        """Whether something that was begun is not done."""
+        latest = self._latest
+        return latest is not None and not latest.done()
+
+    def is_here(self) -> bool:
+        """Whether it is the thread that asks."""
+        return threading.current_thread().name.startswith(self._name)
 
 
 def _without_gradients(work: Callable[[], Tensor]) -> Tensor:

@@ -1,32 +1,34 @@
 """All ranks in this process: one thread each, of which exactly one runs at a time.
 
-The running rank holds the *baton*. It gives the baton up only where it must wait for others, inside a collective,
-and when it ends; the next rank, in rank order, that can run gets it. So a run is deterministic, nothing races, and a
-debugger may stop inside a rank. The last rank to arrive at a collective computes the result of everyone.
+The running rank holds the *baton*. It gives the baton up only where it must wait for others, inside a collective or
+for a message, and when it ends; the next rank, in rank order, that can run gets it. So a run is deterministic, nothing
+races, and a debugger may stop inside a rank. The last rank to arrive at a collective computes the result of everyone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ._call import Call, Group, clash, is_pairwise
-from ._carrier import Carrier, Receive
+from ._carrier import Carrier, Receive, check_message
 from ._current import use
-from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement
+from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement, missing
 from ._reduce import reduce
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _PATIENCE_AFTER_INTERRUPT = 10.0
+_SHOWN_MESSAGES = 8
 
 
 class Abandoned(BaseException):
@@ -42,8 +44,22 @@ class _Meeting:
         self.taken: dict[int, object] = {}
 
 
+class _Address(NamedTuple):
+    """Where a message goes."""
+
+    source: int
+    target: int
+    tag: int
+
+    @staticmethod
+    def of(rank: int, call: Call) -> _Address:
+        """The address in a send or a receive of `rank`."""
+        peer, *_ = call.message
+        return _Address(rank, peer, call.tag) if call.kind == "send" else _Address(peer, rank, call.tag)
+
+
 class _World:
-    """The baton, the ranks that wait for it, and the meetings under way. Only the rank with the baton touches it."""
+    """The baton, who waits for it, meetings and messages under way. Only the rank with the baton touches it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -56,6 +72,7 @@ class _World:
         self.ended = [False] * size
         self.random = [torch.default_generator.get_state()] * size
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
         self.running = 0
         self.shared: dict[object, Any] = {}
@@ -80,6 +97,30 @@ class _World:
                 self.pending[member] = None
         return meeting.taken.get(rank)
 
+    def send(self, rank: int, call: Call, x: Tensor) -> None:
+        """Put a message where its receiver finds it; who waits for it can run again."""
+        if self.failure is not None:
+            raise Abandoned
+        address = _Address.of(rank, call)
+        self.boxes.setdefault(address, deque()).append((str(call), x))
+        waits_in = self.pending[address.target]
+        if waits_in is not None and waits_in.kind == "receive" and _Address.of(address.target, waits_in) == address:
+            self.pending[address.target] = None
+
+    def receive(self, rank: int, call: Call) -> Tensor:
+        """The message, once it is there."""
+        if self.failure is not None:
+            raise Abandoned
+        address = _Address.of(rank, call)
+        if address not in self.boxes:
+            self._wait(rank, call)
+        box = self.boxes[address]
+        sent, x = box.popleft()
+        if not box:
+            del self.boxes[address]
+        check_message(call, rank, sent)
+        return x
+
     def start(self) -> None:
         self._give(0)
 
@@ -91,6 +132,8 @@ class _World:
         if following is None and not all(self.ended):
             self.fail(None, self._stuck())
             following = self._next(rank)
+        elif following is None and self.boxes:
+            self.fail(None, missing("a receive for every message", self._not_received(), message=True))
         if following is None:
             self.over.release()
         else:
@@ -129,13 +172,18 @@ class _World:
         waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
         gone = sorted({peer for call in waiting.values() for peer in call.group if self.ended[peer]})
         found = "; ".join(f"rank {rank} waits in {call}" for rank, call in waiting.items())
+        if self.boxes:
+            found += f"; {self._not_received()}"
         if gone:
             names = " and ".join(f"rank {rank}" for rank in gone)
-            return MissingCallError(
-                f"a collective that {names} should take part in",
-                f"{found}; {names} ended",
-                "a collective needs the call of every rank in its group",
-                "the same collectives in the same order on every rank, whatever the rank's number or data",
+            message = all(call.kind == "receive" for call in waiting.values() if not set(gone).isdisjoint(call.group))
+            return missing(f"a call that {names} should make", f"{found}; {names} ended", message)
+        if any(call.kind == "receive" for call in waiting.values()):
+            return DeadlockError(
+                "messages between ranks",
+                found,
+                "every rank waits for a rank that waits itself",
+                "each send before what its rank must wait for, and with the tag that is received",
             )
         return DeadlockError(
             "collectives on several groups",
@@ -143,6 +191,11 @@ class _World:
             "every rank waits for a rank that waits in another group",
             "the same order of collectives on all ranks that share them",
         )
+
+    def _not_received(self) -> str:
+        sent = [f"rank {address.source} calls {call}" for address, box in self.boxes.items() for call, _ in box]
+        more = f", and {len(sent) - _SHOWN_MESSAGES} more" if len(sent) > _SHOWN_MESSAGES else ""
+        return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
 
 
 def _check_agreement(meeting: _Meeting, rank: int, call: Call) -> None:
@@ -188,6 +241,12 @@ class Simulated(Carrier):
     def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
         arrived = cast(list[Tensor], self._world.meet(self.rank, call, sends, _finish_exchange))
         return [x.to(device) for x, (_, _, _, device) in zip(arrived, receives, strict=True)]
+
+    def _send(self, x: Tensor, call: Call) -> None:
+        self._world.send(self.rank, call, _copy(x))
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        return self._world.receive(self.rank, call).to(device)
 
     def _barrier(self, call: Call) -> None:
         self._world.meet(self.rank, call, None, _finish_barrier)

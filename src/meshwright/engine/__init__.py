@@ -1,5 +1,7 @@
 """The door: what users call."""
 
+from meshwright.tensor import pipe_split
+
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
 from ._explain import Explanation, explain
@@ -31,6 +33,7 @@ __all__ = [
     "get_mesh",
     "get_rank",
     "local_map",
+    "pipe_split",
     "reshard",
     "set_mesh",
     "shard_dataloader",

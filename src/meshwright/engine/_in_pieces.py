@@ -36,6 +36,11 @@ OF_THE_WHOLE = (
         "a loop over parts of the batch, loss.backward() for each, one optimizer.step()",
     ),
     _Option(
+        "pipeline", lambda s: s.pipeline.enable, (),
+        "a schedule runs parts of one program of a whole step, and here Python lies between programs",
+        "stages as they are marked, without pipeline, or a model that is one program",
+    ),
+    _Option(
         "sp_optimization", lambda s: s.sp_optimization.enable, (SequenceParallel,),
         "the sequence stays cut from one layer to the next, and Python lies between layers",
         "mw.reshard(x, mesh, [mw.Shard(1)]) in the forward pass",

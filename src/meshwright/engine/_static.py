@@ -33,17 +33,20 @@ from meshwright.graph import (
     record_update,
     runner,
     slots_of,
+    spread,
     verify,
     with_layouts,
 )
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
+from meshwright.pipeline import PipelineRun
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._pieces import Pieces
+from ._pipeline import Chosen, ways_of, whole_program
 from ._program_files import Model, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
 from ._shared import recorded_once
@@ -102,6 +105,8 @@ class DistModel:
         self._homes: dict[str, Spec] = {}
         self.pieces: Pieces | None = None
         """The modules that run as programs, where the whole could not be one."""
+        self.pipeline: Chosen | None = None
+        """The schedule of the microbatches, and why it is that one; once a pipeline was called."""
         self.layouts: Layouts | None = None
         """How the values of the captured model lie, once it was called."""
         self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
@@ -276,12 +281,10 @@ class DistModel:
         return {(names[id(p)], k): v for p, state in self.optimizer.state.items() for k, v in state.items()}
 
     def _compile(self, batch: Sequence[Any], dynamic: Dynamic) -> tuple[Compiled, Fits]:
+        if self._mode == "train" and self.strategy.pipeline.enable:
+            return self._compile_pipeline(batch)
         merge = self.strategy.merge if self._mode == "train" else None
-        captured = capture(self.network, self._call, merge.first(batch) if merge else batch, {} if merge else dynamic)
-        layouts = complete(captured.program, {**self._homes, **(self.strategy.layouts or {})})
-        forward = with_layouts(captured.program, layouts)
-        forward = apply_passes(forward, self.strategy.passes_on("captured"))
-        captured = replace(captured, program=forward)
+        captured, layouts = self._captured(merge.first(batch) if merge else batch, {} if merge else dynamic)
         how = (
             self._key(batch),
             dynamic,
@@ -292,10 +295,48 @@ class DistModel:
             self._apart(captured.slots),
         )
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
-        lay_as_captured(captured, self.optimizer)
-        self._homes |= {name: spec for name, spec in layouts.specs.items() if name in _slot_values(forward)}
-        self.layouts = layouts
+        self._lay(captured, layouts)
         return self._ready(program, captured.slots), fits
+
+    def _captured(self, batch: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Layouts]:
+        """The captured model, its layouts completed, after the passes on captured programs."""
+        captured = capture(self.network, self._call, batch, dynamic)
+        program = spread(captured.program)
+        layouts = complete(program, {**self._homes, **(self.strategy.layouts or {})})
+        forward = with_layouts(program, layouts)
+        return replace(captured, program=apply_passes(forward, self.strategy.passes_on("captured"))), layouts
+
+    def _lay(self, captured: Capture, layouts: Layouts) -> None:
+        """Parameters, buffers and states lie from now on as the program takes them."""
+        lay_as_captured(captured, self.optimizer)
+        held = _slot_values(captured.program)
+        self._homes |= {name: spec for name, spec in layouts.specs.items() if name in held}
+        self.layouts = layouts
+
+    def _compile_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits]:
+        """The actions of a pipeline's microbatches, each with a program."""
+        how = self.strategy.microbatches
+        assert how is not None
+        captured, layouts = self._captured(how.first(batch), {})
+        ways, self.pipeline = ways_of(captured, self.strategy, lambda step: self._with_update(captured, step))
+        fits = captured.fits()
+        self._lay(captured, layouts)
+        cut = how.leaves(list(leaves_in(batch)))
+        run = PipelineRun(
+            ways, self.pipeline.schedule, current().rank, cut, lambda part: self._run_of(part, captured.slots)
+        )
+        at = {given.value: n for n, given in enumerate(run.inputs)}
+        fetch = tuple(fetch_of(given, captured.slots, self.optimizer) for given in run.inputs)
+        return Compiled(whole_program(ways, run), run, fetch, tuple(at[x] for x in run.writes)), fits
+
+    def _run_of(self, program: Program, slots: Sequence[Slot]) -> tuple[Run, tuple[Value, ...]]:
+        """A part of a pipeline's step after all passes, as a function; and the inputs that it gives values for."""
+        apart = self._apart(slots)
+        passes = self.strategy.passes_on("recorded")
+        program = apply_passes(program, passes if apart else without_inputs(passes))
+        if self.strategy.compiler == "inductor":
+            program = compiled(program, current(), writes=self._writes(slots))
+        return runner(program), tuple(x for x, _ in program.writes)
 
     def _ready(self, program: Program, slots: Sequence[Slot], lowered: Program | None = None) -> Compiled:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
@@ -343,10 +384,15 @@ class DistModel:
         here = current()
         if self._mode != "train":
             return record_forward(captured, here.rank, here.size)
-        assert self.optimizer is not None
         step = record_gradients(captured, here.rank, here.size)
         if self.strategy.merge is not None:
             step = self.strategy.merge.program(step, list(leaves_in(batch)))
+        return self._with_update(captured, step)
+
+    def _with_update(self, captured: Capture, step: Program) -> Program:
+        """The step, whose outputs are a loss and gradients, and the optimizer's step behind it."""
+        assert self.optimizer is not None
+        here = current()
         grads: Mapping[str, Any] = step.outputs["grads"]
         trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
         names = {id(s.tensor): s.name for s in captured.slots}

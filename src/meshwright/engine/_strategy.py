@@ -47,7 +47,7 @@ class Sharding:
     """ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut along the axes that cut the batch.
 
     `axes` names other mesh axes; tensors of fewer than `least` elements stay whole. In stage 3 parameters are gathered
-    again for the backward pass, unless `regather` is off.
+    again for the backward pass, unless `regather` is off; in a pipeline they are gathered once per step.
     """
 
     enable: bool = False
@@ -166,15 +166,22 @@ class SpOptimization:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Refused: a model whose stages lie on meshes of their own runs as they are marked, one batch at a time."""
+    """The batch in `accumulate_steps` microbatches, which go through the model's stages in the order of a schedule.
+
+    `schedule_mode` names one ("1F1B", "ZB-H1": `meshwright schedule list`), or is the text of a table; "auto" takes the
+    shortest known one for the work of the model's chunks, and `DistModel.pipeline` tells why. Stages are the meshes
+    that marks take values to. Losses and gradients are means over the microbatches.
+    """
 
     enable: bool = False
+    schedule_mode: str = "auto"
+    accumulate_steps: int = 1
 
     def __post_init__(self) -> None:
-        if self.enable:
+        if self.accumulate_steps < 1:
             raise StrategyError(
-                "pipeline.enable = true", "no schedule for microbatches yet",
-                "stages run one after the other, as they are marked", "stages marked by mw.reshard to their meshes",
+                f"pipeline.accumulate_steps = {self.accumulate_steps}", "a number below one",
+                "a batch has at least one microbatch", "accumulate_steps = 8",
             )  # fmt: skip
 
 
@@ -212,12 +219,27 @@ class Strategy:
                 f"compiler = {self.compiler!r}", "no such compiler", "a program runs node by node, or through Inductor",
                 'compiler = "none" or "inductor"',
             )  # fmt: skip
+        if self.pipeline.enable and self.release:
+            raise StrategyError(
+                "pipeline.enable = true, release = true", "updates where gradients are made",
+                "a pipeline's gradients are there behind the last microbatch", "release = false",
+            )  # fmt: skip
+        if self.pipeline.enable and self.gradient_merge.enable:
+            raise StrategyError(
+                "pipeline.enable = true, gradient_merge.enable = true", "two ways to take a batch in pieces",
+                "a pipeline adds up the gradients of its microbatches", "pipeline.accumulate_steps alone",
+            )  # fmt: skip
 
     @property
     def merge(self) -> Merge | None:
         """How a batch is taken in pieces, where it is."""
         how = self.gradient_merge
         return Merge(how.k_steps, how.avg) if how.enable and how.k_steps > 1 else None
+
+    @property
+    def microbatches(self) -> Merge | None:
+        """How a pipeline takes a batch in pieces, where there is one."""
+        return Merge(self.pipeline.accumulate_steps) if self.pipeline.enable else None
 
     @classmethod
     def of(cls, **options: Any) -> Strategy:
@@ -231,8 +253,13 @@ class Strategy:
         passes = tuple(p if isinstance(p, Pass) else _pass(p) for p in options.pop("passes", ()))
         return _built(cls, {**options, "passes": passes}, "")
 
-    def passes_on(self, program: Literal["captured", "recorded"]) -> tuple[Pass, ...]:
-        """All passes for the captured, or for the recorded program, in their order."""
+    def passes_on(self, program: Literal["captured", "step", "recorded"]) -> tuple[Pass, ...]:
+        """All passes for the captured, or for the recorded program, in their order.
+
+        In a pipeline those for the "step" of one microbatch come before it is taken apart, and then the others.
+        """
+        if program == "step":
+            return tuple(self._recomputing())
         own = [p for p in self.passes if p.on == program]
         if program == "captured":
             return (*self._captured(), *own)
@@ -249,6 +276,10 @@ class Strategy:
         if self.sharding.enable and self.sharding.stage == 3:
             yield ShardParameters(self.sharding.axes, self.sharding.least)
 
+    def _recomputing(self) -> Iterator[Pass]:
+        if self.recompute.enable:
+            yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
+
     def _recorded(self) -> Iterator[Pass]:
         yield Tidy()
         if self.mp_optimization.enable:
@@ -256,10 +287,10 @@ class Strategy:
             yield Cancel()
         if self.sharding.stage > 1 if self.sharding.enable else self.mp_optimization.enable:
             yield Scatter()
-        if self.sharding.enable and self.sharding.stage == 3 and self.sharding.regather:
+        if self.sharding.enable and self.sharding.stage == 3 and self.sharding.regather and not self.pipeline.enable:
             yield Regather()
-        if self.recompute.enable:
-            yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
+        if not self.pipeline.enable:
+            yield from self._recomputing()
         if self.merge is not None and self.gradient_merge.fused:
             yield FuseAccumulation()
         if self.dp_optimization.enable:

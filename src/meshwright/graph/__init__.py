@@ -15,10 +15,27 @@ from ._inductor import Kernels, compiled
 from ._interception import Hook, UserFunction
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
+from ._linear_tail import linear_tail
 from ._match import Match
 from ._measure import Measure, measure_of
 from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
-from ._node import Carry, Node, Op, Origin, Over, Start, Value, Wait, map_values, name_of, values_in
+from ._node import (
+    ALWAYS,
+    EVERYWHERE,
+    Carry,
+    Edge,
+    Node,
+    Op,
+    Origin,
+    Over,
+    Start,
+    Value,
+    Wait,
+    map_values,
+    name_of,
+    tensor_dtype,
+    values_in,
+)
 from ._package import machine, save_kernels, with_kernels
 from ._pass import (
     OwnRules,
@@ -36,20 +53,24 @@ from ._record import record_forward, record_gradients
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._side_effects import Snapshot
+from ._spread import spread
 from ._text import node_text, type_text
 from ._update import StateKey, lies_as, record_update
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
-from .torch_hooks import note_step
+from .torch_hooks import Operator, note_step
 
 __all__ = [
+    "ALWAYS",
+    "EVERYWHERE",
     "AnyRewrite",
     "Capture",
     "CaptureError",
     "Carry",
     "Change",
     "Draft",
+    "Edge",
     "Edit",
     "Fits",
     "Holds",
@@ -63,6 +84,7 @@ __all__ = [
     "Memories",
     "Node",
     "Op",
+    "Operator",
     "Origin",
     "Over",
     "OwnRules",
@@ -105,6 +127,7 @@ __all__ = [
     "is_view",
     "joined",
     "lies_as",
+    "linear_tail",
     "live_memory",
     "load_program",
     "looked_at",
@@ -133,7 +156,9 @@ __all__ = [
     "save_kernels",
     "save_program",
     "slots_of",
+    "spread",
     "strides_of",
+    "tensor_dtype",
     "to_fx",
     "told",
     "type_text",

@@ -179,6 +179,7 @@ class _State:
         unknown = frozenset(v for v in node.ins if v not in self.known)
         found = self._described(node, unknown, wish)
         if found is None:
+            self._want_whole(node, unknown)
             return None
         operands, decision = found
         for v, need in zip(operands, decision.ins, strict=True):
@@ -186,6 +187,15 @@ class _State:
                 spec = self._spec(v, need.mesh).with_layout(Layout(need.layout.dims))
                 self._want(v, node, spec, "forward" if wish is None else "backward")
         return decision
+
+    def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
+        """An operator without a rule runs on whole tensors, on the mesh of what is known of it."""
+        near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
+        if near is None or isinstance(node.op, Mark):
+            return
+        for v in unknown:
+            if v.is_tensor:
+                self._want(v, node, self._spec(v, near.mesh), "whole")
 
     def _described(
         self, node: Node, free: frozenset[Value], wish: Layout | None

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.comm import Arrival, Carrier, current
 
 from ._execute import carrying, origin_of, reducing_over, reductions_over, starting, to_fx
+from ._meetings import meeting_late
 from ._node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ._products import matmul
 from ._program import Input, Program
@@ -138,6 +139,7 @@ def compiled(
     write inputs in place, unless `writes` is off: it must be where two inputs share memory. `make` gives other kernels
     than those that are compiled now; they write to no input.
     """
+    program = replace(program, nodes=meeting_late(program.nodes))
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
     parts = regions(program, rank_numbers)
     if not parts.kernels:

@@ -15,31 +15,37 @@ def joined(
 ) -> Program:
     """`first`, then `second`, whose inputs `feeds` are values of `first`.
 
-    Inputs of the same role and name are one input; where `first` writes to it, `second` reads what was written.
+    Inputs of the same role and name (but no constants, and nothing saved) are one input; where `first` writes to it,
+    `second` reads what was written.
     `outputs` makes the outputs of both into those of the whole.
     """
     names = Names(v for v in _names(first))
-    same = {(i.role, i.name): i.value for i in first.inputs if i.role != "constant"}
+    same = {_key(i): i.value for i in first.inputs if i.role not in ("constant", "saved")}
     written = dict(first.writes)
     became: dict[Value, Value] = dict(feeds)
     added: list[Input] = []
     for given in second.inputs:
         if given.value in became:
             continue
-        known = same.get((given.role, given.name))
+        known = same.get(_key(given))
         if known is not None:
             became[given.value] = written.get(known, known)
         else:
             became[given.value] = _renamed(given.value, names)
             added.append(Input(became[given.value], given.role, given.name, given.spec, given.source))
     nodes = [_moved(node, became, names) for node in second.nodes]
-    home = {i.value: same.get((i.role, i.name), became[i.value]) for i in second.inputs}
+    home = {i.value: same.get(_key(i), became[i.value]) for i in second.inputs}
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
     return Program(
         (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
         first.rank, {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
     )  # fmt: skip
+
+
+def _key(given: Input) -> Any:
+    """What two inputs share that are the same; numbers of ranks are counted in each program anew."""
+    return given.role, given.source if given.role == "number" else given.name
 
 
 def _moved(node: Node, became: dict[Value, Value], names: Names) -> Node:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -155,15 +155,34 @@ class Over:
 Op = Operator | Carry | Start | Wait | OnCopy | Over | Callable[..., Any]
 
 
+class Edge(NamedTuple):
+    """A conversion from one chunk of a pipeline to another; `number` tells it from all others of the model.
+
+    The chunk ALWAYS is what depends on no batch, and EVERYWHERE what lies on no mesh: each rank does it.
+    """
+
+    source: int
+    target: int
+    number: int
+
+
+ALWAYS, EVERYWHERE = -1, -2
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from: phase of the step, module path, the user's source line; and the modes it ran in."""
+    """Where a node comes from: phase of the step, module path, the user's source line; and the modes it ran in.
+
+    In a pipeline also the chunk of the model, and the edge between chunks, that it or its forward node belongs to.
+    """
 
     phase: Phase = "forward"
     layer: str = ""
     where: str = ""
     grad: bool = True
     autocast: tuple[str, torch.dtype] | None = None
+    chunk: int | None = None
+    edge: Edge | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,8 +7,11 @@ in it depends on the rank but inputs of the role "number".
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -42,6 +45,8 @@ from .torch_hooks import (
     Operator,
     ShapeEnv,
     interception_off,
+    next_gradient_number,
+    running_gradient_number,
     symbolic_count,
     symbolic_float,
     symbolic_int,
@@ -82,9 +87,10 @@ class Recorder(Modes):
         fresh = captured is None
         self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) if fresh else captured.mode
         self._symbols = {} if fresh else captured.symbols
-        self.recording = Recording(origin=lambda: self.origin)
+        self.recording = Recording(origin=self._origin)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
+        self._forward: list[tuple[int, Origin]] = []
         self.source: Source = drawing_by()
         self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
@@ -94,6 +100,21 @@ class Recorder(Modes):
             out = func(*args, **(kwargs or {}))
             self.recording.note(func, args, kwargs or {}, out)
         return out
+
+    def replaying(self, origin: Origin) -> None:
+        """From now on a captured node with this origin is replayed."""
+        self.origin = origin
+        if origin.chunk is not None:
+            self._forward.append((next_gradient_number(), origin))
+
+    def _origin(self) -> Origin:
+        """Of what is recorded now; in a backward pass it belongs to the chunk of what it is the gradient of."""
+        number = running_gradient_number() if self._forward and self.origin.phase == "backward" else None
+        if number is None:
+            return self.origin
+        at = bisect_right(self._forward, number, key=itemgetter(0)) - 1
+        forward = self._forward[at][1] if at >= 0 else Origin()
+        return replace(self.origin, chunk=forward.chunk, edge=forward.edge)
 
     @contextmanager
     def recording_as(self, phase: Phase) -> Generator[None]:
@@ -183,7 +204,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
     """Runs the captured program on distributed fake tensors; gives what each value is."""
     known: dict[Value, Any] = dict(given)
     for node in program.nodes:
-        recorder.origin = node.origin
+        recorder.replaying(node.origin)
         with _modes(node.origin):
             args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
             out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue] - captured programs have no steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -53,6 +54,16 @@ def imagining(mode: FakeTensorMode) -> Generator[FakeTensorMode]:
 def memory_of(x: torch.Tensor) -> Any:
     """What two tensors share when they look at the same memory; also of tensors that hold nothing."""
     return x.untyped_storage()._cdata
+
+
+next_gradient_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
+"""Number that the next autograd node of this thread gets."""
+
+
+def running_gradient_number() -> int | None:
+    """Number of the autograd node whose backward function runs, None outside of any."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 Modes = TorchDispatchMode

@@ -15,6 +15,7 @@ from meshwright.models._llama import Llama, LlamaConfig, ModelError, mark
 
 AXES = ("pp", "dp", "tp")
 OnStep = Callable[[int, float], None]
+OnSchedule = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Job:
     seed: int = 0
     learning_rate: float = 5e-4
     warm_up: int = 50
+    microbatches: int = 4
 
     def __post_init__(self) -> None:
         if self.mesh[0] > self.model.layers:
@@ -48,35 +50,75 @@ class Job:
         """Tokens in one step."""
         return self.batch * self.sequence
 
+    @property
+    def pieces(self) -> int:
+        """In how many microbatches a batch goes through a pipeline: `microbatches`, or fewer if those are not even."""
+        rows = self.batch // self.mesh[1]
+        even = self.batch % self.mesh[1] == 0
+        return max(n for n in range(1, self.microbatches + 1) if n == 1 or (even and rows % n == 0))
+
     def rate(self, step: int) -> float:
         """Learning rate: rises during the warm-up, then stays."""
         return self.learning_rate * min(1.0, (step + 1) / self.warm_up)
 
 
-def train(job: Job, mesh: mw.ProcessMesh | None = None, on_step: OnStep | None = None) -> list[float]:
-    """The loss of each step; `on_step(step, loss)` is called after each."""
+def train(
+    job: Job, mesh: mw.ProcessMesh | None = None, on_step: OnStep | None = None, on_schedule: OnSchedule | None = None
+) -> list[float]:
+    """The loss of each step; `on_step(step, loss)` is called after each.
+
+    Stages on meshes of their own run as a pipeline in the static mode, whose schedule is told to `on_schedule` when it
+    is chosen; everything else runs eagerly.
+    """
     model = Llama(job.model, job.seed)
     if mesh is not None:
         mark(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    step_of = _eager(model, optimizer)
+    if mesh is not None and job.mesh[0] > 1:
+        step_of = _pipelined(model, optimizer, job.pieces, on_schedule)
     losses: list[float] = []
     for step in range(job.steps):
         for group in optimizer.param_groups:
             group["lr"] = job.rate(step)
-        loss = model(*batch(step, job.batch, job.sequence, job.seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step_of(*batch(step, job.batch, job.sequence, job.seed))
         losses.append(loss.item())
         if on_step:
             on_step(step, losses[-1])
     return losses
 
 
-def train_on_mesh(job: Job, on_step: OnStep | None = None) -> list[float]:
-    """`train` as each rank of `job.mesh` runs it; only rank 0 calls `on_step`."""
+def _eager(model: Llama, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step_of(*tensors: torch.Tensor) -> torch.Tensor:
+        loss = model(*tensors)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step_of
+
+
+def _pipelined(
+    model: Llama, optimizer: torch.optim.Optimizer, pieces: int, on_schedule: OnSchedule | None
+) -> Callable[..., torch.Tensor]:
+    strategy = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": pieces})
+    dist = mw.to_static(model, optimizer=optimizer, strategy=strategy)
+
+    def step_of(*tensors: torch.Tensor) -> torch.Tensor:
+        first = dist.pipeline is None
+        loss = dist(*tensors)
+        if first and dist.pipeline is not None and on_schedule:
+            on_schedule(dist.pipeline.why)
+        return loss
+
+    return step_of
+
+
+def train_on_mesh(job: Job, on_step: OnStep | None = None, on_schedule: OnSchedule | None = None) -> list[float]:
+    """`train` as each rank of `job.mesh` runs it; only rank 0 calls `on_step` and `on_schedule`."""
     mesh = mw.ProcessMesh(np.arange(job.ranks).reshape(job.mesh), dim_names=AXES)
-    return train(job, mesh, on_step if mw.get_rank() == 0 else None)
+    return train(job, mesh, on_step, on_schedule) if mw.get_rank() == 0 else train(job, mesh)
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:

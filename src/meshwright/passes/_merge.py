@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from meshwright.graph import (
-    Carry,
     Change,
     Draft,
     Input,
@@ -25,19 +24,13 @@ from meshwright.graph import (
     RewriteError,
     Value,
     communication,
+    linear_tail,
     map_values,
 )
 from meshwright.layout import Spec
-from meshwright.reshard import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, View
 from meshwright.tensor import DistTensor, local_parts, map_tensors, stamp, tensors_in
 
 aten = torch.ops.aten
-
-LINEAR = {aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default}
-"""Operators of one operand that a sum goes through."""
-
-SUMS = (AllReduce, ReduceScatter, AllGather, AllToAll, Slice, View)
-"""Steps that a sum goes through, as far as they do not take maxima or products."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +74,12 @@ class Merge:
 
         Outputs are those of `record_gradients`: a loss and gradients.
         """
+        return _Merged(self, step, self.leaves(leaves)).program() if self.pieces > 1 else step
+
+    def leaves(self, leaves: Sequence[Any]) -> set[int]:
+        """Numbers of the leaves of a batch that are cut."""
         rows = _rows_of(x for x in leaves if isinstance(x, Tensor))
-        cut = {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _rows_of([x]) == rows}
-        return _Merged(self, step, cut).program() if self.pieces > 1 else step
+        return {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _rows_of([x]) == rows}
 
 
 def _rows_of(tensors: Iterable[Tensor]) -> int | None:
@@ -108,7 +104,7 @@ class _Merged:
         self.draft = Draft(replace(self.step, inputs=inputs, nodes=(), writes=(), outputs=()))
         self._reserve()
         wanted = {"": self.step.outputs["out"], **self.step.outputs["grads"]}
-        chains = {name: self._chain(v) for name, v in wanted.items()}
+        chains = {name: linear_tail(self.step, v) for name, v in wanted.items()}
         bottoms = {_bottom(v, chains[name]) for name, v in wanted.items()}
         pieces = {
             old.value: self._pieces(old, new)
@@ -178,17 +174,6 @@ class _Merged:
             self.draft.add_as(aten.add.Tensor, args, {}, new, self.draft.end, Origin("backward"))
         self.sums[v] = new
 
-    def _chain(self, v: Value) -> list[Node]:
-        """The nodes that a sum goes through, from `v` down to the first that communicates; none where none does."""
-        found: list[Node] = []
-        node = self.step.producers.get(v)
-        while node is not None and _is_linear(node):
-            found.append(node)
-            node = self.step.producers.get(node.ins[0])
-        while found and not (isinstance(found[-1].op, Carry) and found[-1].op.communicates):
-            found.pop()
-        return found
-
     def _finished(self, v: Value, chain: Sequence[Node]) -> Value:
         """The sum, or mean, over all pieces, through what `chain` does."""
         bottom = _bottom(v, chain)
@@ -207,10 +192,3 @@ class _Merged:
 
 def _bottom(v: Value, chain: Sequence[Node]) -> Value:
     return chain[-1].ins[0] if chain else v
-
-
-def _is_linear(node: Node) -> bool:
-    """True where a sum of results is the result of the sum of first operands."""
-    if isinstance(node.op, Carry):
-        return isinstance(node.op.step, SUMS) and getattr(node.op.step, "op", "sum") in ("sum", "avg")
-    return node.op in LINEAR

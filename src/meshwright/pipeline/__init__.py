@@ -2,17 +2,21 @@
 
 from ._action import Action, Kind, parse_action
 from ._check import channels, check
-from ._errors import ScheduleError
+from ._errors import ScheduleError, StageError
 from ._flush import eager_one_f_one_b, gpipe, one_f_one_b
 from ._interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from ._known import KNOWN, Known, Shape, known
 from ._memory import Memory, peaks
+from ._mirror import mirrored
 from ._parse import parse_schedule
+from ._parts import BEHIND, Parts, behind_all, taken_apart, with_behind
 from ._picture import summary, svg, terminal, trace
+from ._runner import PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
 from ._slices import seq_one_f_one_b, terapipe
 from ._squeeze import squeezed
+from ._stages import Stages, staged
 from ._stale import pipedream, pipedream_2bw, weight_versions
 from ._transfers import whole_backward, with_transfers
 from ._two_ways import chimera, chimera_doubled, dualpipe, dualpipe_v
@@ -22,6 +26,7 @@ from ._zb_heuristic import zb_1p, zb_2p, zero_bubble
 from ._zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "BEHIND",
     "KNOWN",
     "Action",
     "Channel",
@@ -29,15 +34,21 @@ __all__ = [
     "Kind",
     "Known",
     "Memory",
+    "Parts",
+    "PipelineRun",
     "Schedule",
     "ScheduleError",
     "Shape",
+    "StageError",
+    "Stages",
     "Timed",
     "Timeline",
     "Times",
+    "behind_all",
     "both_ways",
     "channels",
     "check",
+    "check_fits",
     "chimera",
     "chimera_doubled",
     "dualpipe",
@@ -50,6 +61,7 @@ __all__ = [
     "linear",
     "looped",
     "looped_bfs",
+    "mirrored",
     "one_f_one_b",
     "parse_action",
     "parse_schedule",
@@ -59,8 +71,10 @@ __all__ = [
     "seq_one_f_one_b",
     "simulate",
     "squeezed",
+    "staged",
     "summary",
     "svg",
+    "taken_apart",
     "terapipe",
     "terminal",
     "trace",
@@ -68,6 +82,7 @@ __all__ = [
     "v_min",
     "weight_versions",
     "whole_backward",
+    "with_behind",
     "with_transfers",
     "zb_1p",
     "zb_2p",

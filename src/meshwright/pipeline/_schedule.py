@@ -78,7 +78,11 @@ class Schedule:
 
     def rank_of(self, microbatch: int, chunk: int) -> int:
         """The rank that runs `chunk` for `microbatch`."""
-        return self.ways[self.routes[microbatch] if self.routes else 0][chunk]
+        return self.ways[self.way_of(microbatch)][chunk]
+
+    def way_of(self, microbatch: int) -> int:
+        """The number of the way that a microbatch goes."""
+        return self.routes[microbatch] if self.routes else 0
 
     @cached_property
     def into(self) -> Mapping[int, tuple[Edge, ...]]:

@@ -142,6 +142,7 @@ class _Table:
         for r in reversed(range(self.p)):
             back = self._fitting(r, extra, back) if r < self.p - 1 else self.state[r].free + self.cost[B][r]
         for r in range(1, self.p):
+            extra[r] = min(extra[r], extra[r - 1])
             while 0 < extra[r] >= extra[r - 1] and self.state[r].done[F] + extra[r] < self.m:
                 extra[r] -= 1
         for r, n in enumerate(extra):

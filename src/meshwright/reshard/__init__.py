@@ -2,7 +2,7 @@
 
 from ._bound import lower_bound
 from ._errors import ReshardError
-from ._execute import Mover
+from ._execute import Halves, Mover, halves_of
 from ._parse import parse_step
 from ._plan import Plan, Price, execute, plan, transposed
 from ._steps import (
@@ -26,6 +26,7 @@ __all__ = [
     "AllToAll",
     "Exchange",
     "Fill",
+    "Halves",
     "Mover",
     "Pad",
     "Plan",
@@ -38,6 +39,7 @@ __all__ = [
     "Step",
     "View",
     "execute",
+    "halves_of",
     "lower_bound",
     "parse_step",
     "plan",

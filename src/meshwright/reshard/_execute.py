@@ -167,7 +167,24 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
     return Act(run, fresh=own is None or len(incoming) > 0)
 
 
-def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """An exchange as one rank sees it: what it sends and keeps of its part, and how its new part is put together.
+
+    `expected` are the peers that send something, with the shapes of what they send, in the order that `join` takes
+    them; what the rank keeps (`kept`) comes behind.
+    """
+
+    outgoing: tuple[tuple[int, Part], ...]
+    expected: tuple[tuple[int, Shape], ...]
+    kept: tuple[Part, ...]
+    join: Join
+    group: Group
+    silent: bool
+
+
+def halves_of(step: Exchange, x: Spec, rank: int) -> Halves | None:
+    """What `rank` sends and receives in an exchange of a tensor that lies as `x`; None when that is nothing."""
     group = step.group(x, rank)
     if rank not in group:
         return None
@@ -178,21 +195,30 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
     received = found.receives(rank)
     incoming = [(r, box) for r, box in received if r != rank]
     kept = [box for r, box in received if r == rank]
-    expected = [(r, _shape(box)) for r, box in incoming]
-    own = [_part(box, held) for box in kept]
-    outgoing = [(r, _part(box, held)) for r, box in found.sends(rank)]
     leaving = rank not in step.to.mesh
-    join = _empty(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need)
-    silent = found.silent
+    return Halves(
+        tuple((r, _part(box, held)) for r, box in found.sends(rank)),
+        tuple((r, _shape(box)) for r, box in incoming),
+        tuple(_part(box, held) for box in kept),
+        _empty(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need),
+        group,
+        found.silent,
+    )
+
+
+def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
+    do = halves_of(step, x, rank)
+    if do is None:
+        return None
 
     def run(t: Tensor, c: Mover) -> Tensor:
         parts: list[Tensor] = []
-        if not silent:
-            receives = [(r, shape, t.dtype, t.device) for r, shape in expected]
-            parts = c.exchange([(r, take(t)) for r, take in outgoing], receives, group)
-        return join([*parts, *[take(t) for take in own]], t)
+        if not do.silent:
+            receives = [(r, shape, t.dtype, t.device) for r, shape in do.expected]
+            parts = c.exchange([(r, take(t)) for r, take in do.outgoing], receives, do.group)
+        return do.join([*parts, *[take(t) for take in do.kept]], t)
 
-    return Act(run, fresh=len(own) == 0 or len(incoming) > 0)
+    return Act(run, fresh=len(do.kept) == 0 or len(do.expected) > 0)
 
 
 def _empty(shape: Shape) -> Join:

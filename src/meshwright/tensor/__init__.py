@@ -15,7 +15,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
-from ._make import Mark, distribute, from_local, lay, place, redistribute, whole
+from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
@@ -26,6 +26,7 @@ RAN_WHOLE = _dispatch.RAN_WHOLE
 
 __all__ = [
     "RAN_WHOLE",
+    "SPLIT",
     "AbsentError",
     "Decided",
     "Decision",
@@ -56,6 +57,7 @@ __all__ = [
     "note_spec",
     "noted_spec",
     "operators_recorded",
+    "pipe_split",
     "place",
     "random_source",
     "recording_parts",

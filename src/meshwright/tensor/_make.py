@@ -140,6 +140,20 @@ class Mark:
         return f"reshard to {self.layout!r} on {self.mesh!r}"
 
 
+SPLIT = torch.ops.aten.alias.default
+"""How `pipe_split` stands in a captured program."""
+
+
+def pipe_split(x: Tensor) -> Tensor:
+    """`x`; in a pipeline, what is made of it belongs to the next chunk of the model, also on the same mesh.
+
+    Where a value goes to another mesh the next chunk begins by itself. This is for placements in which two chunks that
+    follow each other lie on one mesh, such as the turn of a V.
+    """
+    note = captured_whole(x)
+    return x if note is None else note(SPLIT, (x,), lambda: x.view_as(x))
+
+
 def whole(x: Tensor) -> Tensor:
     """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh."""
     return everywhere(x)

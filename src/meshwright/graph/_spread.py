@@ -1,0 +1,54 @@
+"""A batch that several meshes read: an input for each of them, since every rank has the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.layout import Layout, ProcessMesh
+from meshwright.tensor import Mark
+
+from ._infer import Names
+from ._node import Node, Value, map_values
+from ._program import Input, Program
+
+_Copies = dict[tuple[Value, ProcessMesh, Layout], Input]
+
+
+def spread(program: Program) -> Program:
+    """The captured program in which a mark of a plain leaf of the batch reads an input of its own.
+
+    Nothing has to be sent then from mesh to mesh. Leaves that only one mesh reads stay as they are.
+    """
+    plain = {i.value: i for i in program.inputs if i.role == "batch" and i.spec is None}
+    marks = [n for n in program.nodes if isinstance(n.op, Mark) and n.ins[0] in plain]
+    meshes: dict[Value, set[ProcessMesh]] = {}
+    for node in marks:
+        meshes.setdefault(node.ins[0], set()).add(_mark(node).mesh)
+    names = Names(iter([*(i.value.name for i in program.inputs), *(v.name for n in program.nodes for v in n.outs)]))
+    copies: _Copies = {}
+    became: dict[Node, Node] = {}
+    for node in marks:
+        given = plain[node.ins[0]]
+        if len(meshes[given.value]) > 1:
+            became[node] = _reading(node, _copy(given, node, names, copies))
+    inputs = (*program.inputs, *copies.values())
+    return replace(program, inputs=inputs, nodes=tuple(became.get(n, n) for n in program.nodes)) if became else program
+
+
+def _mark(node: Node) -> Any:
+    return node.op
+
+
+def _copy(given: Input, node: Node, names: Names, copies: _Copies) -> Input:
+    op, v = _mark(node), given.value
+    key = (v, op.mesh, op.layout)
+    if key not in copies:
+        name = names.fresh(v.name)
+        copies[key] = replace(given, value=Value(name, v.shape, v.dtype, v.device), name=name)
+    return copies[key]
+
+
+def _reading(node: Node, given: Input) -> Node:
+    args, kwargs = map_values(lambda v: given.value, (node.args, dict(node.kwargs)))
+    return replace(node, args=args, kwargs=kwargs)

@@ -1,0 +1,333 @@
+"""A recorded training step of one microbatch, taken apart: what a rank does once, and what for each action of a table.
+
+The nodes of a chunk's forward pass are its F. Of its backward pass those are its B that an earlier chunk waits for, and
+all others its W: two parts of one graph, so that nothing is computed twice. What depends on no batch is computed once
+before them (weights gathered, cast, or sent to another stage). Behind them, once, stands what may as well be done to
+the sum of all microbatches' gradients: reductions, what gives tied weights theirs, and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from meshwright.graph import (
+    ALWAYS,
+    EVERYWHERE,
+    Carry,
+    Draft,
+    Edge,
+    Input,
+    Node,
+    Origin,
+    Program,
+    Value,
+    is_drawing,
+    joined,
+    linear_tail,
+    values_in,
+)
+from meshwright.reshard import Exchange
+
+from ._stages import Stages
+
+Part = Literal["always", "F", "R", "B", "W", "end"]
+
+
+class Place(NamedTuple):
+    """Where a node is run: in an action of a chunk, or once before or behind all of them."""
+
+    part: Part
+    chunk: int = ALWAYS
+
+
+BEFORE, BEHIND = Place("always"), Place("end")
+
+
+class Crossing(NamedTuple):
+    """An exchange that leads from one place to another; `tag` tells it from all others of a microbatch."""
+
+    carry: Carry
+    operand: Value
+    result: Value
+    source: Place
+    target: Place
+    tag: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The programs of one rank, by place, and what goes between them.
+
+    `sums` are the values whose sums over all microbatches the program behind reads. `renewed` are buffers, and the
+    values that they take over from each microbatch.
+    """
+
+    step: Program
+    stages: Stages
+    programs: Mapping[Place, Program]
+    crossings: tuple[Crossing, ...]
+    sums: tuple[Value, ...]
+    renewed: tuple[tuple[Value, Value], ...]
+
+
+def taken_apart(step: Program, stages: Stages, recompute: bool = False) -> Parts:
+    """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
+
+    With `recompute`, what a backward pass makes of forward values alone is a part of its own, R.
+    """
+    return _Cut(step, stages, recompute).parts()
+
+
+@dataclass
+class _Cut:
+    step: Program
+    stages: Stages
+    recompute: bool
+    at: dict[Node, Place] = field(default_factory=dict[Node, Place])
+    of: dict[Value, Place] = field(default_factory=dict[Value, Place])
+    crossings: list[Crossing] = field(default_factory=list[Crossing])
+    _crossed: set[Value] = field(default_factory=set[Value])
+
+    @cached_property
+    def _own(self) -> list[int]:
+        """The chunks of this rank."""
+        own = self.stages.of(self.step.rank)
+        return [c for c, stage in enumerate(self.stages.way) if stage == own]
+
+    @property
+    def _parts_of_chunks(self) -> tuple[Part, ...]:
+        return ("F", "R", "B", "W") if self.recompute else ("F", "B", "W")
+
+    def parts(self) -> Parts:
+        self._place_inputs()
+        for node in self.step.nodes:
+            if node.origin.phase == "forward":
+                self._settle(node, self._forward(node))
+        late = [node for node in self.step.nodes if node.origin.phase != "forward"]
+        for node in late:
+            place = self._backward(node)
+            if place is not None:
+                self._settle(node, place)
+        for node in reversed(late):
+            if node not in self.at and not self._is_crossing(node):
+                self._settle(node, self._beside(node))
+        self._put_behind()
+        self._split()
+        return self._made()
+
+    def _place_inputs(self) -> None:
+        changed = {x for x, _ in self.step.writes}
+        for given in self.step.inputs:
+            if given.role not in ("batch", "size") and given.value not in changed:
+                self.of[given.value] = BEFORE
+
+    def _settle(self, node: Node, place: Place) -> None:
+        if self._is_crossing(node):
+            self._cross(node)
+            return
+        self.at[node] = place
+        for v in node.outs:
+            self.of[v] = place
+            if node.origin.edge is not None and any(x in self._crossed for x in node.ins):
+                self._crossed.add(v)
+
+    def _is_crossing(self, node: Node) -> bool:
+        return isinstance(node.op, Carry) and isinstance(node.op.step, Exchange) and node.origin.edge is not None
+
+    def _cross(self, node: Node) -> None:
+        """An exchange between chunks; backward it goes from the later one to the earlier one."""
+        edge, back = node.origin.edge, node.origin.phase != "forward"
+        assert edge is not None
+        assert isinstance(node.op, Carry)
+        part: Part = "B" if back else "F"
+        ends = Place(part, edge.source), Place(part, edge.target)
+        source, target = reversed(ends) if back else ends
+        (operand,), (result,) = node.ins, node.outs
+        self.crossings.append(Crossing(node.op, operand, result, source, target, 2 * edge.number + back))
+        self.of[result] = target
+        self._crossed.add(result)
+
+    def _forward(self, node: Node) -> Place:
+        origin = node.origin
+        if origin.chunk == ALWAYS or self._is_always(node):
+            return BEFORE
+        if origin.chunk == EVERYWHERE:
+            return Place("F", min(self._own, default=0))
+        return Place("F", self._side(node, origin.edge, origin.chunk or 0, back=False))
+
+    def _is_always(self, node: Node) -> bool:
+        return not is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins)
+
+    def _side(self, node: Node, edge: Edge | None, chunk: int, back: bool) -> int:
+        """The chunk of a node; of those that convert along an edge, by the side of the exchange on which they stand."""
+        if edge is None:
+            return chunk
+        arrived = any(v in self._crossed for v in node.ins)
+        return edge.target if arrived != back else edge.source
+
+    def _backward(self, node: Node) -> Place | None:
+        """The place of the gradient of a forward node; None for what is made beside such nodes."""
+        origin = node.origin
+        if origin.chunk is None or origin.chunk == EVERYWHERE:
+            return None
+        if origin.chunk == ALWAYS:
+            return BEHIND
+        return Place("B", self._side(node, origin.edge, origin.chunk, back=True))
+
+    def _beside(self, node: Node) -> Place:
+        """Where what no forward node has a gradient for belongs: with what reads it in the backward pass, else with
+        what it reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
+        """
+        users = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
+        near = [p for p in users if p.part == "B"] or [self.of[v] for v in node.ins if v in self.of]
+        near = [p for p in near if p.chunk != ALWAYS]
+        return max(near, key=lambda p: (p.part == "B", p.chunk)) if near else BEHIND
+
+    def _put_behind(self) -> None:
+        """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""
+        for v in values_in(self.step.outputs):
+            for node in linear_tail(self.step, v):
+                if not self._reaches_only_behind(node):
+                    break
+                self._move(node, BEHIND)
+        for node in self.step.nodes:
+            if node in self.at and node.origin.phase != "forward" and any(self.of.get(v) == BEHIND for v in node.ins):
+                self._move(node, BEHIND)
+
+    def _reaches_only_behind(self, node: Node) -> bool:
+        users = (u for v in node.outs for u in self.step.users.get(v, ()))
+        return node in self.at and all(self.at.get(u) == BEHIND for u in users)
+
+    def _move(self, node: Node, place: Place) -> None:
+        self.at[node] = place
+        self.of.update(dict.fromkeys(node.outs, place))
+
+    def _split(self) -> None:
+        """B keeps what another chunk, or an exchange, needs; the rest of a backward pass is W."""
+        needed = {c.operand for c in self.crossings}
+        for node in self.step.nodes:
+            if node in self.at:
+                needed.update(v for v in node.ins if self.at[node] != self.of.get(v) and self.at[node].part == "B")
+        for node in reversed(self.step.nodes):
+            place = self.at.get(node)
+            if place is None or place.part != "B":
+                continue
+            if any(v in needed for v in node.outs):
+                needed.update(node.ins)
+            else:
+                self._move(node, Place("W", place.chunk))
+        for node in self.step.nodes if self.recompute else ():
+            place = self.at.get(node, BEHIND)
+            if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
+                self._move(node, Place("R", place.chunk))
+
+    def _is_forward(self, v: Value) -> bool:
+        return v not in self.of or self.of[v].part in ("always", "F", "R")
+
+    def _made(self) -> Parts:
+        chunks = self._own
+        places = [BEFORE, *(Place(part, c) for part in self._parts_of_chunks for c in chunks), BEHIND]
+        nodes: dict[Place, list[Node]] = {place: [] for place in places}
+        for node in self.step.nodes:
+            if node in self.at and self.at[node] not in nodes and not node.ins:
+                self._move(node, BEHIND)  # what stands for a gradient of another rank's parameter
+            if self.at.get(node) in nodes:
+                nodes[self.at[node]].append(node)
+        crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)
+        sums = self._sums(nodes[BEHIND])
+        wanted = self._wanted(nodes, crossings, sums)
+        programs = {place: self._program(nodes[place], _made_of(nodes[place], wanted)) for place in places[:-1]}
+        programs[BEHIND] = self._program(nodes[BEHIND], self.step.outputs)
+        renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, BEFORE).chunk in (ALWAYS, *chunks))
+        return Parts(self.step, self.stages, programs, crossings, sums, renewed)
+
+    def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
+        """What is read behind, or is a result, and is made for each microbatch."""
+        read = [v for node in behind for v in node.ins] + list(values_in(self.step.outputs))
+        return tuple(v for v in dict.fromkeys(read) if v in self.of and self.of[v].part in ("F", "B", "W"))
+
+    def _wanted(
+        self, nodes: Mapping[Place, Sequence[Node]], crossings: Sequence[Crossing], sums: Sequence[Value]
+    ) -> Collection[Value]:
+        """The values that are read elsewhere than where they are made."""
+        read = {v for place, members in nodes.items() for n in members for v in n.ins if self.of.get(v) != place}
+        return read | {c.operand for c in crossings} | {*sums} | {v for _, v in self.step.writes}
+
+    def _program(self, nodes: Sequence[Node], outputs: Any) -> Program:
+        made = {v for node in nodes for v in node.outs}
+        known = {i.value: i for i in self.step.inputs}
+        wanted = [v for node in nodes for v in node.ins] + list(values_in(outputs))
+        read = dict.fromkeys(v for v in wanted if v not in made)
+        inputs = tuple(known.get(v) or Input(v, "saved", v.name, self.step.specs.get(v), v) for v in read)
+        specs = {v: s for v, s in self.step.specs.items() if v in made or v in read}
+        return Draft(Program(inputs, tuple(nodes), outputs, rank=self.step.rank, specs=specs)).finish()
+
+
+def _made_of(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:
+    return tuple(v for node in nodes for v in node.outs if v in wanted)
+
+
+class Total(NamedTuple):
+    """The source of an input that is a sum over all microbatches."""
+
+    of: Value
+
+
+def behind_all(ways: Sequence[Parts], microbatches: int) -> Program:
+    """What all ways of a pipeline do behind their microbatches: a loss and gradients that are means over all of them.
+
+    Its inputs of the role "saved" tell by their source what they are: a value of one of the ways, or a `Total`.
+    """
+    first, *others = (_averaged(parts, microbatches) for parts in ways)
+    return reduce(_joined, others, first)
+
+
+def _averaged(parts: Parts, microbatches: int) -> Program:
+    """The program behind, which divides sums by the number of microbatches before it reads them."""
+    behind = parts.programs[BEHIND]
+    totals = [Value(f"sum_of_{v.name}", v.shape, v.dtype, v.device) for v in parts.sums]
+    shares = (
+        Node(torch.ops.aten.div.Tensor, (total, microbatches), {}, v, Origin("backward"))
+        for total, v in zip(totals, parts.sums, strict=True)
+    )
+    kept = (i for i in behind.inputs if i.value not in set(parts.sums))
+    given = (Input(t, "saved", t.name, None, Total(v)) for t, v in zip(totals, parts.sums, strict=True))
+    return replace(behind, inputs=(*kept, *given), nodes=(*shares, *behind.nodes))
+
+
+def _joined(a: Program, b: Program) -> Program:
+    """Both programs, whose results are added up."""
+    both = joined(a, b, {}, lambda x, y: (x, y))
+    x, y = both.outputs
+    draft = Draft(both)
+
+    def add(v: Value, w: Value) -> Value:
+        return draft.add(torch.ops.aten.add.Tensor, v, w, before=draft.end, origin=Origin("backward"))
+
+    grads = {name: add(v, y["grads"][name]) if name in y["grads"] else v for name, v in x["grads"].items()}
+    grads |= {name: v for name, v in y["grads"].items() if name not in grads}
+    out = add(x["out"], y["out"])
+    nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft)
+    return replace(both, nodes=nodes, outputs={"out": out, "grads": grads})
+
+
+def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
+    """The parts of all ways with another program behind the first one, which need not read all of the sums."""
+    behind = Draft(behind).finish()
+    read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
+    behind = replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))
+    totals = {i.source.of for i in behind.inputs if isinstance(i.source, Total)}
+    empty = Program((), (), None)
+    return tuple(
+        replace(
+            parts,
+            programs={**parts.programs, BEHIND: empty if n else behind},
+            sums=tuple(v for v in parts.sums if v in totals),
+        )
+        for n, parts in enumerate(ways)
+    )

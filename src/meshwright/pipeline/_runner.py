@@ -1,0 +1,243 @@
+"""One interpreter for all tables: a rank's row is run action by action, on whatever carrier the rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Carrier, current
+from meshwright.graph import Input, Program, Run, Value, runner, tensor_dtype, values_in
+from meshwright.reshard import Halves, halves_of
+
+from ._action import Kind
+from ._errors import StageError
+from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total
+from ._schedule import Schedule
+from ._stages import Stages
+
+_PARTS: Mapping[Kind, tuple[Part, ...]] = {
+    Kind.FORWARD: ("F",),
+    Kind.RECOMPUTE: ("R",),
+    Kind.BACKWARD: ("R", "B", "W"),
+    Kind.BACKWARD_INPUT: ("R", "B"),
+    Kind.BACKWARD_WEIGHT: ("W",),
+}
+"""What an action runs. Messages go with the actions that make and read them, so their own actions run nothing."""
+
+Known = dict[Value, Any]
+Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
+"""Gives a program as a function, and the inputs for which that gives values to write; it may write others itself."""
+
+
+def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
+    """The program node by node."""
+    return runner(program), tuple(x for x, _ in program.writes)
+
+
+Entry = tuple[int, Place, int]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A program of a place, what it reads and gives, and what is sent and received around it."""
+
+    run: Run
+    reads: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    arriving: list[_Message]
+    leaving: list[_Message]
+    sums: tuple[Value, ...]
+    renewed: tuple[tuple[Value, Value], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A crossing as one rank sees it."""
+
+    crossing: Crossing
+    halves: Halves | None
+    like: Tensor
+
+    def send(self, held: Known, here: Carrier, tag: int) -> None:
+        x = held[self.crossing.operand]
+        if self.halves is None:
+            held[self.crossing.result] = x
+            return
+        for peer, take in self.halves.outgoing:
+            here.send(take(x), peer, tag)
+        if self.halves.kept:
+            held[self.crossing.result] = [take(x) for take in self.halves.kept]
+
+    def receive(self, held: Known, here: Carrier, tag: int) -> None:
+        if self.halves is None:
+            return
+        like, kept = self.like, held.get(self.crossing.result, [])
+        parts = [here.receive(peer, tag, shape, like.dtype, like.device) for peer, shape in self.halves.expected]
+        held[self.crossing.result] = self.halves.join([*parts, *kept], like)
+
+
+class _Totals:
+    """Sums over microbatches; the first term is left as it is, since other values may look at its memory."""
+
+    def __init__(self) -> None:
+        self.known: Known = {}
+        self._own: set[Value] = set()
+
+    def add(self, v: Value, term: Tensor) -> None:
+        if v not in self.known:
+            self.known[v] = term
+        elif v in self._own:
+            self.known[v].add_(term)
+        else:
+            self.known[v] = self.known[v] + term
+            self._own.add(v)
+
+
+class PipelineRun:
+    """A training step of all microbatches, in the order of a schedule's row.
+
+    `ways` are the parts for each way of the schedule. `run(*inputs)` takes the inputs of `inputs`; those in `cut`
+    (numbers of leaves of the batch) are taken apart along dim 0. It gives the outputs of the program behind, and the
+    values that `writes` take over. After each action `watch` is told what is held of each microbatch.
+    """
+
+    def __init__(
+        self, ways: Sequence[Parts], schedule: Schedule, rank: int, cut: set[int],
+        make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs = _inputs(ways)
+        self._microbatches, self._watch = schedule.microbatches, watch
+        self._cut = [i.value for i in self.inputs if i.role == "batch" and i.source in cut]
+        self._before = [(parts.programs[BEFORE], make(parts.programs[BEFORE])[0]) for parts in ways]
+        behind = ways[0].programs[BEHIND]
+        self._behind, written = make(behind)
+        self._reads = tuple(i.value if i.role != "saved" else i.source for i in behind.inputs)
+        self._parts = {
+            (way, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
+            for way, parts in enumerate(ways)
+            for place in parts.programs
+            if place not in (BEFORE, BEHIND)
+        }
+        stage = ways[0].stages.of(rank)
+        self._row = () if stage is None else _entries(schedule, stage)
+        once = {v for program, _ in self._before for v in values_in(program.outputs)}
+        self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs if i.value not in self._cut})
+        self._renewed = tuple(pair for parts in ways for pair in parts.renewed)
+        self.writes = (*(x for x, _ in self._renewed), *written)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
+        here, count = current(), self._microbatches
+        base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
+        with torch.no_grad():
+            for program, run in self._before:
+                out, _ = run(*(base[i.value] for i in program.inputs))
+                base.update(zip(program.outputs, out, strict=True))
+            held = self._microbatch_inputs(base)
+            totals = _Totals()
+            for (way, place, m), gone in zip(self._row, self._drops, strict=True):
+                part = self._parts[way, place]
+                self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                for v in gone:
+                    held[m].pop(v, None)
+                if self._watch is not None:
+                    self._watch(held)
+            outputs, written = self._behind(
+                *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
+            )
+        return outputs, [*(base[x] for x, _ in self._renewed), *written]
+
+    def _microbatch_inputs(self, base: Known) -> list[Known]:
+        count = self._microbatches
+        pieces = {v: base[v].chunk(count) if base[v].shape[0] else [base[v]] * count for v in self._cut}
+        return [{v: parts[m] for v, parts in pieces.items()} for m in range(count)]
+
+    def _act(
+        self, part: _Part, base: Known, held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
+    ) -> None:
+        for message in part.arriving:
+            message.receive(held, here, tag(message.crossing.tag))
+        if part.gives:
+            out, _ = part.run(*[held[v] if v in held else base[v] for v in part.reads])
+            held.update(zip(part.gives, out, strict=True))
+        for v in part.sums:
+            totals.add(v, held[v])
+        for x, v in part.renewed:
+            base[x] = held[v]
+        for message in part.leaving:
+            message.send(held, here, tag(message.crossing.tag))
+
+
+def _inputs(ways: Sequence[Parts]) -> tuple[Input, ...]:
+    """What is given from outside, to any of the programs."""
+    found = {i.value: i for parts in ways for i in parts.step.inputs}
+    found |= {i.value: i for i in ways[0].programs[BEHIND].inputs if i.role != "saved"}
+    return tuple(found.values())
+
+
+def _message(crossing: Crossing, rank: int) -> _Message:
+    step = crossing.carry.step
+    v = crossing.result
+    like = torch.empty(0, dtype=tensor_dtype(v), device=v.device)
+    return _Message(crossing, halves_of(step, crossing.carry.src, rank), like)  # pyright: ignore[reportArgumentType] - an Exchange
+
+
+def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) -> _Part:
+    program = parts.programs[place]
+    gives = tuple(values_in(program.outputs))
+    arriving = [m for m in messages if m.crossing.target == place]
+    here = {*gives, *(m.crossing.result for m in arriving)}
+    return _Part(
+        make(program)[0],
+        tuple(i.value for i in program.inputs),
+        gives,
+        arriving,
+        [m for m in messages if m.crossing.source == place],
+        tuple(v for v in parts.sums if v in here),
+        tuple((x, v) for x, v in parts.renewed if v in here),
+    )
+
+
+def _entries(schedule: Schedule, stage: int) -> tuple[Entry, ...]:
+    """What a stage runs, in order: ways, places and microbatches. What was recomputed before is not again."""
+    done = schedule.recomputed
+    return tuple(
+        (schedule.way_of(atom.microbatch), Place(part, atom.chunk), atom.microbatch)
+        for action in schedule.rows[stage]
+        for atom in action.atoms
+        for part in _PARTS.get(atom.kind, ())
+        if part != "R" or atom.kind is Kind.RECOMPUTE or (done and (atom.microbatch, atom.chunk) not in done)
+    )
+
+
+def _drops(
+    row: Sequence[Entry], parts: Mapping[tuple[int, Place], _Part], kept: set[Value]
+) -> tuple[tuple[Value, ...], ...]:
+    """After each entry of the row, the values of its microbatch that nothing needs any more."""
+    seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
+    drops: list[tuple[Value, ...]] = []
+    for way, place, m in reversed(row):
+        part = parts[way, place]
+        touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
+        touched |= {x.crossing.result for x in part.arriving}
+        drops.append(tuple(touched - seen[m] - kept))
+        seen[m] |= touched
+    return tuple(reversed(drops))
+
+
+def check_fits(schedule: Schedule, stages: Stages) -> None:
+    """Raises StageError for a table that this model has no chunks for, or that means another training."""
+    last = len(stages.ranks) - 1
+    ways = (stages.way, tuple(last - s for s in stages.way))
+    if schedule.slices > 1:
+        found, why = f"{schedule.slices} slices a sequence", "a model is given whole sequences"
+    elif schedule.ways != ways[: len(schedule.ways)]:
+        found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
+        why = f"the model's marks put its chunks on stages {stages.way}"
+    else:
+        return
+    write = "a schedule with the model's placement, or marks with the schedule's: docs/concepts/pipeline.md"
+    raise StageError(f"schedule {schedule.name!r}", found, why, write)

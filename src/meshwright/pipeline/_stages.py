@@ -1,0 +1,143 @@
+"""The chunks of a model: where its marks take values from one mesh to another.
+
+A captured program whose marks change meshes is a chain of chunks, and each chunk lies on one mesh: the longest way
+through the changes is the chain. A node belongs to the first chunk on its mesh that is not before those of its
+operands, so what goes round chunks (skip connections, masks, labels) joins the chain where it lies. What depends on no
+batch belongs to no chunk: it is computed once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, count
+
+from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Node, Program, Value, is_drawing
+from meshwright.tensor import SPLIT
+
+from ._errors import StageError
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The ranks of each stage, and the stage of each chunk."""
+
+    ranks: tuple[Ranks, ...]
+    way: tuple[int, ...]
+
+    def of(self, rank: int) -> int | None:
+        """The stage that a rank is in; None for a rank in none."""
+        return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
+
+
+def staged(program: Program) -> tuple[Program, Stages]:
+    """The captured program, of which it is known how values lie, with the chunk of each node; and its stages.
+
+    Raises StageError where meshes overlap, and where a value goes back to the mesh of an earlier chunk only.
+    """
+    found = _Staging(program)
+    ranks = tuple(dict.fromkeys(found.chain))
+    _check_apart(ranks)
+    numbers = count()
+    nodes = tuple(found.told(node, numbers) for node in program.nodes)
+    return replace(program, nodes=nodes), Stages(ranks, tuple(ranks.index(r) for r in found.chain))
+
+
+@dataclass
+class _Staging:
+    program: Program
+    chunk: dict[Value, int] = field(default_factory=dict[Value, int])
+    chain: tuple[Ranks, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._find_always()
+        self.chain = self._longest()
+        for given in self.program.inputs:
+            home = self._home(given.value)
+            self.chunk.setdefault(given.value, EVERYWHERE if home is None else self._first(home, 0, None))
+        for node in self.program.nodes:
+            if all(v in self.chunk for v in node.outs) and node.outs:
+                continue
+            before = max((self.chunk[v] for v in node.ins), default=EVERYWHERE)
+            home = self._of_node(node)
+            nowhere = home is None and before < 0
+            at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is SPLIT), node)
+            self.chunk.update(dict.fromkeys(node.outs, at))
+
+    def _home(self, v: Value) -> Ranks | None:
+        """The ranks on which a value lies, where that is known."""
+        spec = self.program.specs.get(v)
+        return None if spec is None else tuple(sorted(spec.mesh.process_ids))
+
+    def _of_node(self, node: Node) -> Ranks | None:
+        return next((r for v in (*node.outs, *node.ins) if (r := self._home(v)) is not None), None)
+
+    def _find_always(self) -> None:
+        """What depends on no batch, on no buffer that changes, and on nothing that is drawn."""
+        changed = {x for x, _ in self.program.writes}
+        for given in self.program.inputs:
+            if given.role in ("parameter", "buffer", "constant") and given.value not in changed:
+                self.chunk[given.value] = ALWAYS
+        for node in self.program.nodes:
+            if not is_drawing(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
+                self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
+
+    def _longest(self) -> tuple[Ranks, ...]:
+        """The meshes along the longest way through changes of mesh."""
+        ways: dict[Value, tuple[Ranks, ...]] = {}
+        best: tuple[Ranks, ...] = ()
+        for node in self.program.nodes:
+            if any(self.chunk.get(v) == ALWAYS for v in node.outs):
+                continue
+            way = max((ways.get(v) or self._start(v) for v in node.ins), key=len, default=())
+            home = self._of_node(node)
+            if home is not None and (way[-1:] != (home,) or node.op is SPLIT):
+                way = (*way, home)
+            ways.update(dict.fromkeys(node.outs, way))
+            best = max(best, way, key=len)
+        return best
+
+    def _start(self, v: Value) -> tuple[Ranks, ...]:
+        home = self._home(v)
+        return () if home is None or self.chunk.get(v) == ALWAYS else (home,)
+
+    def _first(self, home: Ranks | None, least: int, node: Node | None) -> int:
+        """The first chunk from `least` on that lies on these ranks."""
+        if home is None or not self.chain:
+            return least
+        found = next((c for c in range(least, len(self.chain)) if self.chain[c] == home), None)
+        if found is None:
+            what = "an input" if node is None else f"{node.op!r} {node.origin.where}".rstrip()
+            raise StageError(
+                f"a pipeline of the chunks {_text(self.chain)}", f"{what} on ranks {_one(home)}",
+                f"no chunk from {least} on lies there" if node else "no chunk lies there",
+                "marks that take values on to the meshes of later chunks, and inputs to the mesh of a chunk",
+            )  # fmt: skip
+        return found
+
+    def told(self, node: Node, numbers: Iterator[int]) -> Node:
+        """The node with its chunk, and with an edge where it leads from one chunk to another."""
+        at = self.chunk[node.outs[0]] if node.outs else 0
+        edge: Edge | None = None
+        if at >= 0 and len(node.ins) == 1 and self._home(node.ins[0]) not in (None, self._of_node(node)):
+            edge = Edge(self.chunk[node.ins[0]], at, next(numbers))
+        return replace(node, origin=replace(node.origin, chunk=at, edge=edge))
+
+
+def _check_apart(ranks: Sequence[Ranks]) -> None:
+    for a, b in combinations(ranks, 2):
+        if set(a) & set(b):
+            raise StageError(
+                "stages of a pipeline", f"stages on ranks {_one(a)} and on ranks {_one(b)}",
+                "a rank runs the actions of one stage", "meshes that are the same, or have no rank in common",
+            )  # fmt: skip
+
+
+def _text(chain: Sequence[Ranks]) -> str:
+    return " > ".join(_one(ranks) for ranks in chain)
+
+
+def _one(ranks: Ranks) -> str:
+    return f"{ranks[0]}…{ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))

@@ -1,0 +1,112 @@
+"""Pipelines in the static mode: the numbers of one device under every placement, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.engine import StrategyError
+from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
+
+from .pipeline_oracle import alone, compare, piped
+
+CASES = [
+    ("1F1B", (0, 1), 2, False),
+    ("GPipe", (0, 1), 4, True),
+    ("ZB-H1", (0, 1, 2, 3), 4, True),
+    ("ZB-2p", (0, 1), 3, False),
+    ("1F1B", (0, 1, 2, 3), 2, False),
+    ("Interleaved 1F1B", (0, 1, 0, 1), 4, True),
+    ("ZB-V", (0, 1, 1, 0), 4, True),
+    ("V-Min", (0, 1, 2, 2, 1, 0), 6, False),
+]
+
+
+@pytest.mark.parametrize(("name", "way", "microbatches", "tied"), CASES)
+def test_numbers_are_those_of_one_device(name: str, way: tuple[int, ...], microbatches: int, tied: bool) -> None:
+    options = {"schedule_mode": name, "accumulate_steps": microbatches}
+    rows = 2 * microbatches
+    found = mw.simulate(lambda: piped(way, options, rows, tied), max(way) + 1)
+    expected = alone(len(way), microbatches, rows, tied)
+    for each in found:
+        compare(each, expected)
+
+
+@pytest.mark.parametrize(("name", "way"), [("DualPipe", (0, 1)), ("Chimera", (0, 1, 2, 3)), ("DualPipe", (0, 1, 2, 3))])
+def test_two_copies_of_a_model(name: str, way: tuple[int, ...]) -> None:
+    microbatches = 2 * len(way)
+    options = {"schedule_mode": name, "accumulate_steps": microbatches}
+    found = mw.simulate(lambda: piped(way, options, 2 * microbatches, True, buffers=False), len(way))
+    for each in found:
+        compare(each, alone(len(way), microbatches, 2 * microbatches, True, buffers=False))
+
+
+def test_stages_of_several_ranks() -> None:
+    options = {"schedule_mode": "ZB-H1", "accumulate_steps": 4}
+    found = mw.simulate(lambda: piped((0, 1), options, 8, True, ranks_per_stage=2), 4)
+    for each in found:
+        compare(each, alone(2, 4, 8, True))
+
+
+def test_the_schedule_is_chosen() -> None:
+    def chosen() -> Any:
+        return piped((0, 1), {"accumulate_steps": 4}, 8, True, then=lambda dist: dist.pipeline)
+
+    for each in mw.simulate(chosen, 2):
+        compare(each, alone(2, 4, 8, True))
+        found = each[2]
+        assert found.schedule.microbatches == 4
+        assert found.schedule.name in found.why
+        assert "makespan" in found.why
+
+
+RECOMPUTED = """\
+1F1B with R: 2 microbatches
+way: 0 1
+0: F0.0 F1.0 R0.0 B0.0 W0.0 BW1.0
+1: F0.1 R0.1 BW0.1 F1.1 R1.1 B1.1 W1.1
+"""
+
+
+def test_recompute_is_placed_by_the_table() -> None:
+    def once(text: str) -> Any:
+        ran: list[Any] = []
+        options = {"schedule_mode": text, "accumulate_steps": 2}
+        found = piped((0, 1), options, 4, True, recompute={"enable": True, "layers": ["blocks.*"]}, then=ran.append)
+        return found, ran[0].program
+
+    for text in (RECOMPUTED, "1F1B"):
+        for found, program in mw.simulate(lambda text=text: once(text), 2):
+            compare(found, alone(2, 2, 4, True))
+            tanh = [node for node in program.nodes if str(node.op) == "aten.tanh.default"]
+            assert [node.origin.phase for node in tanh] == ["forward", "backward"]
+
+
+def test_kernels() -> None:
+    found = mw.simulate(lambda: piped((0, 1), {"accumulate_steps": 2}, 4, compiler="inductor"), 2)
+    for each in found:
+        compare(each, alone(2, 2, 4))
+
+
+def test_a_table_is_a_schedule() -> None:
+    text = str(one_f_one_b(2, 4))
+    found = mw.simulate(lambda: piped((0, 1), {"schedule_mode": text, "accumulate_steps": 4}, 8), 2)
+    compare(found[0], alone(2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "error", "says"),
+    [
+        ((0, 1), {"schedule_mode": "ZB-V"}, StageError, "chunks on stages"),
+        ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "renews"),
+        ((0, 1), {"schedule_mode": "no such"}, ScheduleError, "no such"),
+        ((0, 1), {"schedule_mode": str(one_f_one_b(2, 4))}, StrategyError, "accumulate_steps = 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    way: tuple[int, ...], options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        mw.simulate(lambda: piped(way, {"accumulate_steps": 1, **options}, 4), max(way) + 1)
