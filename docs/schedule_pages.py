@@ -1,0 +1,63 @@
+"""Writes `concepts/schedules.md` and a picture per schedule: `python docs/schedule_pages.py`, or `make pictures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.pipeline import KNOWN, Known, Schedule, Times, peaks, simulate, svg
+
+DOCS = Path(__file__).parent
+PAGE, PICTURES = DOCS / "concepts" / "schedules.md", DOCS / "pictures"
+RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
+HEAD = f"""# The known schedules, each with its picture
+
+{RANKS} ranks, {MICROBATCHES} microbatches, {CHUNKS} chunks or slices where a schedule takes them. F, B and W of a
+rank's whole share take 1 each; *makespan* and *span* are in those units, *held* is the most microbatches that each rank holds.
+`meshwright schedule NAME` draws the same in a terminal. Which one to take: [schedules as tables](pipeline.md).
+`make pictures` writes this page.
+"""
+
+
+def files() -> dict[Path, str]:
+    """What the files hold."""
+    found = {PICTURES / f"{slug(name)}.svg": svg(simulate(table(k), times(k))) for name, k in KNOWN.items()}
+    return {PAGE: "\n".join([HEAD, *(section(k) for k in KNOWN.values())]), **found}
+
+
+def table(k: Known) -> Schedule:
+    return k.make(RANKS, MICROBATCHES, CHUNKS) if k.takes else k.make(RANKS, MICROBATCHES)
+
+
+def times(k: Known) -> Times:
+    """One unit for all of a rank's share of a pass."""
+    made = table(k)
+    share = made.ranks / len(made.ways[0]) / made.slices
+    return Times(share, share, share)
+
+
+def section(k: Known) -> str:
+    made = table(k)
+    line = simulate(made, times(k))
+    share = made.ranks / len(made.ways[0]) / made.slices
+    held = ", ".join(f"{p * share:g}" for p in peaks(made))
+    said = (k.make.__doc__ or "").splitlines()[0]
+    source = "" if k.source in said else f" ({k.source})"
+    return (
+        f"## {k.name}\n\n{said}{source}\n\n"
+        f"![{k.name}](../pictures/{slug(k.name)}.svg)\n\n"
+        f"Makespan {line.makespan:g}, span {line.span:g}, held {held}.\n"
+    )
+
+
+def slug(name: str) -> str:
+    return name.lower().replace(",", "").replace(" ", "-")
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

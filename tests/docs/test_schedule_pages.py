@@ -1,0 +1,23 @@
+"""The page of all schedules, and its pictures, are what `make pictures` writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+import schedule_pages
+
+FILES = schedule_pages.files()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_page_is_current(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == FILES[path], "make pictures writes it anew"
+
+
+def test_there_are_no_others() -> None:
+    assert {*schedule_pages.PICTURES.iterdir()} == {path for path in FILES if path.suffix == ".svg"}
