@@ -13,7 +13,7 @@ class Counters:
 
     >>> import torch
     >>> seen = Counters()
-    >>> seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 0)
+    >>> seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 16)
     >>> seen
     all_reduce: 1 call, 16 B
     """

@@ -1,10 +1,11 @@
 """Messages between processes: each waits in the memory of the rank that it is for, until it is received.
 
-The first send to a rank opens a connection to it. One thread at this end writes the messages to it, so that a send
-returns at once; one at the other end reads them as they come and puts them into boxes, one for each (rank, tag). So
-nobody waits for a rank that does something else, whatever the orders of sends and receives are.
+The first send to a rank opens a connection to it. A send writes what the system takes at once, and leaves the rest to
+a thread; another one at the other end reads messages as they come and puts them into boxes, one for each (rank, tag).
+Nobody waits for a rank that does something else, whatever the orders of sends and receives are.
 
-The tagged sends of Gloo are something else: data stays with its sender, and moves only once the receiver asks for it.
+The tagged sends of Gloo are something else: data moves only once the receiver asks for it, its sender cannot ask
+whether it has left, and a receiver that expects fewer bytes is aborted.
 """
 
 from __future__ import annotations
@@ -39,26 +40,32 @@ class Message(NamedTuple):
 
 
 class _Outbox:
-    """The messages to one rank, and the thread that writes them."""
+    """The messages to one rank, and the thread that writes what could not be written at once."""
 
     def __init__(self, wire: socket.socket, peer: int) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = wire
         self._queue: SimpleQueue[tuple[bytes, Tensor] | None] = SimpleQueue()
         self._put = self._written = 0
-        self.broken = False
+        self._broken = False
+        self._one_sender = threading.Lock()
         self._thread = threading.Thread(target=self._write, name=f"meshwright messages to {peer}", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
         """Whether there is something that can still be written."""
-        return self._written < self._put and not self.broken
+        return self._written < self._put and not self._broken
 
     def put(self, head: bytes, data: Tensor) -> None:
-        """One more message to write."""
-        self._put += 1
-        self._queue.put((head, data))
+        """One more message; GoneError if nobody can get it. `data` may be written to afterwards."""
+        with self._one_sender:
+            done = 0 if self.is_busy else self._write_now(head, data)
+            if self._broken:
+                raise GoneError
+            if done < len(head) + data.numel():
+                self._put += 1
+                self._queue.put((head[done:], data[max(0, done - len(head)) :].clone()))
 
     def finish(self, limit: float) -> None:
         """Wait, within the limit, until everything is written."""
@@ -70,12 +77,21 @@ class _Outbox:
             self._wire.shutdown(socket.SHUT_RDWR)
         self._wire.close()
 
+    def _write_now(self, head: bytes, data: Tensor) -> int:
+        """How many bytes the system has taken."""
+        try:
+            return self._wire.sendmsg([head, data.numpy().data], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise GoneError from error
+
     def _write(self) -> None:
         try:
             while self._write_one():
                 self._written += 1
         except OSError:
-            self.broken = True
+            self._broken = True
 
     def _write_one(self) -> bool:
         waiting = self._queue.get()
@@ -123,8 +139,6 @@ class Messages:
         outbox = self._outboxes.get(peer)
         if outbox is None:
             outbox = self._outboxes[peer] = _Outbox(self._links.open_for_messages(peer, limit), peer)
-        if outbox.broken:
-            raise GoneError
         said = message.said.encode()
         outbox.put(_HEADER.pack(tag, len(said), message.data.numel()) + said, message.data)
 

@@ -109,9 +109,8 @@ class ProcessCarrier(Carrier):
 
     def _send(self, x: Tensor, call: Call) -> None:
         _check_host(x.device, call)
-        data = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
+        message = Message(str(call), _bytes(x))
         try:
-            message = Message(str(call), _bytes(data))
             self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
         except GoneError:
             raise self._guard.gone(call, call.message[0]) from None
