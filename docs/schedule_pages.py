@@ -12,8 +12,8 @@ RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 HEAD = f"""# The known schedules, each with its picture
 
 {RANKS} ranks, {MICROBATCHES} microbatches, {CHUNKS} chunks or slices where a schedule takes them. F, B and W of
-all that a rank has of a microbatch take 1 each; *makespan* and *span* are in those units, *held* is the most microbatches
-that each rank holds. `meshwright schedule NAME` draws the same in a terminal. Which one to take:
+all that a rank has of a microbatch take 1 each; *makespan* and *span* are in those units, *held* is the most
+microbatches that each rank holds. `meshwright schedule NAME` draws the same in a terminal. Which one to take:
 [schedules as tables](pipeline.md). `make pictures` writes this page.
 """
 
