@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
-from meshwright.engine import StrategyError
+from meshwright.engine import StaticError, StrategyError
 from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
 
-from .pipeline_oracle import alone, compare, piped
+from .pipeline_oracle import Chain, alone, batch, compare, laid, loss_of, piped
 
 CASES = [
     ("1F1B", (0, 1), 2, False),
@@ -60,6 +62,42 @@ def test_the_schedule_is_chosen() -> None:
         assert found.schedule.microbatches == 4
         assert found.schedule.name in found.why
         assert "makespan" in found.why
+
+
+@pytest.mark.parametrize("how", ["pipeline", "merge"])
+def test_batches_of_many_sizes(how: str) -> None:
+    options: dict[str, Any] = {"pipeline": {"enable": True, "accumulate_steps": 2}}
+    if how == "merge":
+        options = {"gradient_merge": {"enable": True, "k_steps": 2}}
+
+    def losses(homes: int) -> list[float]:
+        torch.manual_seed(1)
+        model = Chain(2, buffers=False)
+        if not homes:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            pieces = [zip(*(x.chunk(2) for x in batch(n, size)), strict=True) for n, size in enumerate(SIZES)]
+            return [sum(loss_of(model(*given), labels).item() / 2 for *given, labels in each) for each in pieces]
+        laid(model, (0, 1), 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        dist = mw.to_static(
+            model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+            optimizer, mw.Strategy.of(**options),
+        )  # fmt: skip
+        return [dist(*inputs, labels).item() for *inputs, labels in map(batch, range(4), SIZES)]
+
+    for found in mw.simulate(losses, 2, 2):
+        assert found == pytest.approx(losses(0), rel=1e-5)
+
+
+SIZES = (4, 8, 12, 6)
+
+
+def test_a_pipeline_is_not_saved(tmp_path: Path) -> None:
+    def save() -> None:
+        piped((0, 1), {"accumulate_steps": 2}, 4, then=lambda dist: dist.save(tmp_path))
+
+    with pytest.raises(StaticError, match="schedule"):
+        mw.simulate(save, 2)
 
 
 RECOMPUTED = """\

@@ -162,12 +162,18 @@ class DistModel:
         found = self._variants.find(key, leaves) or self._loaded(key, leaves)
         if found is None:
             dynamic = self._variants.open_sizes(key, leaves)
-            if self.strategy.compiler == "inductor":
-                dynamic = {}  # kernels are made for the sizes that they were recorded with
+            if self._is_of_one_size:
+                dynamic = {}
             found, fits = self._compile(batch, dynamic)
             self._variants.add(self._key(batch), leaves, found, dynamic, fits)  # tensors may lie otherwise by now
         self._latest = found
         return found
+
+    @property
+    def _is_of_one_size(self) -> bool:
+        """True where a program is right for the sizes that it was recorded with: of kernels, and of pieces."""
+        in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
+        return self.strategy.compiler == "inductor" or (in_pieces and self._mode == "train")
 
     @property
     def program(self) -> Program:
@@ -191,6 +197,11 @@ class DistModel:
         Parameters and states are no part of it. With `kernels`, programs in which ranks do not communicate are compiled
         ahead of time for `Strategy(compiler="inductor")`. Raises ProgramFileError for programs that no file can hold.
         """
+        if self.pipeline is not None:
+            raise StaticError(
+                "dist_model.save(folder)", "a pipeline: many programs, and a schedule",
+                "a folder holds programs that run alone", "no save: a pipeline is recorded anew at the first call",
+            )  # fmt: skip
         save_programs(folder, self._model, self._variants, self._settings, kernels)
 
     def load(self, folder: str | os.PathLike[str]) -> DistModel:
@@ -284,7 +295,7 @@ class DistModel:
         if self._mode == "train" and self.strategy.pipeline.enable:
             return self._compile_pipeline(batch)
         merge = self.strategy.merge if self._mode == "train" else None
-        captured, layouts = self._captured(merge.first(batch) if merge else batch, {} if merge else dynamic)
+        captured, layouts = self._captured(merge.first(batch) if merge else batch, dynamic)
         how = (
             self._key(batch),
             dynamic,
