@@ -126,7 +126,8 @@ class _Model:
             own = rows.setdefault(str(rank), [])
             for until, amount in ((self.kinds[1], taken - rest), (self.kinds[-1], rest)):
                 if amount > 0:
-                    own.append([self.number[a], self.number[Action(until, m, c)], floor(amount / self.grain + _NOTHING)])
+                    grains = floor(amount / self.grain + _NOTHING)
+                    own.append([self.number[a], self.number[Action(until, m, c)], grains])
         return rows, limits
 
     def windows(self) -> list[list[int | None]]:
