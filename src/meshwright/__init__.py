@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.engine import shard_layer as shard_layer
     from meshwright.engine import shard_optimizer as shard_optimizer
     from meshwright.engine import shard_tensor as shard_tensor
+    from meshwright.engine import split_pipeline as split_pipeline
     from meshwright.engine import strategy_from_toml as strategy_from_toml
     from meshwright.engine import strategy_to_toml as strategy_to_toml
     from meshwright.engine import to_static as to_static
@@ -76,6 +77,7 @@ __all__ = [
     "shard_optimizer",
     "shard_tensor",
     "simulate",
+    "split_pipeline",
     "strategy_from_toml",
     "strategy_to_toml",
     "to_static",
@@ -91,8 +93,8 @@ _ROOMS = {
     "engine": [
         "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
         "LocalLayer", "pipe_split", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer",
-        "shard_tensor", "DistModel", "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static",
-        "to_torch_dtensor", "unshard_dtensor",
+        "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml", "strategy_to_toml",
+        "to_static",        "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -9,6 +9,7 @@ from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
 from ._optimizer import shard_optimizer
+from ._split import split_pipeline
 from ._static import DistModel, to_static
 from ._strategy import Strategy
 from ._strategy_text import strategy_from_toml, strategy_to_toml
@@ -40,6 +41,7 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "split_pipeline",
     "strategy_from_toml",
     "strategy_to_toml",
     "to_static",

@@ -95,6 +95,12 @@ def _is_backward(name: str) -> Callable[[Any, Any], float]:
 
 _SUMS: dict[str, Callable[[Any, Any], float]] = {
     "mm": _mm,
+    "linear": _mm,
+    "matmul": _mm,
+    "scaled_dot_product_attention": _attention,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
     "bmm": _mm,
     "mv": _mm,
     "dot": _mm,

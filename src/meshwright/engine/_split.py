@@ -1,0 +1,147 @@
+"""Splitting a model into the chunks of a pipeline without touching its code: at named modules, or evenly by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.graph import capture, work_of
+from meshwright.layout import Placement, ProcessMesh, Replicate
+from meshwright.pipeline import StageError
+from meshwright.tensor import map_tensors, pipe_split
+
+from ._layers import ShardFn, shard_layer
+from ._tensors import reshard
+
+Costs = Mapping[str, float]
+"""Module path → what it costs: operations of a forward pass, or parameters."""
+
+
+def split_pipeline(
+    model: nn.Module,
+    mesh: ProcessMesh,
+    at: Sequence[str] | None = None,
+    *,
+    axis: str = "pp",
+    way: Sequence[int] | None = None,
+    batch: Sequence[Placement] = (),
+    shard_fn: ShardFn | None = None,
+    example: Sequence[Any] | None = None,
+) -> nn.Module:
+    """`model` with its layers on the stages of `mesh` along `axis`, and its inputs moved there; the same module.
+
+    A chunk begins at each module that `at` names, in the order in which modules are registered. Without names, layers
+    of the longest list are shared out so that the dearest chunk costs least: by the operations of a forward pass of
+    `example`, which is captured and not run, or by parameters. `way` names the stage of each chunk; the default is one
+    chunk per stage. What goes into a layer lies as `batch` says on its stage; `shard_fn` marks parameters as in
+    `shard_layer`. Raises StageError for names and numbers of chunks that do not fit.
+
+    >>> import meshwright as mw
+    >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    >>> mesh = mw.ProcessMesh([0, 1], ["pp"])
+    >>> mw.simulate(lambda: [p.mesh.process_ids for p in mw.split_pipeline(net, mesh).parameters()][::2], 2)[0]
+    [(0,), (0,), (1,), (1,)]
+    """
+    stages = mesh.get_dim_size(axis)
+    way = tuple(range(stages)) if way is None else tuple(way)
+    layers = _layers(model)
+    starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
+    _check(starts, layers, way, stages)
+    chunk = 0
+    for name in layers:
+        begins = name in starts
+        chunk += begins
+        home = mesh[axis, way[chunk]]
+        same = begins and chunk > 0 and way[chunk] == way[chunk - 1]
+        part = model.get_submodule(name)
+        shard_layer(part, home, shard_fn)
+        part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
+    return model
+
+
+def _entering(home: ProcessMesh, batch: Sequence[Placement], same: bool) -> Callable[..., Any]:
+    placements = [*batch] or [Replicate()]
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def to_home(x: Tensor) -> Tensor:
+            y = reshard(x, home, placements if x.dim() else [Replicate()])
+            return pipe_split(y) if same and x.is_floating_point() else y
+
+        return map_tensors(to_home, args), map_tensors(to_home, kwargs)
+
+    return enter
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The modules of the list with the most parameters, and all that stands beside it, in the order of registration."""
+    lists = {
+        path: m for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    }
+    longest = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()), default="")
+    found: list[str] = []
+
+    def walk(path: str) -> None:
+        for name, _ in model.get_submodule(path).named_children():
+            inner = f"{path}.{name}" if path else name
+            if longest == inner or longest.startswith(f"{inner}."):
+                walk(inner)
+            else:
+                found.append(inner)
+
+    walk("")
+    return found
+
+
+def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
+    """What each module costs, and those inside it: operations of a forward pass of `example`, else parameters."""
+    costs: dict[str, float] = {}
+    if example is None:
+        for name, p in model.named_parameters():
+            owner = name.rpartition(".")[0]
+            costs[owner] = costs.get(owner, 0.0) + p.numel()
+        return costs
+    for node in capture(model, model, example).program.nodes:
+        costs[node.origin.layer] = costs.get(node.origin.layer, 0.0) + work_of(node).flops
+    return costs
+
+
+def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:
+    """The layers at which all chunks but the first begin, such that the dearest chunk costs least."""
+    if not 0 < chunks <= len(layers):
+        return []
+    prices = [sum(c for path, c in costs.items() if path == n or path.startswith(f"{n}.")) for n in layers]
+    total = [0.0, *accumulate(prices)]
+
+    @cache
+    def best(end: int, parts: int) -> tuple[float, int]:
+        """The dearest of `parts` chunks of the first `end` layers, and where the last one begins."""
+        if parts == 1:
+            return total[end], 0
+        return min((max(best(k, parts - 1)[0], total[end] - total[k]), k) for k in range(parts - 1, end))
+
+    starts: list[int] = []
+    end = len(layers)
+    for parts in range(chunks, 1, -1):
+        end = best(end, parts)[1]
+        starts.append(end)
+    return [layers[k] for k in reversed(starts)]
+
+
+def _check(starts: Sequence[str], layers: Sequence[str], way: Sequence[int], stages: int) -> None:
+    unknown = next((name for name in starts if name not in layers), None)
+    shown = ", ".join(layers[:6]) + (", …" if len(layers) > 6 else "")
+    if unknown is not None:
+        found, why, write = f"no layer {unknown!r}", "a chunk begins at a layer", f"names of {shown}"
+    elif len(starts) + 1 != len(way):
+        found = f"{len(starts) + 1} chunks of {len(layers)} layers"
+        why, write = f"there are to be {len(way)}, on stages {tuple(way)}", f"{len(way) - 1} names of {shown}"
+    elif set(way) != set(range(stages)):
+        found, why = f"stages {tuple(way)}", f"the mesh has {stages}, and each has a chunk"
+        write = f"way={tuple(range(stages))}, or chunks that go round or back"
+    else:
+        return
+    raise StageError("a model split for a pipeline", found, why, write)
