@@ -1,6 +1,7 @@
 """Pipelines, figure 5: the backward pass of a chunk in two parts, B and W, beside torch's two autograd calls.
 
-A chunk in the middle of three stages, of 4 to 32 blocks (linear, tanh, linear), on one rank, for which nothing is sent.
+A chunk in the middle of three stages, of 8 to 64 blocks (linear, tanh, linear; fewer would fit into the first caches),
+on one rank, for which nothing is sent.
 Counted: what is held between B and W beside what the products of W read, and how often each block is computed again
 under recompute. Timed, in turns: W and B of ours and of `torch.distributed.pipelining`.
 """
@@ -24,9 +25,9 @@ from meshwright.passes import Recompute
 from meshwright.pipeline import Parts, staged, taken_apart
 from meshwright.pipeline._parts import Place
 
-LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (4, 8, 16, 32), 64, 32, 3, 1
+LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (8, 16, 32, 64), 64, 32, 3, 1
 LINEAR_GOAL = 1.25
-"""W of 32 blocks takes at most so many times what 8 times W of 4 blocks takes."""
+"""W of 64 blocks takes at most so many times what 8 times W of 8 blocks takes."""
 
 
 class Chunks(nn.Module):
@@ -137,7 +138,7 @@ def timed(length: int, turns: int) -> dict[str, float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How much more W of 32 blocks takes than 8 times W of 4."""
+    """How much more W of 64 blocks takes than 8 times W of 8."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with use(Recorded(MIDDLE, RANKS)):
