@@ -5,7 +5,7 @@ STAMP := .venv/.stamp
 # pyright is pinned; it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup test train figures fuzz opdb format clean
+.PHONY: setup test train figures fuzz opdb pictures format clean
 
 setup: $(STAMP)
 
@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install setuptools -c constraints.txt
-	$(BIN)/python -m pip install --no-build-isolation -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --no-build-isolation -e '.[dev,solver]' -c constraints.txt
 	touch $(STAMP)
 
 # What continuous integration runs.
@@ -34,6 +34,10 @@ figures: setup
 # The long sweeps.
 fuzz opdb: setup
 	$(BIN)/python -m benchmarks $@
+
+# The page of all schedules, and its pictures.
+pictures: setup
+	$(BIN)/python docs/schedule_pages.py
 
 format: setup
 	$(BIN)/ruff check --fix

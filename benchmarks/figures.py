@@ -22,7 +22,7 @@ ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
-    *("closed_forms", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
+    *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
 )
 MARK = "<!-- figures -->"
 

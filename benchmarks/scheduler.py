@@ -2,55 +2,86 @@
 
 `schedule_optima.json` holds instances of scheduling with memory caps (equal and unequal stages; linear, looped
 and V placements), with the best value that others found and whether they proved it. A chunk's times and memory are
-those of a rank, over the chunks that it has.
+those of a rank, over the chunks that it has. The large ones with m = 24 are of the same source, which does not name
+the times of its other large ones.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.pipeline import Memory, Times, linear, looped, zigzag
-from meshwright.search import Found, Problem, find_schedule
+from meshwright.pipeline import KNOWN, Memory, Schedule, ScheduleError, Times, check, linear, looped, zigzag
+from meshwright.search import Problem, find_schedule
 
 INSTANCES = Path(__file__).with_name("schedule_optima.json")
-SECONDS, SECONDS_UNEQUAL = 20.0, 3.0
+SECONDS, SECONDS_UNEQUAL, SECONDS_LARGE = 20.0, 3.0, 60.0
 WAYS = {"linear": lambda p, v: linear(p), "looped": looped, "V": zigzag}
-LARGE = {
-    "p = 8, m = 16, ZB-1p's memory": (8.0, 0.0),
-    "p = 8, m = 16, unequal by 20 %": (8.0, 0.2),
-    "p = 8, m = 16, unequal by 20 %, more memory": (12.0, 0.2),
-}
-"""Name → memory in microbatches, and by how much stages differ: searched for a minute."""
 GAP = 0.02
+CLOSE = 1e-9
+
+STAGES = [1.06, 0.84, 1.18, 0.96, 1.12, 0.8, 1.02, 0.9]
+# F, B and W of a chunk, and a message; the last two as in table 9 of arXiv 2401.10241, in 10 us
+TIMES: dict[str, tuple[Any, ...]] = {
+    "equal": (297, 294, 199, 5),
+    "halves": (149, 147, 100, 5),
+    "unequal by 20 %": (*([round(x * stage) for stage in STAGES] for x in (297, 294, 199)), 6),
+    "6.2B": (2972, 2944, 1993, 53),
+    "1.5B": (1852, 1809, 934, 60),
+}
+# placement, microbatches, chunks of a rank, times, memory in microbatches, objective, best known value
+LARGE = (
+    ("linear", 16, 1, "equal", 8, "makespan", None),
+    ("linear", 16, 1, "equal", 8, "span", None),
+    ("linear", 16, 1, "unequal by 20 %", 8, "makespan", None),
+    ("linear", 16, 1, "unequal by 20 %", 8, "span", None),
+    ("linear", 16, 1, "unequal by 20 %", 12, "span", None),
+    ("V", 16, 2, "halves", 8, "makespan", None),
+    ("linear", 24, 1, "6.2B", 8, "span", 218761.0),
+    ("linear", 24, 1, "6.2B", 12, "span", 199278.0),
+    ("linear", 24, 1, "1.5B", 12, "span", 117573.0),
+)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many instances end above the best known value; unequal stages must be proved within three seconds."""
+    """How many instances end above the best known value, or above a known schedule that fits into the memory."""
     instances: list[dict[str, Any]] = json.loads(INSTANCES.read_text())
     rows = [row(i) for i in (instances[::8] if quick else instances)]
-    large = {} if quick else {name: large_row(*case) for name, case in LARGE.items()}
-    behind = [r for r in rows if r["value"] > r["best"] * (1 + 1e-9)]
-    unproved = [r for r in rows if r["unequal"] and not (r["proved"] and r["seconds"] <= SECONDS_UNEQUAL + 1)]
-    gaps = [r["gap"] for r in large.values()]
+    large = [] if quick else [row(i) for i in large_instances()]
+    behind = [r for r in rows + large if r["value"] > r["known"] * (1 + CLOSE)]
+    late = [r["name"] for r in rows if r["unequal"] and not (r["proved"] and r["seconds"] <= SECONDS_UNEQUAL)]
+    wide = [r["name"] for r in large if r["gap"] > GAP]
     return {
         "name": "scheduler",
         "value": len(behind),
-        "goal": f"no instance above its best known value; unequal stages proved in {SECONDS_UNEQUAL:g} s;"
-        f" p = 8, m = 16 within {100 * GAP:g} % in a minute",
-        "ok": not behind and not unproved and all(gap <= GAP for gap in gaps),
-        "rival": {"best known values": len(rows)},
+        "goal": f"none of {len(rows) + len(large)} above its best known value or a generator's table, at the same cap;"
+        f" unequal stages proved in {SECONDS_UNEQUAL:g} s; p = 8 within {100 * GAP:g} % in a minute",
+        "ok": not (behind or late or wide),
+        "rival": {"proved by us": sum(r["proved"] for r in rows), "by others": sum(r["proved before"] for r in rows)},
         "details": {
             "instances": len(rows),
-            "better than the best known": sum(r["value"] < r["best"] * (1 - 1e-9) for r in rows),
-            "proved": sum(r["proved"] for r in rows),
-            "proved by others": sum(r["proved before"] for r in rows),
-            "unequal and not proved in time": [r["name"] for r in unproved],
+            "better than the best known": sum(r["value"] < (r["best"] or 0.0) * (1 - CLOSE) for r in rows + large),
             "behind": behind,
+            "unequal and not proved in time": late,
+            "large and not within the gap": wide,
+            "not proved": [r for r in rows if not r["proved"]],
             "large": large,
         },
     }
+
+
+def large_instances() -> Iterator[dict[str, Any]]:
+    """Instances with eight ranks, written as those of the file."""
+    for placement, m, v, times, capacity, objective, best in LARGE:
+        f, b, w, message = TIMES[times]
+        kept = 1.0 if v > 1 else 0.5
+        yield {
+            "set": "large", "times": times, "placement": placement, "p": 8, "m": m, "v": v, "F": f, "B": b, "W": w,
+            "message": message, "kept": kept, "capacity": capacity, "objective": objective, "best": best,
+            "proved": False,
+        }  # fmt: skip
 
 
 def problem_of(i: dict[str, Any]) -> Problem:
@@ -58,7 +89,7 @@ def problem_of(i: dict[str, Any]) -> Problem:
     v = i["v"]
     return Problem(
         WAYS[i["placement"]](i["p"], v)[0], i["m"],
-        Times(_each(i["F"]), _each(i["B"]), _each(i["W"]), transfer=i["message"]),
+        Times(_each(i["F"]), _each(i["B"]), _each(i["W"]), transfer=float(i["message"])),
         Memory(1 / v, i["kept"] / v), float(i["capacity"]), i["objective"],
     )  # fmt: skip
 
@@ -68,23 +99,27 @@ def _each(x: Any) -> Any:
 
 
 def row(i: dict[str, Any]) -> dict[str, Any]:
-    unequal = isinstance(i["F"], list)
-    found = find_schedule(problem_of(i), SECONDS_UNEQUAL if unequal else SECONDS)
+    """What the search finds; `known` is the best value of others and of every known table that fits."""
+    problem, unequal = problem_of(i), isinstance(i["F"], list)
+    found = find_schedule(problem, SECONDS_LARGE if i["set"] == "large" else SECONDS_UNEQUAL if unequal else SECONDS)
+    check(found.schedule, memory=problem.memory, capacity=problem.limits)
+    tables = [problem.value(table) for table in generated(problem) if problem.allows(table)]
     name = (
         f"{i['set']}, {i['times']}, {i['placement']}, p={i['p']} m={i['m']} capacity={i['capacity']:g} {i['objective']}"
     )
-    return {"name": name, "best": i["best"], "proved before": i["proved"], "unequal": unequal, **described(found)}
-
-
-def large_row(capacity: float, spread: float) -> dict[str, Any]:
-    factors = [1 + spread * d for d in (0.3, -0.8, 0.9, -0.2, 0.6, -1.0, 0.1, -0.5)]
-    f, b, w = (tuple(round(t * x) * 1.0 for x in factors) for t in (297, 294, 199))
-    problem = Problem(linear(8)[0], 16, Times(f, b, w, transfer=5.0), Memory(1.0, 0.5), capacity)
-    return described(find_schedule(problem, 60.0))
-
-
-def described(found: Found) -> dict[str, Any]:
     return {
+        "name": name, "unequal": unequal, "proved before": i["proved"], "best": i["best"],
+        "known": min([*tables, *([] if i["best"] is None else [i["best"]])]),
         "value": found.value, "bound": found.bound, "gap": round(found.gap, 5), "proved": found.is_proved,
         "start": found.start, "seconds": round(found.seconds, 2),
     }  # fmt: skip
+
+
+def generated(problem: Problem) -> Iterator[Schedule]:
+    """The tables of all generators, for the problem's ranks and microbatches."""
+    p, m = problem.ranks, problem.microbatches
+    for k in KNOWN.values():
+        try:
+            yield k.make(p, m, len(problem.way) // p) if k.takes else k.make(p, m)
+        except ScheduleError:
+            continue

@@ -16,7 +16,8 @@ from meshwright.pipeline import (
     zb_v,
     zigzag,
 )
-from meshwright.search import Problem, find_placement, find_schedule, hints, lower_bound
+from meshwright.search import Problem, find_placement, find_schedule, lower_bound
+from meshwright.search._hints import known_tables
 
 UNEQUAL = Times((100.0, 97.0, 109.0, 117.0), (100.0, 97.0, 109.0, 117.0), (70.0, 68.0, 76.0, 82.0), transfer=3.0)
 PROBLEMS = [
@@ -34,7 +35,7 @@ def test_found_schedules_run_within_memory_and_above_the_bound(problem: Problem)
     found = find_schedule(problem, seconds=0)
     check(found.schedule, memory=problem.memory, capacity=problem.limits)
     assert problem.value(found.schedule) == found.value >= found.bound >= lower_bound(problem) - 1e-9
-    assert all(found.value <= problem.value(s) for s in hints(problem))
+    assert all(found.value <= problem.value(s) for s in known_tables(problem))
 
 
 def test_bounds_are_reached_by_schedules_that_are_known_to_be_best() -> None:

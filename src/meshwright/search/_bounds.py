@@ -1,87 +1,108 @@
 """A time that no schedule can beat: what a rank must compute, what it must wait for first, and what comes after it.
 
-For each rank, its first backward cannot come before a microbatch went to the last chunk and back; before that the rank
-runs forwards only, as many as its memory holds. Likewise at the end, and in between memory lets only so many
+The first backward of a rank cannot come before a microbatch went to the last chunk and back; before that the rank runs
+forwards only, as many as its memory holds. Behind its last backward the microbatch still goes back to the first chunk;
+weight gradients can wait for later, but not those whose memory the last forward needs. And memory lets only so many
 microbatches live at one time.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil, inf
 
-from meshwright.pipeline import Action, Kind, Schedule
+from meshwright.pipeline import Action, Kind
 
 from ._problem import Problem
 
+NOTHING = 1e-9
+"""What quotients of floats may be off by."""
+
 
 def lower_bound(problem: Problem) -> float:
-    """Seconds that every schedule takes at least, by the objective of `problem`."""
-    paths = _Paths(problem)
+    """Seconds that every schedule takes at least, by the objective of `problem`; infinite where memory is too short."""
+    paths = Paths(problem)
     return max(max(paths.of_rank(r)) for r in range(problem.ranks))
 
 
-class _Paths:
-    """Lengths of the ways of a microbatch through the chunks and back."""
+class Paths:
+    """Lengths of the ways of a microbatch through the chunks and back.
+
+    What an action costs its rank is counted for forwards and for the first part of a backward only, because a table
+    may run both parts as one.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         times, way = problem.times, problem.way
         n = len(way)
         self.f = [times.of(Action(Kind.FORWARD, 0, c)) + times.overhead for c in range(n)]
-        self.w = [times.of(Action(Kind.BACKWARD_WEIGHT, 0, c)) + times.overhead for c in range(n)]
+        self.w = [times.of(Action(Kind.BACKWARD_WEIGHT, 0, c)) for c in range(n)]
         self.b = [times.of(Action(Kind.BACKWARD_INPUT, 0, c)) + times.overhead for c in range(n)]
         if not problem.split:
-            self.b = [times.of(Action(Kind.BACKWARD, 0, c)) + times.overhead for c in range(n)]
+            self.b = [b + w for b, w in zip(self.b, self.w, strict=True)]
             self.w = [0.0] * n
         hops = [times.message(a, a + 1) if way[a] != way[a + 1] else 0.0 for a, _ in pairwise(range(n))]
         self.head = [sum(self.f[:c]) + sum(hops[:c]) for c in range(n)]
-        """Chunk → when its first forward can begin."""
+        """Chunk → when its first forward begins; no schedule has anything to run before it on the way there."""
         self.tail = [sum(self.b[:c]) + sum(hops[:c]) for c in range(n)]
         """Chunk → how long it takes from the end of its B until the microbatch is back at the first chunk."""
         turn = self.head[-1] + self.f[-1]
         self.back = [turn + sum(self.b[c + 1 :]) + sum(hops[c:]) for c in range(n)]
         """Chunk → when its first backward can begin."""
 
+    def start(self, rank: int) -> float:
+        """When a rank begins, in every schedule."""
+        return self.head[self.problem.way.index(rank)]
+
     def of_rank(self, rank: int) -> list[float]:
         """Bounds that follow from what one rank does."""
         p, own = self.problem, [c for c, r in enumerate(self.problem.way) if r == rank]
         first, last = own[0], own[-1]
-        work = p.microbatches * sum(self.f[c] + self.b[c] + self.w[c] for c in own)
-        start = self.head[first] if p.objective == "makespan" else 0.0
-        end = 0.0 if p.split or p.objective == "span" else self.tail[first]
         until_back = self.back[last] - self.head[first]
-        ahead = min(self._forwards(rank, own), until_back)
-        return [start + work + end, start + until_back + work - ahead + end, start + self._lives(rank, own) + end]
+        idle = max(0.0, until_back - self._forwards(rank, own))
+        back_and_forth = p.microbatches * sum(self.f[c] + self.b[c] for c in own)
+        weights = p.microbatches * sum(self.w[c] for c in own)
+        start, lives = self.head[first], self._lives(rank, own)
+        own_start = start if p.objective == "span" else 0.0
+        after = self.tail[first] + self.w[0]
+        return [
+            start + idle + back_and_forth + weights - own_start,
+            start + lives + min(self.w[c] for c in own) - own_start,
+            start + idle + back_and_forth + self._due(rank, own) + after,
+            start + lives + after,
+        ]
 
     def _forwards(self, rank: int, own: list[int]) -> float:
         """The most seconds of forwards that fit into the rank's memory before its first backward."""
-        p, limit = self.problem, self.problem.limits[rank]
-        if limit == float("inf"):
-            return p.microbatches * sum(self.f[c] for c in own)
-        held = {c: _held(p, c) for c in own}
-        best, left = 0.0, limit
-        for c in sorted(own, key=lambda c: held[c] / (self.f[c] or 1e-12)):
-            n = min(p.microbatches, int(left / held[c] + 1e-9)) if held[c] > 0 else p.microbatches
-            best, left = best + n * self.f[c], left - n * held[c]
-        return best if len(own) == 1 else max(best, limit * max(self.f[c] / held[c] for c in own))
+        p, left = self.problem, self.problem.room[rank]
+        most = 0.0
+        for c in sorted(own, key=lambda c: -self.f[c] / p.held(c) if p.held(c) else -inf):
+            n = min(p.microbatches, left / p.held(c) + NOTHING) if p.held(c) else p.microbatches
+            n = int(n) if len(own) == 1 else n
+            most, left = most + n * self.f[c], left - n * p.held(c)
+        return most
+
+    def _due(self, rank: int, own: list[int]) -> float:
+        """The fewest seconds of weight gradients that must make room for the rank's last forward."""
+        p, m = self.problem, self.problem.microbatches
+        kept = {c: min(p.kept(c), p.held(c)) for c in own}
+        short = sum(m * p.held(c) - (m - 1) * (p.held(c) - kept[c]) for c in own) - p.room[rank]
+        if not p.split or short <= 0:
+            return 0.0
+        if len(own) == 1:
+            return ceil(short / kept[own[0]] - NOTHING) * self.w[own[0]] if kept[own[0]] else inf
+        return short * min((self.w[c] / kept[c] for c in own if kept[c]), default=inf)
 
     def _lives(self, rank: int, own: list[int]) -> float:
-        """How long it takes when only so many microbatches live at one time on the rank (one chunk per rank)."""
+        """How long it takes until the last B when few microbatches live at one time (one chunk per rank)."""
         p, c = self.problem, own[0]
-        if len(own) != 1 or p.limits[rank] == float("inf") or not (held := _held(p, c)):
+        if len(own) != 1 or p.room[rank] == inf or not p.held(c):
             return 0.0
-        at_once = int(p.limits[rank] / held + 1e-9)
-        kept = held + p.memory.change(_shape(p), Action(Kind.BACKWARD_INPUT, 0, c)) if p.split else 0.0
-        life = self.back[c] - self.head[c] + self.b[c] + (self.w[c] if kept >= held else 0.0)
+        at_once = int(p.room[rank] / p.held(c) + NOTHING)
         if at_once < 1:
-            return float("inf")
-        rounds = (p.microbatches - 1) // at_once
-        return rounds * life + self.back[c] - self.head[c] + self.b[c] + self.w[c]
-
-
-def _shape(problem: Problem) -> Schedule:
-    return Schedule("", (problem.way,), problem.microbatches, ((),) * problem.ranks)
-
-
-def _held(problem: Problem, chunk: int) -> float:
-    return problem.memory.change(_shape(problem), Action(Kind.FORWARD, 0, chunk))
+            return inf
+        first = self.back[c] - self.head[c] + self.b[c]
+        life = first + (self.w[c] if p.split and p.kept(c) >= p.held(c) else 0.0)
+        rounds, more = divmod(p.microbatches - 1, at_once)
+        return rounds * life + first + more * self.b[c]

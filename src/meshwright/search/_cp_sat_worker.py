@@ -7,61 +7,94 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from importlib import import_module
+from math import ceil, isfinite
 from typing import Any
+
+NOTHING = 1e-6
 
 
 def solve(problem: dict[str, Any]) -> dict[str, Any]:
     """`operations` are [rank, length]; `before` are [a, b, lag]: b starts no earlier than `lag` behind the end of a.
 
+    `fixed` are [a, start]. `room` are lists of [a, b]: in one of each, a ends before b
+    begins.
     `held` are, per rank, [from, to, amount]: so much is held from the start of one to the end of another.
     """
     cp_model: Any = import_module("ortools.sat.python.cp_model")
-    model = cp_model.CpModel()
-    horizon: int = problem["horizon"]
-    lengths = [length for _, length in problem["operations"]]
-    starts = [model.new_int_var(0, horizon - length, "") for length in lengths]
-    intervals = [model.new_fixed_size_interval_var(s, n, "") for s, n in zip(starts, lengths, strict=True)]
-    ranks: dict[int, list[int]] = {}
-    for n, (rank, _) in enumerate(problem["operations"]):
-        ranks.setdefault(rank, []).append(n)
-    for members in ranks.values():
-        model.add_no_overlap([intervals[n] for n in members])
-    for a, b, lag in problem["before"]:
-        model.add(starts[b] >= starts[a] + lengths[a] + lag)
-    for rank, held in problem["held"].items():
-        _hold(model, starts, lengths, held, problem["limits"][int(rank)], horizon)
-    cost = model.new_int_var(problem["bound"], horizon, "cost")
-    for first, last in problem["windows"]:
-        begin = 0 if first is None else starts[first]
-        model.add(cost >= starts[last] + lengths[last] - begin)
-    model.minimize(cost)
-    for variable, hint in zip(starts, problem["hint"], strict=True):
-        model.add_hint(variable, hint)
+    model = _Model(cp_model.CpModel(), problem)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = problem["seconds"]
+    solver.parameters.max_time_in_seconds = max(0.1, problem["until"] - time.time())
     solver.parameters.num_workers = problem["workers"]
     solver.parameters.random_seed = 0
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return {"starts": None, "bound": problem["bound"], "status": solver.status_name(status)}
-    return {
-        "starts": [solver.value(s) for s in starts],
-        "value": round(solver.objective_value),
-        "bound": round(solver.best_objective_bound),
-        "status": solver.status_name(status),
-    }
+    status = solver.solve(model.cp)
+    name = solver.status_name(status)
+    if name not in ("OPTIMAL", "FEASIBLE", "UNKNOWN"):
+        raise ValueError(f"{name}, but there is a schedule")
+    starts = None if name == "UNKNOWN" else [solver.value(s) for s in model.starts]
+    known, proved = problem["cost"][0], solver.best_objective_bound
+    return {"starts": starts, "bound": max(known, ceil(proved - NOTHING)) if isfinite(proved) else known}
 
 
-def _hold(model: Any, starts: list[Any], lengths: list[int], held: list[list[int]], limit: int, horizon: int) -> None:
-    """No more than `limit` is held at any time."""
-    intervals: list[Any] = []
-    for first, last, _ in held:
-        size = model.new_int_var(0, horizon, "")
-        end = starts[last] + lengths[last]
-        model.add(starts[first] + size == end)
-        intervals.append(model.new_interval_var(starts[first], size, end, ""))
-    model.add_cumulative(intervals, [amount for _, _, amount in held], limit)
+class _Model:
+    """The problem as CP-SAT knows it."""
+
+    def __init__(self, cp: Any, problem: dict[str, Any]) -> None:
+        self.cp, self.problem = cp, problem
+        self.horizon: int = problem["horizon"]
+        self.lengths: list[int] = [length for _, length in problem["operations"]]
+        self.starts = [cp.new_int_var(0, self.horizon - length, "") for length in self.lengths]
+        self.ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        self.literals: dict[tuple[int, int], Any] = {}
+        self._order()
+        self._room()
+        for rank, held in problem["held"].items():
+            self._hold(held, problem["limits"][rank])
+        self._minimise()
+        for variable, hint in zip(self.starts, problem["hint"], strict=True):
+            cp.add_hint(variable, hint)
+
+    def _order(self) -> None:
+        ranks: dict[int, list[Any]] = {}
+        for (rank, length), start in zip(self.problem["operations"], self.starts, strict=True):
+            ranks.setdefault(rank, []).append(self.cp.new_fixed_size_interval_var(start, length, ""))
+        for intervals in ranks.values():
+            self.cp.add_no_overlap(intervals)
+        for a, b, lag in self.problem["before"]:
+            self.cp.add(self.starts[b] >= self.ends[a] + lag)
+        for a, start in self.problem["fixed"]:
+            self.cp.add(self.starts[a] == start)
+
+    def _room(self) -> None:
+        for choice in self.problem["room"]:
+            if len(choice) == 1:
+                self.cp.add(self.ends[choice[0][0]] <= self.starts[choice[0][1]])
+            else:
+                self.cp.add_bool_or([self._first(a, b) for a, b in choice])
+
+    def _first(self, a: int, b: int) -> Any:
+        """Whether a ends before b begins; on one rank, b ends before a begins otherwise."""
+        if (a, b) not in self.literals:
+            literal = self.literals[a, b] = self.cp.new_bool_var("")
+            self.cp.add(self.ends[a] <= self.starts[b]).only_enforce_if(literal)
+            self.cp.add(self.ends[b] <= self.starts[a]).only_enforce_if(~literal)
+        return self.literals[a, b]
+
+    def _hold(self, held: list[list[int]], limit: int) -> None:
+        """No more than `limit` is held at any time."""
+        intervals: list[Any] = []
+        for first, last, _ in held:
+            size = self.cp.new_int_var(0, self.horizon, "")
+            self.cp.add(self.starts[first] + size == self.ends[last])
+            intervals.append(self.cp.new_interval_var(self.starts[first], size, self.ends[last], ""))
+        self.cp.add_cumulative(intervals, [amount for _, _, amount in held], limit)
+
+    def _minimise(self) -> None:
+        cost = self.cp.new_int_var(*self.problem["cost"], "cost")
+        for first, last in self.problem["windows"]:
+            self.cp.add(cost >= self.ends[last] - (0 if first is None else self.starts[first]))
+        self.cp.minimize(cost)
 
 
 if __name__ == "__main__":

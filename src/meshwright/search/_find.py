@@ -11,7 +11,7 @@ from meshwright.pipeline import Schedule, check
 from ._bounds import lower_bound
 from ._cp_sat import is_installed, solve
 from ._errors import SearchError
-from ._hints import hints
+from ._hints import known_tables, pulled
 from ._problem import Problem
 
 EQUAL = 1e-9
@@ -51,12 +51,13 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> F
     Raises SearchError where memory is too short for any schedule.
     """
     begin = time.monotonic()
-    value, start = _best_hint(problem)
-    bound = min(lower_bound(problem), value)
+    least = lower_bound(problem)
+    value, start = _best_hint(problem, least, begin + seconds / 2)
+    bound = min(least, value)
     schedule = start
     left = seconds - (time.monotonic() - begin)
     if value > bound * (1 + EQUAL) and is_installed() and left > 0.5:
-        solved = solve(problem, start, bound, left, workers)
+        solved = solve(problem, start, bound, time.time() + left, workers)
         if solved.schedule is not None and problem.value(solved.schedule) < value:
             schedule = solved.schedule
             value = problem.value(schedule)
@@ -70,11 +71,13 @@ def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: i
 
     Raises SearchError where none has a schedule.
     """
+    candidates = list(problems)
+    share = seconds / (4 * len(candidates) or 1)
     open_problems: list[tuple[float, Problem]] = []
     errors: list[SearchError] = []
-    for problem in problems:
+    for problem in candidates:
         try:
-            open_problems.append((_best_hint(problem)[0], problem))
+            open_problems.append((_best_hint(problem, lower_bound(problem), time.monotonic() + share)[0], problem))
         except SearchError as error:
             errors.append(error)
     if not open_problems:
@@ -95,12 +98,19 @@ def _shares(count: int) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def _best_hint(problem: Problem) -> tuple[float, Schedule]:
-    found = min(((problem.value(s), n, s) for n, s in enumerate(hints(problem))), default=None)
-    if found is None:
+def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Schedule]:
+    """The shortest known table, or squeezed one, of as many as there is time for. None takes less than `least`."""
+    tables = sorted(((problem.value(s), n, s) for n, s in enumerate(known_tables(problem))), key=lambda t: t[:2])
+    if not tables:
         raise SearchError(
             "a schedule", f"memory for {min(problem.limits):g} on a rank",
             "a rank holds at least one microbatch of each of its chunks, from forward to backward",
             "more memory per rank, recompute, smaller microbatches, or more ranks",
         )  # fmt: skip
-    return found[0], found[2]
+    value, _, best = tables[0]
+    for schedule in pulled(problem, (table for _, _, table in tables)):
+        if value <= least * (1 + EQUAL) or time.monotonic() > until:
+            break
+        if (shorter := problem.value(schedule)) < value:
+            value, best = shorter, schedule
+    return value, best

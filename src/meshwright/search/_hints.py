@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import inf
 
 from meshwright.pipeline import (
     Action,
     Kind,
     Schedule,
     ScheduleError,
+    dualpipe_v,
     eager_one_f_one_b,
     gpipe,
     interleaved_one_f_one_b,
@@ -32,28 +35,39 @@ from ._problem import Problem
 
 
 def hints(problem: Problem) -> Iterator[Schedule]:
-    """Every schedule that is known to keep to the placement and the memory."""
-    for make in (*_makers(problem), lambda: one_by_one(problem)):
+    """Every schedule that is known to keep to the placement and the memory, then each squeezed."""
+    tables = list(known_tables(problem))
+    yield from tables
+    yield from pulled(problem, tables)
+
+
+def pulled(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
+    """Tables squeezed for the times and the memory at hand."""
+    for table in tables:
+        yield from filter(problem.allows, [squeezed(table, problem.times, problem.memory, problem.room)])
+
+
+def known_tables(problem: Problem) -> Iterator[Schedule]:
+    """What generators make for the ranks and microbatches of a problem, where it is allowed."""
+    groups = range(1, min(problem.ranks, problem.microbatches) + 1)
+    for make in (*_makers(problem), *(lambda g=g: in_groups(problem, g) for g in groups)):
         try:
             plain = make()
         except ScheduleError:
             continue
-        tables = [plain, whole_backward(plain)] if problem.split else [whole_backward(plain)]
-        for table in tables:
-            for schedule in (table, *_squeezed(problem, table)):
-                if problem.allows(schedule):
-                    yield schedule
+        whole = whole_backward(plain)
+        yield from filter(problem.allows, map(_apart, [plain, whole] if problem.split else [whole]))
 
 
-def _squeezed(problem: Problem, table: Schedule) -> Iterator[Schedule]:
-    if problem.allows(table):
-        yield squeezed(table, problem.times, problem.memory, problem.limits)
+def _apart(table: Schedule) -> Schedule:
+    """The same with one action at a time."""
+    return replace(table, rows=tuple(tuple(atom for action in row for atom in action.atoms) for row in table.rows))
 
 
 def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
     p, m, way, v = problem.ranks, problem.microbatches, problem.way, len(problem.way) // problem.ranks
     if (way,) == linear(p):
-        caps = sorted({limit for limit in problem.limits if limit != float("inf")} | {float(p), 2.0 * p})
+        caps = sorted({room for room in problem.room if room != inf} | {float(p), 2.0 * p})
         return [
             *(lambda make=make: make(p, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)),
             *(lambda c=c: zero_bubble("ZB", p, m, c, problem.times, problem.memory) for c in caps),
@@ -62,16 +76,19 @@ def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
         makes = (interleaved_one_f_one_b, looped_bfs, interleaved_zero_bubble)
         return [lambda make=make: make(p, m, v) for make in makes]
     if (way,) == zigzag(p):
-        return [lambda make=make: make(p, m, problem.times) for make in (zb_v, v_half, v_min)]
+        makes = (zb_v, v_half, v_min)
+        return [*(lambda make=make: make(p, m, problem.times) for make in makes), lambda: dualpipe_v(p, m)]
     return []
 
 
-def one_by_one(problem: Problem) -> Schedule:
-    """One microbatch after the other: it needs the least memory of all."""
+def in_groups(problem: Problem, size: int) -> Schedule:
+    """`size` microbatches after `size` others; one after the other needs the least memory of all."""
     rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
-    for m in range(problem.microbatches):
+    for first in range(0, problem.microbatches, size):
+        group = range(first, min(first + size, problem.microbatches))
         for c, rank in enumerate(problem.way):
-            rows[rank].append(Action(Kind.FORWARD, m, c))
+            rows[rank] += [Action(Kind.FORWARD, m, c) for m in group]
         for c, rank in reversed(list(enumerate(problem.way))):
-            rows[rank] += [Action(Kind.BACKWARD_INPUT, m, c), Action(Kind.BACKWARD_WEIGHT, m, c)]
-    return Schedule("one by one", (problem.way,), problem.microbatches, tuple(map(tuple, rows)))
+            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            rows[rank] += [Action(kind, m, c) for m in group for kind in kinds]
+    return Schedule(f"groups of {size}", (problem.way,), problem.microbatches, tuple(map(tuple, rows)))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Literal
 
-from meshwright.pipeline import Memory, Schedule, Times, peaks, simulate
+from meshwright.pipeline import Action, Kind, Memory, Schedule, Times, peaks, simulate
+
+from ._errors import SearchError
 
 Objective = Literal["makespan", "span"]
+SPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD})
+WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class Problem:
 
     `capacity` is the most that a rank may hold, in the units of `memory`; with `split`, gradients of weights may come
     later than those of inputs. `objective` is the makespan (the optimizer waits for all ranks) or the span (it does
-    not).
+    not). Tables have one action at a time, compute nothing twice, and run the forwards of each chunk in order.
     """
 
     way: tuple[int, ...]
@@ -28,6 +33,18 @@ class Problem:
     objective: Objective = "makespan"
     split: bool = True
 
+    def __post_init__(self) -> None:
+        if not self.way or set(self.way) != set(range(self.ranks)) or self.microbatches < 1:
+            raise SearchError(
+                "a problem", f"way {self.way}, {self.microbatches} microbatches",
+                "every rank has a chunk, and there is something to do", "Problem(linear(4)[0], 8)",
+            )  # fmt: skip
+        if isinstance(self.capacity, tuple) and len(self.capacity) != self.ranks:
+            raise SearchError(
+                "a problem", f"{len(self.capacity)} capacities for {self.ranks} ranks",
+                "a tuple has one number per rank", "one number for all ranks, or one per rank",
+            )  # fmt: skip
+
     @property
     def ranks(self) -> int:
         return max(self.way) + 1
@@ -37,7 +54,25 @@ class Problem:
         """The most that each rank may hold."""
         if isinstance(self.capacity, tuple):
             return self.capacity
-        return (float("inf") if self.capacity is None else self.capacity,) * self.ranks
+        return (inf if self.capacity is None else self.capacity,) * self.ranks
+
+    @cached_property
+    def room(self) -> tuple[float, ...]:
+        """What the limits leave for microbatches on each rank."""
+        always = peaks(self._empty, self.memory)
+        return tuple(limit - static for limit, static in zip(self.limits, always, strict=True))
+
+    @cached_property
+    def _empty(self) -> Schedule:
+        return Schedule("", (self.way,), self.microbatches, ((),) * self.ranks)
+
+    def held(self, chunk: int) -> float:
+        """What one microbatch takes on the rank of a chunk from its forward on."""
+        return self.memory.change(self._empty, Action(Kind.FORWARD, 0, chunk))
+
+    def kept(self, chunk: int) -> float:
+        """What of it stays from B to W; nothing where the backward is whole."""
+        return -self.memory.change(self._empty, Action(Kind.BACKWARD_WEIGHT, 0, chunk)) if self.split else 0.0
 
     def value(self, schedule: Schedule) -> float:
         """The makespan or the span of a schedule."""
@@ -45,7 +80,13 @@ class Problem:
         return line.makespan if self.objective == "makespan" else line.span
 
     def allows(self, schedule: Schedule) -> bool:
-        """Whether a schedule keeps to the placement and the memory."""
+        """Whether a schedule keeps to the placement and the memory, and has only actions that the problem knows."""
         if schedule.ways != (self.way,) or schedule.microbatches != self.microbatches or schedule.slices > 1:
+            return False
+        known = SPLIT if self.split else WHOLE
+        if any(action.beside or action.kind not in known for row in schedule.rows for action in row):
+            return False
+        forwards = [(a.chunk, a.microbatch) for row in schedule.rows for a in row if a.kind is Kind.FORWARD]
+        if sorted(forwards, key=lambda f: f[0]) != sorted(forwards):
             return False
         return all(held <= limit for held, limit in zip(peaks(schedule, self.memory), self.limits, strict=True))
