@@ -23,6 +23,7 @@ ORDER = (
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
+    *("predict", "rank_plans", "memory"),
 )
 MARK = "<!-- figures -->"
 

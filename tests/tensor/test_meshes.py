@@ -64,3 +64,14 @@ def test_optimizers_step_where_the_parameters_are() -> None:
         optimizer.step()
     for found in mw.simulate(on_rank, 4):
         torch.testing.assert_close(found, w.detach())
+
+
+def test_a_plain_parameter_gets_zeros_where_the_tensor_that_it_met_is_not() -> None:
+    def on_rank() -> Any:
+        w = torch.nn.Parameter(torch.ones(4, 4))
+        (w * mw.shard_tensor(torch.arange(16.0).view(4, 4), SECOND, [])).sum().backward()
+        return w.grad
+
+    outside, inside = torch.zeros(4, 4), torch.arange(16.0).view(4, 4)
+    for found, wanted in zip(mw.simulate(on_rank, 4), (outside, outside, inside, inside), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), wanted)

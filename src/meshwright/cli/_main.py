@@ -19,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshwright.cli._train import train as carry_out
         elif settings.command == "run":
             from meshwright.cli._run import run as carry_out
+        elif settings.command == "plan":
+            from meshwright.cli._plan import plan as carry_out
+        elif settings.command == "predict":
+            from meshwright.cli._plan import foretell as carry_out
         else:
             from meshwright.cli._schedule import schedule as carry_out
         return carry_out(settings, given)

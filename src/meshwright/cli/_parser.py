@@ -20,6 +20,8 @@ COMMANDS = {
     "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
     "run": "run a script on several ranks of this machine",
     "schedule": "draw a pipeline schedule, known by name or read from a file, and say how long it takes",
+    "plan": "find the fastest plan for a model on a cluster that nobody has to rent for it",
+    "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
 }
 
 
@@ -54,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command, *rest = argv
     if command not in COMMANDS:
         raise UsageError(unknown("meshwright", "command", command, COMMANDS))
-    parser = {"train": train_parser, "run": run_parser, "schedule": schedule_parser}[command]()
+    parser = PARSERS[command]()
     settings, strangers = parser.parse_known_args(rest)
     for stranger in strangers:
         kind = "option" if stranger.startswith("-") else "argument"
@@ -143,6 +145,59 @@ def schedule_parser() -> Parser:
     answer.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     answer.add_argument("--width", type=positive, default=100, metavar="N", help="columns of the picture (100)")
     return parser
+
+
+def plan_parser() -> Parser:
+    parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", EXIT_CODES)
+    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    add_cluster(parser)
+    parser.add_argument("--ranks", type=positive, metavar="N", help="how many devices (all of the cluster)")
+    parser.add_argument("--batch", type=positive, required=True, metavar="N", help="sequences in a step")
+    parser.add_argument("--sequence", type=positive, required=True, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="of products (bf16)")
+    parser.add_argument(
+        "--given", type=decided, default={}, metavar="NAME=VALUE,...", help="what is decided, such as tp=8,zero=1"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the plan as TOML")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def predict_parser() -> Parser:
+    parser = Parser("meshwright predict", f"{COMMANDS['predict'].capitalize()}.", EXIT_CODES)
+    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
+    add_cluster(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def add_cluster(parser: Parser) -> None:
+    parser.add_argument(
+        "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
+    )
+
+
+PARSERS = {
+    "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
+    "predict": predict_parser,
+}  # fmt: skip
+
+
+def decided(text: str) -> dict[str, object]:
+    """What is decided of a plan: whole numbers, true and false, and words.
+
+    >>> decided("tp=8,sequence_parallel=true,schedule=ZB-1p")
+    {'tp': 8, 'sequence_parallel': True, 'schedule': 'ZB-1p'}
+    """
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        name, equal, value = part.partition("=")
+        if not (name and equal and value):
+            raise argparse.ArgumentTypeError(f"{part} is not of the form NAME=VALUE")
+        known = {"true": True, "false": False}
+        found[name.strip()] = known.get(value, int(value) if value.isdecimal() else value)
+    return found
 
 
 def times(text: str) -> tuple[float, float, float, float]:

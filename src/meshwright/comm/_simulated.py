@@ -78,7 +78,10 @@ class _World:
         self.shared: dict[object, Any] = {}
 
     def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
-        """What `rank` takes away from the meeting of `call.group`; the last to arrive runs `finish`."""
+        """What `rank` takes away from the meeting of `call.group`; the last to arrive runs `finish`.
+
+        Nothing that was brought is kept: a rank that goes on later must not hold the memory of one that goes on now.
+        """
         if self.failure is not None:
             raise Abandoned
         members = tuple(sorted(call.group))
@@ -93,9 +96,10 @@ class _World:
         else:
             del self.meetings[members]
             finish(meeting)
+            meeting.brought.clear()
             for member in members:
                 self.pending[member] = None
-        return meeting.taken.get(rank)
+        return meeting.taken.pop(rank, None)
 
     def send(self, rank: int, call: Call, x: Tensor) -> None:
         """Put a message where its receiver finds it; who waits for it can run again."""

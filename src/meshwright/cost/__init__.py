@@ -1,8 +1,10 @@
 """What things cost: devices, links and clusters, and the seconds of an operator and of a step of a conversion."""
 
 from ._cluster import Cluster, cluster_of
+from ._describe import cluster
 from ._device import DEVICES, Device, device_of
 from ._errors import CostError
+from ._kernels import Habits, Kernels, Numbers
 from ._link import LINKS, Link, link_of
 
 __all__ = [
@@ -11,7 +13,11 @@ __all__ = [
     "Cluster",
     "CostError",
     "Device",
+    "Habits",
+    "Kernels",
     "Link",
+    "Numbers",
+    "cluster",
     "cluster_of",
     "device_of",
     "link_of",

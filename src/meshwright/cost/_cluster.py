@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from meshwright.layout import Spec
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter, Step
 
 from ._device import Device, device_of
 from ._errors import CostError
+from ._kernels import Numbers
 from ._link import Link, link_of
 
 LOOKED_AT = 64
+Meeting = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+SPREAD = 0.64
+"""What an all-to-all inside a node reaches of what a ring does: its messages are small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of `per_node` devices, linked by `inside`; every device has a share `outside` of its node's network.
+
+    `devices` is how many there are, where that is known.
 
     >>> cluster_of("H100")
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB; 8 to a node on NVLink4; InfiniBand-NDR between nodes
@@ -31,6 +41,7 @@ class Cluster:
     inside: Link
     per_node: int = 8
     outside: Link | None = None
+    devices: int | None = None
 
     def __post_init__(self) -> None:
         if self.per_node < 1:
@@ -53,6 +64,44 @@ class Cluster:
         usable = min(self.inside.bandwidth * self.inside.reach, shares * self.outside.bandwidth * self.outside.reach)
         return replace(self.outside, bandwidth=usable, reach=1.0)
 
+    def bandwidth(self, ranks: Numbers, together: Numbers) -> Numbers:
+        """Bytes per second of a ring over `ranks`, of which `together` share a node; arrays go element by element."""
+        inside = self.inside.bandwidth * self.inside.reach
+        if self.outside is None:
+            return np.broadcast_to(inside, np.shape(ranks)).astype(float)
+        share = np.maximum(1.0, together) * self.outside.bandwidth * self.outside.reach
+        return np.where(np.less_equal(ranks, together), inside, np.minimum(inside, share))
+
+    def meeting(self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers) -> Numbers:
+        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank."""
+        n = np.asarray(ranks, dtype=float)
+        others = np.maximum(n - 1, 0)
+        within = np.less_equal(n, together) | (self.outside is None)
+        hop = np.where(within, self.inside.latency, self.outside.latency if self.outside else 0.0)
+        hops = ROUNDS[kind] * np.minimum(others, 8 + 2 * np.log2(np.maximum(n, 1))) if kind != "all-to-all" else 1.0
+        if kind == "all-to-all":
+            way = self._across(n, together)
+        else:
+            way = self.bandwidth(n, together)
+        moved = ROUNDS[kind] * np.asarray(nbytes) * others / np.maximum(n, 1) / way
+        return np.where(n > 1, self.inside.start + hops * hop + moved, 0.0)
+
+    def _across(self, ranks: Numbers, together: Numbers) -> Numbers:
+        """Bytes per second and rank of an all-to-all: what leaves the node goes through the rank's own share."""
+        inside = self.inside.bandwidth * self.inside.reach * SPREAD
+        if self.outside is None:
+            return np.broadcast_to(inside, np.shape(ranks)).astype(float)
+        leaving = 1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)
+        share = self.outside.bandwidth * self.outside.reach
+        return np.where(leaving > 0, np.minimum(inside, share / np.maximum(leaving, 1e-9)), inside)
+
+    def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
+        """Seconds of a message to another rank; `across` says whether it leaves the node."""
+        inside = self.inside.bandwidth * self.inside.reach
+        outside = inside if self.outside is None else self.outside.bandwidth * self.outside.reach
+        latency = self.inside.latency if self.outside is None else self.outside.latency
+        return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
+
     def seconds(self, step: Step, x: Spec) -> float:
         """Seconds of a step that is applied to a tensor of the given spec: a price for `reshard.plan`."""
         if not step.rounds(x):
@@ -64,7 +113,8 @@ class Cluster:
 
     def __repr__(self) -> str:
         between = f"; {self.outside.name} between nodes" if self.outside else ""
-        return f"{self.device!r}; {self.per_node} to a node on {self.inside.name}{between}"
+        count = f"{self.devices} x " if self.devices else ""
+        return f"{count}{self.device!r}; {self.per_node} to a node on {self.inside.name}{between}"
 
 
 def _hops(step: Step, ranks: int) -> int:
@@ -80,14 +130,24 @@ _USUAL = {
     "H100": ("NVLink4", "InfiniBand-NDR"),
     "H200": ("NVLink4", "InfiniBand-NDR"),
     "B200": ("NVLink5", "InfiniBand-NDR"),
+    "A800": ("NVLink3-400", "InfiniBand-HDR"),
+    "H100-HBM2e": ("NVLink4", "RoCE-400"),
+    "H800": ("NVLink4-400", "InfiniBand-NDR"),
+    "B300": ("NVLink5", "InfiniBand-XDR"),
+    "GB200": ("NVLink5", "InfiniBand-NDR"),
+    "GB300": ("NVLink5", "InfiniBand-XDR"),
     "MI300X": ("xGMI", "RoCE-400"),
+    "MI325X": ("xGMI", "RoCE-400"),
+    "Ascend-910B": ("HCCS", "RoCE-200"),
     "cpu core": ("memory of one host", None),
 }
 """Device → the links that it usually comes with, inside a node and between nodes."""
+_TOGETHER = {"GB200": 72, "GB300": 72, "cpu core": 8}
+"""Devices of which other than eight share the links inside."""
 
 
 def cluster_of(name: str) -> Cluster:
     """The usual cluster of a known device. Raises CostError for an unknown name."""
     device = device_of(name)
     inside, outside = _USUAL[name]
-    return Cluster(device, link_of(inside), 8, None if outside is None else link_of(outside))
+    return Cluster(device, link_of(inside), _TOGETHER.get(name, 8), None if outside is None else link_of(outside))

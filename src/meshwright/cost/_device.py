@@ -1,8 +1,10 @@
 """What one device does in a second, and what it holds; the devices that are known by name.
 
-Peaks are dense (no sparsity) and those of the vendor; `reach` is the share of the peak that the best measured matmul
-reaches. Sources: "ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors'
-specifications and of measured matmuls; "measured" is one core of a Xeon server with AMX, torch 2.13.
+Peaks are dense (no sparsity) and those of the vendor. `reach` is the share of the peak of large products of 16-bit
+numbers in training; the best measured matmul reaches more, because a device that is busy for long runs slower. Sources:
+"ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors' specifications and of
+measured matmuls; shares are those at which `python -m benchmarks predict` meets published runs; "measured" is one core
+of a Xeon server with AMX, torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
 
+    `units` is the number of parts that work on a tile each, `reach8` the share of the peak for products of 8-bit
+    numbers, `attention` that of fused attention, forward and backward.
+
     >>> DEVICES["H100"]
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB
     """
@@ -34,19 +39,26 @@ class Device:
     overhead: float = 4 * MICRO
     reach: float = 0.8
     source: str = ""
+    units: int = 1
+    attention: tuple[float, float] = (0.5, 0.4)
+    reach8: float = 0.42
 
     def __post_init__(self) -> None:
-        if not self.flops or min(*self.flops.values(), self.bandwidth, self.memory, self.reach) <= 0:
+        shares = (self.reach, self.reach8, *self.attention)
+        if not self.flops or min(*self.flops.values(), self.bandwidth, self.memory, self.units, *shares) <= 0:
             raise CostError(
                 f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B",
                 "seconds are work over rates, and rates are positive",
                 "Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
             )  # fmt: skip
 
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations per second in `dtype` by the vendor; dtypes without an entry run as float32 does."""
+        return self.flops.get(dtype) or self.flops.get(torch.float32) or max(self.flops.values())
+
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype` that a matmul reaches; dtypes without an entry run as float32 does."""
-        peak = self.flops.get(dtype) or self.flops.get(torch.float32) or max(self.flops.values())
-        return peak * self.reach
+        """Operations per second in `dtype` that a large matmul reaches."""
+        return self.peak(dtype) * (self.reach8 if dtype == torch.float8_e4m3fn else self.reach)
 
     def seconds(self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32) -> float:
         """Seconds of one operator that does `flops` operations and reads and writes `nbytes`: the roofline.
@@ -64,24 +76,45 @@ class Device:
 _TOLD = (torch.bfloat16, torch.float32)
 
 
-def _rates(half: float, single: float) -> dict[torch.dtype, float]:
-    return {torch.bfloat16: half * TERA, torch.float16: half * TERA, torch.float32: single * TERA}
+def _rates(half: float, single: float, eighth: float = 0.0) -> dict[torch.dtype, float]:
+    rates = {torch.bfloat16: half * TERA, torch.float16: half * TERA, torch.float32: single * TERA}
+    return rates | ({torch.float8_e4m3fn: eighth * TERA} if eighth else {})
 
 
-def _gpu(name: str, half: float, single: float, memory: float, bandwidth: float, reach: float) -> Device:
-    return Device(name, _rates(half, single), bandwidth * GIGA, memory * GIGA, reach=reach, source="ml-engineering")
+def _gpu(
+    name: str,
+    rates: tuple[float, ...],
+    memory: tuple[float, float],
+    units: int,
+    reach: float,
+    attention: tuple[float, float],
+    source: str = "ml-engineering",
+    reach8: float = 0.4,
+) -> Device:
+    nbytes, bandwidth = memory
+    return Device(
+        name, _rates(*rates), bandwidth * GIGA, nbytes * GIGA, 4 * MICRO, reach, source, units, attention, reach8
+    )  # fmt: skip
 
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _gpu("V100", 125, 15.7, 32, 900, 0.8),
-        _gpu("A100-40GB", 312, 19.5, 40, 1555, 0.87),
-        _gpu("A100", 312, 19.5, 80, 2000, 0.87),
-        _gpu("H100", 989.5, 67, 80, 3350, 0.8),
-        _gpu("H200", 989.5, 67, 141, 4800, 0.8),
-        _gpu("B200", 2250, 80, 180, 8000, 0.78),
-        _gpu("MI300X", 1307, 163.4, 192, 5300, 0.51),
+        _gpu("V100", (125, 15.7), (32, 900), 80, 0.68, (0.3, 0.3)),
+        _gpu("A100-40GB", (312, 19.5), (40, 1555), 108, 0.74, (0.50, 0.38)),
+        _gpu("A100", (312, 19.5), (80, 2000), 108, 0.74, (0.50, 0.38)),
+        _gpu("A800", (312, 19.5), (80, 2000), 108, 0.80, (0.50, 0.38)),
+        _gpu("H100", (989.5, 67, 1979), (80, 3350), 132, 0.60, (0.33, 0.27), reach8=0.63),
+        _gpu("H100-HBM2e", (989.5, 67, 1979), (96, 2400), 132, 0.52, (0.37, 0.31), "torchtitan"),
+        _gpu("H800", (989.5, 67, 1979), (80, 3350), 132, 0.68, (0.33, 0.27), reach8=0.63),
+        _gpu("H200", (989.5, 67, 1979), (141, 4800), 132, 0.72, (0.36, 0.30), reach8=0.66),
+        _gpu("B200", (2250, 80, 4500), (180, 8000), 148, 0.44, (0.40, 0.35), reach8=0.52),
+        _gpu("B300", (2250, 80, 4500), (288, 8000), 148, 0.44, (0.40, 0.35), reach8=0.55),
+        _gpu("GB200", (2500, 80, 5000), (186, 8000), 148, 0.48, (0.40, 0.35), reach8=0.52),
+        _gpu("GB300", (2500, 80, 5000), (288, 8000), 148, 0.48, (0.40, 0.35), reach8=0.66),
+        _gpu("MI300X", (1307, 163.4, 2614.9), (192, 5300), 304, 0.43, (0.25, 0.20)),
+        _gpu("MI325X", (1307, 163.4, 2614.9), (256, 6000), 304, 0.48, (0.25, 0.20)),
+        _gpu("Ascend-910B", (313, 78), (64, 1600), 24, 0.85, (0.38, 0.30), "recalled data sheet"),
         Device(
             "cpu core",
             {torch.float32: 0.19 * TERA, torch.float64: 0.074 * TERA, torch.bfloat16: 1.48 * TERA},

@@ -7,7 +7,7 @@ from ._mesh import ProcessMesh
 from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ._size import hint, identity
 from ._spec import Spec, parse_spec
-from ._text import parse_layout, write_dtype
+from ._text import parse_layout, read_dtype, write_dtype
 
 __all__ = [
     "PARTIAL_OPS",
@@ -38,6 +38,7 @@ __all__ = [
     "parse_layout",
     "parse_spec",
     "placements_of",
+    "read_dtype",
     "replicated",
     "write_dtype",
 ]

@@ -27,6 +27,18 @@ def write_dtype(dtype: torch.dtype) -> str:
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def read_dtype(name: str) -> torch.dtype:
+    """The dtype of a short name or of torch's own. Raises LayoutError for an unknown one.
+
+    >>> read_dtype("bf16"), read_dtype("float8_e4m3fn")
+    (torch.bfloat16, torch.float8_e4m3fn)
+    """
+    dtype = DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"a dtype {name!r}", name, "no such dtype", f"one of {', '.join(DTYPES)}")
+    return dtype
+
+
 def write_dims(shape: Sequence[int], layout: Layout) -> str:
     """The dims and marks in text, such as `[8@dp, 1024] +tp`."""
     dims = ", ".join(
@@ -48,9 +60,7 @@ def parse_layout(text: str) -> Layout:
 def parse_sized(text: str) -> tuple[torch.dtype, list[int], Layout]:
     """Dtype, shape and layout of a text such as `f32[8@dp, 1024] +tp`."""
     name, shape, layout = _parse(text)
-    dtype = DTYPES.get(name) or getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"{text!r}", f"dtype {name!r}", "no such dtype", f"one of {', '.join(DTYPES)}")
+    dtype = read_dtype(name)
     sizes = [n for n in shape if n is not None]
     if len(sizes) != len(shape):
         raise LayoutError(

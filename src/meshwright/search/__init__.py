@@ -1,18 +1,52 @@
-"""Choosing: the schedule of a pipeline, with a proof of how good it is."""
+"""Choosing: the schedule of a pipeline with a proof of how good it is, and what a plan takes."""
 
 from ._bounds import lower_bound
+from ._choose import Choice, Priced, choose
+from ._config import transformer_of
+from ._degrees import Degrees, Plans, columns
 from ._errors import SearchError
 from ._find import Found, find_placement, find_schedule
+from ._held import Held, hold
 from ._hints import hints
+from ._plan import Plan, parse_plan
+from ._predict import Prediction, predict, share_of_peak, work
 from ._problem import Objective, Problem
+from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
+from ._transformer import Experts, Latent, Transformer, Window
 
 __all__ = [
+    "DEEPSPEED",
+    "EAGER",
+    "FSDP",
+    "MEGATRON",
+    "MEGATRON_2021",
+    "OURS",
+    "Choice",
+    "Degrees",
+    "Experts",
     "Found",
+    "Held",
+    "Latent",
     "Objective",
+    "Plan",
+    "Plans",
+    "Prediction",
+    "Priced",
     "Problem",
     "SearchError",
+    "Software",
+    "Transformer",
+    "Window",
+    "choose",
+    "columns",
     "find_placement",
     "find_schedule",
     "hints",
+    "hold",
     "lower_bound",
+    "parse_plan",
+    "predict",
+    "share_of_peak",
+    "transformer_of",
+    "work",
 ]

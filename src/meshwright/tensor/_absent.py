@@ -36,7 +36,7 @@ def absent(local: Tensor, spec: Spec) -> Absent:
 
 
 class _Through(torch.autograd.Function):
-    """Results without elements whose backward pass goes on to every operand."""
+    """Results without elements whose backward pass goes on to every operand, and adds nothing to it."""
 
     @staticmethod
     def forward(ctx: Any, shapes: Any, *inputs: Tensor) -> Any:
@@ -47,7 +47,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *[torch.empty(s, dtype=d, device=v) for s, d, v in ctx.like]
+        return None, *[torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.like]
 
 
 def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]:

@@ -1,0 +1,105 @@
+"""The constants of the price model that published runs can say something about, found by going along one at a time.
+
+They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that products and fused
+attention reach. Whoever judges a source by constants fits them without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import log
+
+from meshwright.cost import Habits
+from meshwright.search import predict
+
+from ._published import Run
+
+STEPS = (0.8, 0.9, 1.1, 1.25)
+OUTLIER = 0.25
+"""A run that is further off than this counts as if it were only so far: many sources have one."""
+NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped")
+TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
+"""What a share cannot be more than."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What may be fitted; a device that no run tells of stays as it is."""
+
+    habits: Habits = field(default_factory=Habits)
+    reach: tuple[tuple[str, float], ...] = ()
+    attention: tuple[tuple[str, float], ...] = ()
+
+    def seconds(self, run: Run) -> float:
+        device = run.cluster.device
+        reach, attention = dict(self.reach).get(device.name, 1.0), dict(self.attention).get(device.name, 1.0)
+        forward, backward = device.attention
+        device = replace(
+            device, reach=device.reach * reach, reach8=device.reach8 * reach,
+            attention=(forward * attention, backward * attention),
+        )  # fmt: skip
+        cluster = replace(run.cluster, device=device)
+        return float(predict(run.model, run.plan, cluster, run.software, self.habits).seconds)
+
+
+def misfit(constants: Constants, runs: Sequence[Run]) -> float:
+    """The mean of what runs are off by, as a logarithm, each source counted by the root of its runs."""
+    counted = {run.source: 0 for run in runs}
+    for run in runs:
+        counted[run.source] += 1
+    total = weights = 0.0
+    for run in runs:
+        weight = counted[run.source] ** -0.5
+        total += weight * min(abs(log(constants.seconds(run) / (run.seconds or 1.0))), OUTLIER)
+        weights += weight
+    return total / weights
+
+
+def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
+    """The constants that fit best of those that are reached step by step."""
+    best, least = start, misfit(start, runs)
+    moves = [*map(_number, NUMBERS), _host]
+    devices = sorted({run.cluster.device.name for run in runs})
+    for _ in range(rounds):
+        for move in moves:
+            best, least = _walked(best, least, move, runs, runs)
+        for name in devices:
+            own = [run for run in runs if run.cluster.device.name == name]
+            for what in ("reach", "attention"):
+                best, least = _walked(best, least, _of_device(what, name), runs, own)
+    return best
+
+
+Move = Callable[[Constants, float], Constants]
+
+
+def _walked(
+    best: Constants, least: float, move: Move, runs: Sequence[Run], own: Sequence[Run]
+) -> tuple[Constants, float]:
+    """The best of a few steps along one constant, seen by the runs that it touches."""
+    base = misfit(best, own)
+    tried = [(misfit(c, own), n, c) for n, c in enumerate(move(best, step) for step in STEPS)]
+    value, _, found = min(tried, key=lambda t: t[:2])
+    return (found, misfit(found, runs)) if value < base - 1e-5 else (best, least)
+
+
+def _number(name: str) -> Move:
+    def move(constants: Constants, step: float) -> Constants:
+        value = min(getattr(constants.habits, name) * step, TIMES.get(name, 1e9))
+        return replace(constants, habits=replace(constants.habits, **{name: value}))
+
+    return move
+
+
+def _host(constants: Constants, step: float) -> Constants:
+    forward, backward = constants.habits.host
+    return replace(constants, habits=replace(constants.habits, host=(forward * step, backward * step)))
+
+
+def _of_device(what: str, name: str) -> Move:
+    def move(constants: Constants, step: float) -> Constants:
+        now = dict(getattr(constants, what))
+        return replace(constants, **{what: tuple((now | {name: now.get(name, 1.0) * step}).items())})
+
+    return move

@@ -1,0 +1,179 @@
+"""Published training runs as models, plans, clusters, and what the program that ran them is known to do.
+
+`published_runs.json` has one row per run, with its source. What rows do not say follows from their source's program,
+by the table below; nothing is chosen per row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.cost import Cluster, cluster_of, link_of
+from meshwright.search import (
+    DEEPSPEED,
+    EAGER,
+    FSDP,
+    MEGATRON,
+    MEGATRON_2021,
+    Experts,
+    Latent,
+    Plan,
+    Software,
+    Transformer,
+    Window,
+)
+
+ROWS = Path(__file__).with_name("published_runs.json")
+GIGA = 1e9
+NODE = 8
+DEVICE = {
+    "V100-SXM-32GB": "V100", "A100-SXM-40GB": "A100-40GB", "A100-SXM-80GB": "A100", "A800-SXM-80GB": "A800",
+    "H100-SXM-80GB": "H100", "H100-96GB-HBM2e-500W": "H100-HBM2e", "H800-SXM-80GB": "H800", "H200-SXM-141GB": "H200",
+    "B200-SXM-180GB": "B200", "B300-SXM-288GB": "B300", "GB200-NVL72": "GB200", "GB300-NVL72": "GB300",
+    "MI300X-192GB": "MI300X", "MI325X-256GB": "MI325X", "Ascend-910B-64GB": "Ascend-910B",
+}  # fmt: skip
+"""The rows' device → ours."""
+PROGRAM: Mapping[str, Software] = {
+    "bigscience-workshop/bigscience": DEEPSPEED,
+    "2201.11990": DEEPSPEED,
+    "deepspeedai/DeepSpeed": DEEPSPEED,
+    "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
+    "mosaicml/llm-foundry": replace(FSDP, attention=0.7),  # a kernel with a bias for distances
+}
+"""Source → its program, where that does not follow from precision and stage of ZeRO."""
+COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
+SCHEDULE = {
+    None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "I1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
+    "1f1b-variant": "1F1B",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row, ready to be predicted; `seconds` are those of a measured step."""
+
+    name: str
+    source: str
+    group: str
+    """Runs of the same source that differ in nothing but their plan."""
+    model: Transformer
+    plan: Plan
+    cluster: Cluster
+    software: Software
+    seconds: float | None
+    memory: float | None
+    is_noisy: bool
+    is_complete: bool
+    row: Mapping[str, Any]
+
+
+def runs(path: Path = ROWS) -> list[Run]:
+    """All rows that were measured, of training from scratch."""
+    rows = json.loads(path.read_text())["rows"]
+    return [run_of(row) for row in rows if is_told(row)]
+
+
+def is_told(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a measured training from scratch, and says of its plan what no default could."""
+    p, t = row["parallel"], row["train"]
+    known = all((p["tp"], p["pp"], p["cp"], p["dp"], t["global_batch"], t["seq"]))
+    return row["truth"] == "measured" and t["task"] == "pretrain" and known
+
+
+def run_of(row: Mapping[str, Any]) -> Run:
+    """One row."""
+    source = row["source"].get("repo") or row["source"].get("arxiv") or "?"
+    model, plan = model_of(row["model"]), plan_of(row)
+    hardware, train = row["hardware"], row["train"]
+    same = (model, hardware["gpu"], hardware["n_gpus"], plan.batch, plan.sequence, train["precision"], source)
+    cluster = cluster_for(hardware)
+    return Run(
+        row["id"], source, repr(same), model, plan, cluster, software_of(row, source, plan),
+        seconds_of(row), memory_of(row["measured"]), row["noisy"], not row["missing"], row,
+    )  # fmt: skip
+
+
+def model_of(m: Mapping[str, Any]) -> Transformer:
+    experts = latent = window = None
+    if m["kind"] == "moe":
+        experts = Experts(m["experts"], m["top_k"], m["moe_ffn"], m.get("shared_expert_ffn") or 0, m["dense_layers"])
+    if m.get("attention") == "mla":
+        latent = Latent(m["q_lora"], m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
+    if m.get("sliding_window"):
+        window = Window(m["sliding_window"], m.get("sliding_every") or 1)
+    sizes = (m[k] for k in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))
+    return Transformer(*sizes, m["gated_mlp"], m["tied_embeddings"], experts, latent, window)
+
+
+def plan_of(row: Mapping[str, Any]) -> Plan:
+    p, t, layers = row["parallel"], row["train"], row["model"]["layers"]
+    schedule = SCHEDULE.get(p["schedule"], "1F1B")
+    chunks = (p["vpp"] or -(-layers // p["pp"])) if schedule == "I1F1B" else 1
+    divided, recompute = bool(p["sequence_parallel"]), t["recompute"] or "none"
+    kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
+    return Plan(
+        p["dp"], p["tp"], p["pp"], p["cp"], p.get("ep") or 1, chunks, p["zero_stage"] or 0, divided,
+        schedule, t["micro_batch"] or 1, t["global_batch"], t["seq"], kind, t["precision"],
+    )  # fmt: skip
+
+
+def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
+    """The device's usual cluster, with the row's nodes and network."""
+    usual = cluster_of(DEVICE[hardware["gpu"]])
+    together = max(hardware["gpus_per_node"], usual.per_node if usual.per_node > NODE else 0)
+    gigabits = hardware.get("inter_node_gbps_per_gpu") or 400
+    outside = replace(link_of("InfiniBand-HDR"), bandwidth=gigabits / 8 * GIGA)
+    return replace(usual, per_node=together, outside=outside, devices=hardware["n_gpus"])
+
+
+SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}
+"""What a source calls its selection of what is computed again → its part of a layer's forward pass."""
+ROWWISE = 4.0
+"""How many times as much it costs to find a scale per row as one per tensor."""
+
+
+def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
+    """What the program does, by its source, and by what the row says of it."""
+    base, train = program_of(source, plan), row["train"]
+    if "overlap off" in (row.get("note") or ""):
+        base = replace(base, exposed=1.0, tensor=1.0, messages=1.0)
+    if plan.zero == 0:
+        base = replace(base, exposed=1.0)
+    if train.get("fsdp_mixed_precision") == "PURE":
+        base = replace(base, reduced=2.0)
+    if plan.zero == 3 and not train.get("compile", source in COMPILED):
+        base = replace(base, streams=EAGER)
+    if "rowwise" in str(train.get("fp8_recipe")):
+        base = replace(base, casts=base.casts * ROWWISE)
+    base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
+    return replace(base, tensor=0.5) if train.get("async_tp") else base
+
+
+def program_of(source: str, plan: Plan) -> Software:
+    """Half precision with loss scaling is the mark of programs before fused attention."""
+    if source in PROGRAM:
+        return PROGRAM[source]
+    if plan.zero == 3:
+        return FSDP
+    return MEGATRON_2021 if plan.precision == "fp16" else MEGATRON
+
+
+def seconds_of(row: Mapping[str, Any]) -> float | None:
+    """Seconds of a step; from operations per second only where their formula is known (arXiv 2104.04473)."""
+    known = row["measured"].get("step_time_s") or row["derived"].get("step_time_s")
+    m, t, devices = row["model"], row["train"], row["hardware"]["n_gpus"]
+    if known or not str(t.get("tflops_convention", "")).startswith("hardware(4x"):
+        return known
+    h, s = m["hidden"], t["seq"]
+    work = 96 * t["global_batch"] * s * m["layers"] * h * h * (1 + s / (6 * h) + m["vocab"] / (16 * m["layers"] * h))
+    return work / (row["measured"]["tflops_per_gpu"] * 1e12 * devices)
+
+
+def memory_of(measured: Mapping[str, Any]) -> float | None:
+    """Bytes; the rows' kind says whether their numbers are GB or GiB."""
+    amount, kind = measured.get("memory_gib"), measured.get("memory_kind") or ""
+    return None if amount is None else amount * (GIGA if "GB" in kind else 2**30)

@@ -1,0 +1,119 @@
+"""`meshwright plan` finds the best plan for a model on a cluster; `meshwright predict` says what a given plan takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.cli._parser import UsageError
+from meshwright.cost import Cluster, cluster
+from meshwright.graph import write_whole
+from meshwright.layout import MeshwrightError
+from meshwright.search import Plan, Transformer, choose, hold, parse_plan, predict, share_of_peak, transformer_of
+
+FAILED = 1
+GIGA = 1e9
+
+
+def plan(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Prints the best plan with what it takes, and those that come next. 1 where nothing fits."""
+    try:
+        model, machines = _model(settings.model), cluster(settings.cluster)
+        ranks = settings.ranks or machines.devices
+        if ranks is None:
+            raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
+        found = choose(model, machines, ranks, settings.batch, settings.sequence, settings.precision, **settings.given)
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    best = priced(model, found.best.plan, machines)
+    if settings.out:
+        write_whole(settings.out, found.best.plan.text().encode())
+    if settings.json:
+        others = [{"plan": asdict(p.plan), "seconds": p.seconds, "bytes": p.nbytes} for p in found.next]
+        told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
+        print(json.dumps({**best, **told}))
+        return 0
+    print(written(best))
+    print(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
+    for other in found.next[:3]:
+        print(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
+    return 0
+
+
+def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Prints what a step takes under a plan, and whether it fits."""
+    try:
+        model, machines = _model(settings.model), cluster(settings.cluster)
+        given = parse_plan(_read(settings.plan))
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    told = priced(model, given, machines)
+    print(json.dumps(told) if settings.json else written(told))
+    return 0
+
+
+def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
+    """What there is to say about a plan, for programs."""
+    step, held = predict(model, asked, machines), hold(model, asked)
+    seconds, nbytes = float(np.asarray(step.seconds)), float(np.asarray(held.nbytes))
+    return {
+        "plan": asdict(asked),
+        "ranks": asked.ranks,
+        "seconds": seconds,
+        "tokens per second": asked.batch * asked.sequence / seconds,
+        "share of the peak": share_of_peak(model, asked, machines, seconds),
+        "bytes": nbytes,
+        "memory": machines.device.memory,
+        "fits": nbytes <= machines.device.memory,
+        "seconds of": {name: float(np.asarray(x)) for name, x in step.parts.items()},
+        "bytes of": {name: float(np.asarray(x)) for name, x in held.parts.items()},
+    }
+
+
+def written(told: Mapping[str, Any]) -> str:
+    """The same for people."""
+    usual = asdict(Plan())
+    lines = [f"  {name:<20} {value}" for name, value in told["plan"].items() if value != usual[name]]
+    fits = "" if told["fits"] else "  DOES NOT FIT"
+    return "\n".join(
+        [
+            f"{told['ranks']} ranks", *lines, "",
+            f"{told['seconds']:.4g} s a step, {told['tokens per second']:,.0f} tokens/s, "
+            f"{100 * told['share of the peak']:.1f} % of the peak",
+            *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()), "",
+            f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
+            *(f"  {name:<26} {b / GIGA:10.2f} GB" for name, b in told["bytes of"].items()),
+        ]
+    )  # fmt: skip
+
+
+def differences(best: Plan, other: Plan) -> str:
+    """What another plan has different."""
+    one, two = asdict(best), asdict(other)
+    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
+
+
+def _model(path: str) -> Transformer:
+    text = _read(path)
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"meshwright: {path}: {error}\n  write: a model's config.json") from error
+    return transformer_of(config)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"meshwright: {path}: {why}\n  write: a file that can be read") from error

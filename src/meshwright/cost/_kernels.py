@@ -1,0 +1,94 @@
+"""Seconds of operators on one device, from the sizes of what one rank computes.
+
+Every number may be an array, one element per candidate: a search prices all its candidates at once.
+
+A matmul is cut into tiles, which the device's units work on in waves. What a tile of a given size reaches, how much of
+a half-empty last wave is lost, and how long a product must be (its k) to be worth its start are the same for every
+device; what a long product of whole waves reaches is a number of the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ._device import MICRO, Device
+
+Numbers = float | NDArray[np.float64]
+"""A number, or one per candidate."""
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows and columns of a tile, and what it reaches of the largest."""
+WHOLE = 64
+"""Sizes that are no multiples of this many elements do not fill the lines that a device reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What measured runs say about all devices, fitted by `python -m benchmarks predict` (which says how well).
+
+    `ramp` is the k at which a matmul reaches half of what it can, `emptiness` the part of a half-empty wave that is
+    lost, `ragged` the share that sizes reach which are no multiples of 64, `streamed` the share of the memory's
+    bandwidth that an operator reaches, `launch` the seconds that begin one, `grouped` how much longer products of many
+    small groups take, `host` the seconds that a host needs for a layer's forward and backward pass.
+    """
+
+    ramp: float = 100.0
+    emptiness: float = 0.95
+    ragged: float = 0.6
+    streamed: float = 0.77
+    launch: float = 2 * MICRO
+    grouped: float = 1.3
+    host: tuple[float, float] = (0.8e-3, 1.35e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Seconds of the operators that layers consist of.
+
+    >>> from meshwright.cost import device_of
+    >>> round(float(Kernels(device_of("A100")).matmul(4096, 4096, 4096)), 5)
+    0.00064
+    """
+
+    device: Device
+    habits: Habits = field(default_factory=Habits)
+
+    def matmul(
+        self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers = 1.0, dtype: torch.dtype = torch.bfloat16
+    ) -> Numbers:
+        """m k * k n -> m n, `groups` of them in one launch."""
+        rate = self.device.rate(dtype) / self.device.units
+        ragged = np.where(
+            ((np.mod(n, WHOLE) == 0) & (np.mod(k, WHOLE) == 0)) | (np.asarray(groups) > 1), 1.0, self.habits.ragged
+        )
+        best: Numbers = np.inf
+        for rows, columns, share in TILES:
+            tiles = np.ceil(np.divide(m, rows)) * np.ceil(np.divide(n, columns)) * groups
+            waves = np.maximum(1.0, tiles / self.device.units)
+            lost = 1 + (np.ceil(waves) / waves - 1) * self.habits.emptiness
+            seconds = waves * lost * (2 * rows * columns * (np.add(k, self.habits.ramp)) / (rate * share))
+            best = np.minimum(best, seconds)
+        moved = 2 * np.multiply(groups, np.multiply(m, k) + np.multiply(k, n) + np.multiply(m, n))
+        return np.maximum(best / ragged, moved / self._bandwidth) + self.habits.launch
+
+    def attention(self, queries: Numbers, keys: Numbers, width: Numbers, heads: Numbers) -> tuple[Numbers, Numbers]:
+        """Fused attention, forward and backward; `width` is that of a key and of a value together, `heads` all of them.
+
+        The backward pass computes the scores again: five products instead of two.
+        """
+        flops = 2 * np.multiply(np.multiply(queries, keys), np.multiply(width, heads))
+        rate = self.device.peak(torch.bfloat16)
+        forward, backward = self.device.attention
+        return flops / (rate * forward) + self.habits.launch, 2.5 * flops / (rate * backward) + 2 * self.habits.launch
+
+    def stream(self, nbytes: Numbers) -> Numbers:
+        """An operator whose time is that of what it reads and writes."""
+        return np.divide(nbytes, self._bandwidth) + self.habits.launch
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.bandwidth * self.habits.streamed

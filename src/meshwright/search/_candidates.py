@@ -1,0 +1,111 @@
+"""All plans for a model on so many ranks, as arrays: the degrees that divide what they must divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from itertools import product
+from typing import Any, get_args
+
+import numpy as np
+
+from ._degrees import NUMBERS, Plans
+from ._errors import SearchError
+from ._plan import Plan, Recompute
+from ._predict import FILLING
+from ._transformer import Transformer
+
+SCHEDULES = ("1F1B", "I1F1B", "ZB-1p", "ZB-2p")
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+ONE = "1F1B"
+
+
+def candidates(
+    model: Transformer, ranks: int, batch: int, sequence: int, precision: str, per_node: int, given: Mapping[str, Any]
+) -> Iterator[Plans]:
+    """Plans with the same words, one bundle after the other; `given` names what is decided already.
+
+    Raises SearchError for names that no plan has.
+    """
+    unknown = set(given) - {f.name for f in fields(Plan)}
+    if unknown:
+        raise SearchError(
+            f"a plan with {', '.join(sorted(unknown))}", f"a plan has {', '.join(f.name for f in fields(Plan))}",
+            "only what a plan has can be decided", "plan(…, tp=8)",
+        )  # fmt: skip
+    rows = np.array(list(_rows(model, ranks, batch, sequence, per_node, given)), dtype=float).reshape(-1, len(NUMBERS))
+    words = product(_allowed(given, "schedule", SCHEDULES), _allowed(given, "recompute", get_args(Recompute)))
+    for schedule, recompute in words:
+        own = rows[_has_schedule(rows, schedule)]
+        if len(own):
+            numbers = dict(zip(NUMBERS, own.T, strict=True))
+            yield Plans(**numbers, schedule=schedule, recompute=recompute, precision=precision)
+
+
+def _has_schedule(rows: Any, schedule: str) -> Any:
+    """Rows that a schedule is for: one stage has none, and chunks are those of interleaved ones."""
+    pp, chunks = rows[:, NUMBERS.index("pp")], rows[:, NUMBERS.index("chunks")]
+    return (chunks > 1) if schedule == "I1F1B" else (chunks == 1) & ((pp > 1) | (schedule == ONE))
+
+
+def _rows(
+    model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
+) -> Iterator[tuple[float, ...]]:
+    for dp, tp, pp, cp in _meshes(model, ranks, batch, sequence, per_node, given):
+        own = batch // dp
+        sizes = [m for m in _allowed(given, "microbatch", MICROBATCHES) if own % m == 0]
+        chunks = [v for v in _allowed(given, "chunks", (1, 2, 3, 4, 6, 8)) if v == 1 or _interleaves(model, pp, v, own)]
+        for ep, zero, m, v in product(
+            _experts(model, dp * cp, given), _allowed(given, "zero", (0, 1, 2, 3)), sizes, chunks
+        ):
+            if (zero in (2, 3) and pp > 1) or (zero and dp * cp == 1):
+                continue
+            for divided in _allowed(given, "sequence_parallel", (tp > 1,)):
+                yield dp, tp, pp, cp, ep, v, zero, divided, m, batch, sequence
+
+
+def _meshes(
+    model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
+) -> Iterator[tuple[int, int, int, int]]:
+    """dp, tp, pp and cp that make up the ranks; a tensor-parallel group stays in a node."""
+    shared = np.gcd(model.heads, model.kv_heads)
+    for tp in _among(given, "tp", [t for t in _divisors(ranks) if t <= per_node and shared % t == 0]):
+        for pp in _among(given, "pp", [p for p in _divisors(ranks // tp) if _splits(model.layers, p)]):
+            rest = ranks // (tp * pp)
+            longest = max(1, sequence // 2048)
+            lengths = [c for c in _divisors(rest) if c == 1 or (c <= longest and sequence % (2 * c) == 0)]
+            for cp in _among(given, "cp", lengths):
+                dp = rest // cp
+                if dp * cp * tp * pp == ranks and batch % dp == 0 and given.get("dp", dp) == dp:
+                    yield dp, tp, pp, cp
+
+
+def _splits(layers: int, stages: int) -> bool:
+    return stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0)
+
+
+def _interleaves(model: Transformer, pp: int, chunks: int, own: int) -> bool:
+    return pp > 1 and model.layers % (pp * chunks) == 0 and own % pp == 0
+
+
+def _experts(model: Transformer, ranks: int, given: Mapping[str, Any]) -> list[int]:
+    if model.experts is None:
+        return [1]
+    return _among(given, "ep", [e for e in _divisors(ranks) if model.experts.count % e == 0])
+
+
+def _allowed(given: Mapping[str, Any], name: str, values: Any) -> Any:
+    """What is given, or any of some values."""
+    return (given[name],) if name in given else values
+
+
+def _among(given: Mapping[str, Any], name: str, values: list[int]) -> list[int]:
+    """What is given where that is one of the only values there can be; all of them where nothing is."""
+    return [v for v in values if given.get(name, v) == v]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+assert set(SCHEDULES) <= set(FILLING)

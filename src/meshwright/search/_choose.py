@@ -1,0 +1,116 @@
+"""The plan that is predicted to take the least time of those that fit into memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost import Cluster
+
+from ._candidates import candidates
+from ._degrees import NUMBERS, Plans
+from ._errors import SearchError
+from ._held import hold
+from ._plan import Plan
+from ._predict import predict
+from ._software import OURS, Software
+from ._transformer import Transformer
+
+USABLE = 0.94
+"""The part of a device's memory that a plan may take: libraries hold some, and allocators round."""
+KEPT = 8
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan with its predicted seconds per step and bytes on the fullest rank."""
+
+    plan: Plan
+    seconds: float
+    nbytes: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3g} s, {self.nbytes / 1e9:.1f} GB: {self.plan}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best plan, those that come next, and how many were looked at."""
+
+    best: Priced
+    next: tuple[Priced, ...]
+    considered: int
+    fitting: int
+    seconds: float
+
+
+def choose(
+    model: Transformer,
+    cluster: Cluster,
+    ranks: int,
+    batch: int,
+    sequence: int,
+    precision: str = "bf16",
+    software: Software = OURS,
+    keep: int = KEPT,
+    **given: Any,
+) -> Choice:
+    """The fastest plan for `ranks` devices of a cluster; `given` fixes what is decided already, as `tp=8`.
+
+    `keep` is how many plans are told. Of plans that take equally long, the one with fewer ways of dividing comes first.
+
+    Raises SearchError where nothing fits, with what is missing.
+    """
+    begin = time.monotonic()
+    room = cluster.device.memory * USABLE
+    found: list[Priced] = []
+    considered = fitting = 0
+    smallest: Priced | None = None
+    for plans in candidates(model, ranks, batch, sequence, precision, cluster.per_node, given):
+        seconds = np.asarray(predict(model, plans, cluster, software).seconds)
+        nbytes = np.asarray(hold(model, plans, software).nbytes)
+        fits = nbytes <= room
+        considered, fitting = considered + len(seconds), fitting + int(fits.sum())
+        found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
+        least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
+        smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
+    if not found:
+        raise _none(model, ranks, batch, room, smallest)
+    found.sort(key=lambda p: (float(f"{p.seconds:.6g}"), p.plan.tp * p.plan.cp * p.plan.pp, p.nbytes))
+    return Choice(found[0], tuple(found[1:keep]), considered, fitting, time.monotonic() - begin)
+
+
+def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[Priced]:
+    for n in np.argsort(seconds, kind="stable")[:keep]:
+        if np.isfinite(seconds[n]):
+            yield _at(plans, int(n), seconds, nbytes)
+
+
+def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
+    numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
+    divided = bool(numbers.pop("sequence_parallel"))
+    plan = Plan(
+        **numbers, sequence_parallel=divided, schedule=plans.schedule, recompute=plans.recompute,
+        precision=plans.precision,
+    )  # fmt: skip
+    return Priced(plan, float(seconds[n]), float(nbytes[n]))
+
+
+def _none(model: Transformer, ranks: int, batch: int, room: float, smallest: Priced | None) -> SearchError:
+    asked = f"a plan for {model.parameters / 1e9:.3g} billion parameters on {ranks} ranks, {batch} sequences a step"
+    if smallest is None:
+        return SearchError(
+            asked, "no degrees of parallelism divide all that they must",
+            "ranks, sequences, layers and heads have no common divisors that make up the ranks",
+            "another number of ranks, or a batch that more of them divide",
+        )  # fmt: skip
+    return SearchError(
+        asked,
+        f"the smallest plan takes {smallest.nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB: {smallest.plan}",
+        f"{(smallest.nbytes - room) / 1e9:.1f} GB are missing on each rank",
+        "more ranks, devices with more memory, a shorter sequence, or a lower precision",
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""A transformer from the configuration that its weights are published with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._errors import SearchError
+from ._transformer import Experts, Latent, Transformer, Window
+
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocab": ("vocab_size",),
+    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+}
+"""Our size → what configurations call it."""
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh"})
+"""Activations that no gate goes with, in models whose configuration does not name their kind."""
+GATED = frozenset({"gemma", "gemma2", "gemma3_text", "t5gemma"})
+
+
+def transformer_of(config: Mapping[str, Any]) -> Transformer:
+    """The model of a configuration with the names of `config.json` files. Raises SearchError for a size it lacks.
+
+    >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
+    Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
+experts=None, latent=None, window=None)
+    """
+    sizes = {name: _first(config, names) for name, names in NAMES.items()}
+    missing = [n for n, x in sizes.items() if x is None and n != "ffn"]
+    if missing:
+        raise SearchError(
+            "a transformer from a configuration", f"{', '.join(sorted(config)) or 'nothing'}",
+            f"it does not say {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
+        )  # fmt: skip
+    layers, hidden, heads, vocab = (int(sizes[n] or 0) for n in ("layers", "hidden", "heads", "vocab"))
+    return Transformer(
+        layers, hidden, heads, int(config.get("num_key_value_heads") or heads),
+        int(config.get("head_dim") or hidden // heads), int(sizes["ffn"] or 4 * hidden), vocab, _is_gated(config),
+        bool(config.get("tie_word_embeddings", False)), _experts(config, layers), _latent(config), _window(config),
+    )  # fmt: skip
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[n] for n in names if config.get(n) is not None), None)
+
+
+def _is_gated(config: Mapping[str, Any]) -> bool:
+    activation = str(_first(config, ("hidden_act", "activation_function", "hidden_activation")) or "silu")
+    return activation not in UNGATED or config.get("model_type") in GATED
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
+    count = _first(config, EXPERTS)
+    if not count:
+        return None
+    width = int(_first(config, ("moe_intermediate_size", "intermediate_size")) or 4 * config["hidden_size"])
+    shared = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
+    chosen = int(_first(config, ("num_experts_per_tok", "num_experts_per_token", "top_k")) or 1)
+    return Experts(int(count), chosen, width, shared, min(layers, int(config.get("first_k_dense_replace") or 0)))
+
+
+def _latent(config: Mapping[str, Any]) -> Latent | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Latent(*(int(config[n] or config["hidden_size"]) for n in names))
+
+
+def _window(config: Mapping[str, Any]) -> Window | None:
+    size = config.get("sliding_window")
+    if not size or config.get("use_sliding_window") is False:
+        return None
+    kinds = config.get("layer_types") or []
+    some = sum(kind == "sliding_attention" for kind in kinds)
+    return Window(int(size), max(1, round(len(kinds) / some)) if some else 1)

@@ -1,0 +1,196 @@
+"""Seconds of one layer of a transformer on one rank, for any number of plans at once.
+
+A layer is a list of linear maps, an attention, and operators that stream their operands through memory; tensor
+parallelism divides all but the residual's part, which sequence parallelism divides (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshwright.cost import Cluster, Kernels, Numbers
+
+from ._degrees import Degrees, tokens
+from ._software import Software
+from ._transformer import Experts, Transformer
+
+HALF = 2
+"""Bytes of a number of the activations."""
+EIGHT_BIT = frozenset({"fp8", "mxfp8", "nvfp4"})
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a forward pass, of a backward pass, and of the gradients of weights in the latter."""
+
+    forward: Numbers = 0.0
+    backward: Numbers = 0.0
+    weights: Numbers = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            np.add(self.forward, other.forward),
+            np.add(self.backward, other.backward),
+            np.add(self.weights, other.weights),
+        )
+
+    def __mul__(self, times: Numbers) -> Spent:
+        return Spent(
+            np.multiply(self.forward, times), np.multiply(self.backward, times), np.multiply(self.weights, times)
+        )
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a model cost under plans, on a cluster, carried out by a program."""
+
+    model: Transformer
+    plan: Degrees
+    cluster: Cluster
+    kernels: Kernels
+    software: Software
+
+    @property
+    def rows(self) -> Numbers:
+        """Tokens of which a rank has the residual."""
+        return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
+
+    @property
+    def node(self) -> int:
+        return self.cluster.per_node
+
+    def dense(self) -> Spent:
+        """A layer without experts, computation only."""
+        return self.attention() + self.mlp(self.model.ffn)
+
+    def sparse(self) -> Spent:
+        """A layer with experts, with the exchange of tokens."""
+        x = self.model.experts
+        return self.attention() if x is None else self.attention() + self._experts(x) + self._shared(x)
+
+    # --- parts
+
+    def linear(self, n: Numbers, k: Numbers) -> Spent:
+        """t k * k n -> t n for this rank's tokens."""
+        t, dtype = tokens(self.plan), self._dtype
+        inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
+        return Spent(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
+
+    def stream(self, forward: Numbers, backward: Numbers) -> Spent:
+        """Operators that read and write so many bytes where they are fused."""
+        times = self.software.streams
+        return Spent(
+            self.kernels.stream(np.multiply(forward, times)), self.kernels.stream(np.multiply(backward, times))
+        )
+
+    def attention(self) -> Spent:
+        """Everything in a layer before its feed-forward part, and both residual sums and norms."""
+        h, m, spent = self.model.hidden, self.model, Spent()
+        for n, k in self._projections():
+            spent += self.linear(n, k)
+        spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
+        spent += self.stream(self.rows * (6.0 if m.gated else 7.0) * h, self.rows * 4.0 * h) * 2.0
+        if m.gated:
+            turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
+            spent += self.stream(turned, turned)
+        return spent + (self._casts(2 * h + m.heads * m.head_dim) if self._eighth else Spent())
+
+    def mlp(self, width: Numbers) -> Spent:
+        """Up, the activation, and down; a width of 0 is no feed-forward part."""
+        if not np.any(width):
+            return Spent()
+        h, f = self.model.hidden, np.divide(width, self.plan.tp)
+        t, two = tokens(self.plan), 2 if self.model.gated else 1
+        spent = self.linear(two * f, h) + self.linear(h, f)
+        spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
+        return spent + (self._casts(width) if self._eighth else Spent())
+
+    def core(self) -> Spent:
+        """Scores, softmax, and what it weighs."""
+        m, p = self.model, self.plan
+        s, heads = p.sequence, np.multiply(p.microbatch, np.divide(m.heads, p.tp))
+        queries = np.divide(s, p.cp)
+        if not self.software.fused_attention:
+            return self._written(queries, s, heads)
+        share = 0.5 if self.software.even_context else np.where(np.greater(p.cp, 1), 1 - 0.5 / np.asarray(p.cp), 0.5)
+        if m.window is not None:
+            share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / np.asarray(s))) / m.window.every)
+        forward, backward = self.kernels.attention(queries, s, m.key_width + m.value_width, heads)
+        share = share / self.software.attention
+        return Spent(forward * share, backward * share)
+
+    def meetings(self) -> Spent:
+        """Collectives of tensor parallelism: two forward, two backward; rings of keys and values beside attention."""
+        h, p = self.model.hidden, self.plan
+        nbytes = np.multiply(tokens(p), HALF * h)
+        one = self.cluster.meeting("all-reduce", nbytes, p.tp, np.minimum(p.tp, self.node))
+        seconds = 2 * one * self.software.tensor
+        ring = self._ring()
+        return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
+
+    def _ring(self) -> Numbers:
+        m, p = self.model, self.plan
+        if np.all(np.asarray(p.cp) == 1):
+            return 0.0
+        nbytes = np.multiply(tokens(p), HALF * 2 * np.divide(m.kv_heads * m.head_dim, p.tp))
+        together = np.clip(self.node / np.asarray(p.tp), 1, p.cp)
+        ring = np.multiply(np.subtract(p.cp, 1), nbytes) / self.cluster.bandwidth(p.cp, together)
+        return np.where(np.greater(p.cp, 1), np.maximum(0.0, ring - 0.8 * np.asarray(self.core().forward)), 0.0)
+
+    def _projections(self) -> Iterator[tuple[Numbers, Numbers]]:
+        m, t, x = self.model, self.plan.tp, self.model.latent
+        if x is None:
+            yield np.divide((m.heads + 2 * m.kv_heads) * m.head_dim, t), m.hidden
+        else:
+            yield from ((x.query, m.hidden), (np.divide(m.heads * m.key_width, t), x.query))
+            yield from ((x.key + x.rotary, m.hidden), (np.divide(m.heads * (x.plain + x.value), t), x.key))
+        yield m.hidden, np.divide(m.heads * m.value_width, t)
+
+    def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> Spent:
+        """Attention of single operators: scores, softmax and dropout go through memory."""
+        scores = np.multiply(np.multiply(queries, keys), heads)
+        looks = self.kernels.matmul(queries, keys, self.model.key_width, heads)
+        weighs = self.kernels.matmul(queries, self.model.value_width, keys, heads)
+        products = np.add(looks, weighs)
+        streams = Spent(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
+        return Spent(products, 2 * products) + streams
+
+    def _experts(self, x: Experts) -> Spent:
+        """The tokens that come to this rank's experts, there and back."""
+        h, p, t = self.model.hidden, self.plan, tokens(self.plan)
+        own = np.divide(x.count, p.ep)
+        each = np.multiply(t, x.chosen * np.divide(p.ep, x.count))
+        spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
+        moved = t * x.chosen
+        spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
+        spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
+        sent = self.cluster.meeting("all-to-all", moved * HALF * h, p.ep, np.minimum(p.ep, self.node))
+        return spent + Spent(2 * sent, 2 * sent)
+
+    def _shared(self, x: Experts) -> Spent:
+        f = np.divide(x.shared, self.plan.tp)
+        return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else Spent()
+
+    def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> Spent:
+        kernels, dtype, slower = self.kernels, self._dtype, self.kernels.habits.grouped
+        forward = kernels.matmul(m, n, k, groups, dtype)
+        inputs, weights = kernels.matmul(m, k, n, groups, dtype), kernels.matmul(n, k, m, groups, dtype)
+        return Spent(forward, np.add(inputs, weights), weights) * slower
+
+    def _casts(self, width: Numbers) -> Spent:
+        """To eight bits and back."""
+        nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
+        seconds = self.kernels.stream(nbytes)
+        return Spent(seconds, seconds)
+
+    @property
+    def _eighth(self) -> bool:
+        return self.plan.precision in EIGHT_BIT
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self._eighth else torch.bfloat16

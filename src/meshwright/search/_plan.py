@@ -1,0 +1,88 @@
+"""A plan: how a training step runs on a cluster. A person may write it; a search does."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from ._errors import SearchError
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Degrees of parallelism and what goes with them. `ep` ranks out of dp * cp * tp share a layer's experts.
+
+    `chunks` are those of a rank of the pipeline, `zero` the stage of ZeRO (arXiv 1910.02054), `microbatch` its
+    sequences; a step has `batch` of them over all ranks, each of `sequence` tokens.
+
+    >>> Plan(dp=4, tp=2, batch=32).ranks, Plan(dp=4, tp=2, batch=32).microbatches
+    (8, 8)
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    schedule: str = "1F1B"
+    microbatch: int = 1
+    batch: int = 1
+    sequence: int = 2048
+    recompute: Recompute = "none"
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        least = {"dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "batch", "sequence"}
+        low = [f.name for f in fields(self) if f.name in least and getattr(self, f.name) < 1]
+        if low or self.zero not in (0, 1, 2, 3):
+            raise SearchError(
+                "a plan", f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
+                "degrees are at least 1, and ZeRO has the stages 0 to 3", "Plan(dp=8, zero=1, batch=64)",
+            )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Those that one rank runs in a step."""
+        return max(1, round(self.batch / (self.microbatch * self.dp)))
+
+    def text(self) -> str:
+        """Lines of TOML that `parse_plan` reads.
+
+        >>> parse_plan(Plan(dp=4, schedule="ZB-1p").text()) == Plan(dp=4, schedule="ZB-1p")
+        True
+        """
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in asdict(self).items())
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan in TOML or JSON; what is left out stays as it is by default.
+
+    Raises SearchError for names that a plan has not, and for values of another kind.
+    """
+    try:
+        given: dict[str, Any] = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:
+        raise _refused("a text", str(error), "it is neither TOML nor JSON") from error
+    kinds = {f.name: f.type for f in fields(Plan)}
+    if unknown := sorted(set(given) - set(kinds)):
+        raise _refused(", ".join(unknown), f"a plan has {', '.join(kinds)}", "names are those of a plan")
+    for name, value in given.items():
+        words = get_args(Recompute) if kinds[name] == "Recompute" else None
+        if type(value).__name__ != ("str" if words else kinds[name]) or (words and value not in words):
+            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"it is {words or kinds[name]}")
+    return Plan(**given)
+
+
+def _refused(asked: str, found: str, why: str) -> SearchError:
+    return SearchError(f"a plan with {asked}", found, why, "dp = 8\ntp = 4\nbatch = 256")

@@ -1,0 +1,252 @@
+"""Seconds of a training step under plans: layers, stages, the pipeline, what is synchronised, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from meshwright.cost import Cluster, Habits, Kernels, Numbers
+
+from ._degrees import Degrees, microbatches, tokens
+from ._layer import EIGHT_BIT, HALF, Layers, Spent
+from ._software import OURS, Software
+from ._stages import Share, shares
+from ._transformer import Transformer
+
+UPDATE = 32.0
+"""Bytes that Adam with a master copy reads and writes per parameter."""
+BESIDE = 0.1
+"""How much longer computation takes while a collective runs beside it, as a part of the shorter of the two."""
+STEP = 5e-3
+"""Seconds that a host needs for a step besides its layers."""
+FILLING = {
+    "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "I1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
+    "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
+}  # fmt: skip
+"""Schedule → its bubble per other rank: how many times F, B and W of a rank's chunks (closed forms of the papers)."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and what they consist of; one element per plan."""
+
+    seconds: Numbers
+    parts: dict[str, Numbers]
+
+
+def predict(
+    model: Transformer,
+    plan: Degrees,
+    cluster: Cluster,
+    software: Software = OURS,
+    habits: Habits | None = None,
+) -> Prediction:
+    """What a step takes under a plan, or under each of many.
+
+    >>> from meshwright.cost import cluster_of
+    >>> llama = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+    >>> from meshwright.search import Plan
+    >>> round(float(predict(llama, Plan(dp=8, zero=1, batch=64), cluster_of("H100")).seconds), 1)
+    1.7
+    """
+    return _Step(model, plan, cluster, software, habits or Habits()).prediction()
+
+
+@dataclass(frozen=True)
+class _Step:
+    model: Transformer
+    plan: Degrees
+    cluster: Cluster
+    software: Software
+    habits: Habits
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        return Kernels(self.cluster.device, self.habits)
+
+    @cached_property
+    def layers(self) -> Layers:
+        return Layers(self.model, self.plan, self.cluster, self.kernels, self.software)
+
+    def prediction(self) -> Prediction:
+        """The whole, as its parts."""
+        sharded = np.asarray(self.plan.zero) == 3
+        running = np.where(sharded, self.gathering(), self.pipeline())
+        parts: dict[str, Numbers] = {
+            "microbatches": running,
+            "gradients": np.where(sharded, 0.0, self.synchronised()),
+            "accumulation": self.accumulated(),
+            "optimizer": self.updated(),
+            "host": np.full(np.shape(running), STEP),
+        }
+        return Prediction(np.sum([np.broadcast_to(p, np.shape(running)) for p in parts.values()], axis=0), parts)
+
+    # --- a layer
+
+    @cached_property
+    def dense(self) -> Spent:
+        return self._whole(self.layers.dense(), self.model.ffn)
+
+    @cached_property
+    def sparse(self) -> Spent:
+        return self._whole(self.layers.sparse(), 0) if self.model.experts else Spent()
+
+    def _whole(self, computed: Spent, width: int) -> Spent:
+        """A layer with its collectives and what it computes again; never faster than a host begins its operators."""
+        spent = computed + self.layers.meetings()
+        slower = 1 + self.HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
+        floor = [x * slower for x in self.habits.host]
+        forward = np.maximum(spent.forward, floor[0])
+        again = self._again(spent, width)
+        again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
+        return Spent(forward, np.maximum(spent.backward, floor[1]) + again, spent.weights)
+
+    HOSTS = 0.12
+    """How much longer hosts take per doubling of a tensor-parallel group, which goes at the pace of the slowest."""
+
+    def _again(self, spent: Spent, width: int) -> Numbers:
+        h = self.model.hidden
+        match self.plan.recompute:
+            case "none":
+                return 0.0
+            case "selective" if self.software.selective is not None:
+                return self.software.selective * np.asarray(spent.forward)
+            case "selective":
+                return self.layers.core().forward
+            case _:
+                last = self.layers.linear(h, np.divide(width, self.plan.tp)).forward if width else 0.0
+                return np.subtract(spent.forward, last if self.software.stops_early else 0.0)
+
+    # --- stages
+
+    @cached_property
+    def head(self) -> Spent:
+        """The last linear map and the loss."""
+        vocab = np.divide(self.model.vocab, self.plan.tp)
+        logits = self.kernels.stream(np.multiply(tokens(self.plan), vocab) * self.software.cross_entropy / 2)
+        return self.layers.linear(vocab, self.model.hidden) + Spent(logits, logits)
+
+    @cached_property
+    def embedding(self) -> Spent:
+        rows = np.multiply(tokens(self.plan), self.model.hidden)
+        return self.layers.stream(4 * rows, 8 * rows)
+
+    def _stage(self, layers: Share, first: bool, last: bool) -> Spent:
+        """One rank's layers, and what stands before and behind them."""
+        spent = self.dense * layers.dense + self.sparse * layers.sparse
+        return spent + (self.embedding if first else Spent()) + (self.head if last else Spent())
+
+    # --- a step
+
+    def pipeline(self) -> Numbers:
+        """All microbatches through all stages."""
+        p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
+        first, other, last = shares(self.model.layers, self.model.dense_layers, p)
+        whole = self._stage(first, True, True)
+        stages = [self._stage(first, True, False), self._stage(other, False, False), self._stage(last, False, True)]
+        lengths = [np.add(s.forward, s.backward) for s in stages]
+        most = np.maximum(np.maximum(lengths[0], lengths[2]), np.where(p > 2, lengths[1], 0.0))
+        mean = (lengths[0] + lengths[2] + np.maximum(p - 2, 0) * lengths[1]) / p
+        filling = self._filling(stages[1], mean) * (p - 1) / np.asarray(self.plan.chunks)
+        message = self._message()
+        sent = 2 * message * (p - 1) + 2 * np.asarray(self.plan.chunks) * m * message * self.software.messages
+        return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
+
+    def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
+        f, b, w = FILLING[self.plan.schedule]
+        if (f, b, w) == (1.0, 1.0, 1.0):
+            return mean
+        inputs = np.subtract(stage.backward, stage.weights)
+        return np.maximum(0.0, f * np.asarray(stage.forward) + b * inputs + w * np.asarray(stage.weights))
+
+    def _message(self) -> Numbers:
+        part = np.divide(1.0, self.plan.tp) if self.software.scattered else 1.0
+        nbytes = np.multiply(tokens(self.plan), HALF * self.model.hidden) * part
+        inside = np.multiply(np.multiply(self.plan.dp, self.plan.cp), np.multiply(self.plan.tp, self.plan.pp))
+        return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
+
+    def gathering(self) -> Numbers:
+        """ZeRO-3: the parameters of a layer are gathered beside the computation of another, forward and backward."""
+        m, p = self.model, self.plan
+        ranks, together = self._replicas()
+        everything = Share(m.dense_layers, m.layers - m.dense_layers)
+        spent = self._stage(everything, False, False) * (1 / m.layers)
+        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
+        gather = self.cluster.meeting("all-gather", parameters * HALF, ranks, together)
+        scatter = self.cluster.meeting("reduce-scatter", parameters * self.software.reduced, ranks, together)
+        forward = _beside(spent.forward, gather)
+        backward = _beside(spent.backward, np.add(gather, scatter))
+        ends = self.head + self.embedding
+        table = self.cluster.meeting("all-gather", np.divide(m.embedding_parameters * HALF, p.tp), ranks, together)
+        once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
+            p.pp
+        )
+        filling = (np.asarray(p.pp) - 1) / np.asarray(p.chunks)
+        return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(table)
+
+    def _replicas(self) -> tuple[Numbers, Numbers]:
+        """The ranks that have the same parameters, and how many of them share a node."""
+        ranks = np.multiply(self.plan.dp, self.plan.cp)
+        return ranks, np.clip(self.cluster.per_node / np.asarray(self.plan.tp), 1, ranks)
+
+    @cached_property
+    def parameters(self) -> Numbers:
+        """Those of a rank, not yet divided by ZeRO."""
+        m, p = self.model, self.plan
+        shared = m.attention_parameters * m.layers + m.mlp_parameters * m.dense_layers
+        shared = shared + m.shared_parameters * (m.layers - m.dense_layers)
+        ends = np.where(np.greater(p.pp, 1) | m.tied, 1, 2) * m.embedding_parameters
+        experts = m.expert_parameters * (m.layers - m.dense_layers)
+        own = np.divide(shared, np.multiply(p.pp, p.tp)) + ends / np.asarray(p.tp)
+        return own + np.divide(experts, np.multiply(p.pp, p.ep))
+
+    def synchronised(self) -> Numbers:
+        """Gradients, and with ZeRO the updated parameters, between replicas; what is not hidden of it."""
+        ranks, together = self._replicas()
+        gradient = np.asarray(self.parameters) * self.software.reduced
+        whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
+        parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)
+        parts = parts + self.cluster.meeting("all-gather", np.asarray(self.parameters) * HALF, ranks, together)
+        return np.where(np.asarray(self.plan.zero) == 0, whole, parts) * self.software.exposed
+
+    def accumulated(self) -> Numbers:
+        """Adding each microbatch's gradients to those of the others."""
+        m, zero = np.asarray(microbatches(self.plan)), np.asarray(self.plan.zero)
+        replicas = np.multiply(self.plan.dp, self.plan.cp)
+        nbytes = np.where(
+            zero == 3, self.parameters / replicas * 12, np.asarray(self.parameters) * self.software.accumulation
+        )
+        return np.where(m > 1, m * self.kernels.stream(nbytes), 0.0)
+
+    def updated(self) -> Numbers:
+        """The optimizer's step."""
+        shared = np.where(np.greater(self.plan.zero, 0), np.multiply(self.plan.dp, self.plan.cp), 1)
+        return self.kernels.stream(np.asarray(self.parameters) / shared * UPDATE)
+
+
+def _beside(computed: Numbers, meeting: Numbers) -> Numbers:
+    """Seconds of computation beside a collective."""
+    return np.maximum(computed, meeting) + BESIDE * np.minimum(computed, meeting)
+
+
+def work(model: Transformer, plan: Degrees) -> Numbers:
+    """Operations of a step that the model needs, without what is computed again; half of causal scores.
+
+    Products of parameters with tokens, twice for gradients; the table of tokens is looked up, a head is multiplied.
+    """
+    x = model.experts
+    active: float = model.parameters - (0 if model.tied else model.embedding_parameters)
+    if x is not None:
+        active -= model.expert_parameters * (model.layers - model.dense_layers) * (1 - x.chosen / x.count)
+    scores = np.multiply(plan.sequence, model.layers * model.heads * (model.key_width + model.value_width) / 2)
+    return 6 * np.multiply(plan.batch, plan.sequence) * (active + scores)
+
+
+def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
+    """Model FLOPs utilisation: `work` of a step beside what the devices could do, in the precision of the plan."""
+    ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
+    rate = cluster.device.peak(torch.float8_e4m3fn if plan.precision in EIGHT_BIT else torch.bfloat16)
+    return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)

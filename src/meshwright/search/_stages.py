@@ -1,0 +1,40 @@
+"""How layers are shared out over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost import Numbers
+
+
+class Share(NamedTuple):
+    """The layers of one rank: those without experts, which come first in a model, and the others."""
+
+    dense: Numbers
+    sparse: Numbers
+
+
+def shares(layers: int, dense: int, ranks: Numbers) -> tuple[Share, Share, Share]:
+    """Layers of the first rank, of the largest other one, and of the last, of which `dense` in all have no experts."""
+    counted = _counts(layers, ranks)
+    before = (np.zeros(()), np.where(np.greater(ranks, 1), counted[0], 0), layers - np.asarray(counted[2]))
+    out: list[Share] = []
+    for count, done in zip(counted, before, strict=True):
+        own = np.minimum(np.maximum(dense - done, 0.0), count)
+        out.append(Share(own, np.subtract(count, own)))
+    return out[0], out[1], out[2]
+
+
+def _counts(layers: int, ranks: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Equal where they can be; where they would be but for two layers, the first and the last rank have one less.
+
+    >>> [float(n) for n in _counts(30, 8.0)]
+    [3.0, 4.0, 3.0]
+    """
+    p = np.asarray(ranks, dtype=float)
+    even, ends = np.mod(layers, p) == 0, np.mod(layers + 2, p) == 0
+    most = np.where(even, layers / p, np.where(ends, (layers + 2) / p, np.ceil(layers / p)))
+    least = np.where(even, layers / p, np.where(ends, most - 1, np.floor(layers / p)))
+    return np.where(even | ~ends, most, least), most, least

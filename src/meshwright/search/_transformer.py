@@ -1,0 +1,120 @@
+"""What a transformer consists of, as the numbers from which its operators' sizes follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._errors import SearchError
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`count` experts of width `ffn` in every layer behind the first `dense` ones; each token goes to `chosen`."""
+
+    count: int
+    chosen: int
+    ffn: int
+    shared: int = 0
+    """The width of the expert that all tokens go to."""
+    dense: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention whose queries, keys and values come out of narrow projections (arXiv 2405.04434)."""
+
+    query: int
+    key: int
+    plain: int
+    """The part of a head's width that is not rotated."""
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Every `every`-th layer looks at the last `size` tokens only."""
+
+    size: int
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """Equal layers between an embedding and a head.
+
+    >>> f"{Transformer(32, 4096, 32, 8, 128, 14336, 128256).parameters:.3g}"
+    '8.03e+09'
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+    window: Window | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab) < 1:
+            raise SearchError(
+                "a transformer", f"{self}", "layers, widths and heads are at least 1",
+                "Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab)",
+            )  # fmt: skip
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers whose feed-forward part has no experts."""
+        return self.layers if self.experts is None else min(self.experts.dense, self.layers)
+
+    @property
+    def key_width(self) -> int:
+        """The width of a query or a key of one head."""
+        return self.head_dim if self.latent is None else self.latent.plain + self.latent.rotary
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        h, a, x = self.hidden, self.heads, self.latent
+        if x is None:
+            return h * (2 * a + 2 * self.kv_heads) * self.head_dim
+        up = x.query * a * self.key_width + x.key * a * (x.plain + x.value)
+        return h * x.query + h * (x.key + x.rotary) + up + a * x.value * h
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer without experts."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def shared_parameters(self) -> int:
+        """Of one layer with experts, what every rank has: the router and the shared expert."""
+        x = self.experts
+        return 0 if x is None else self.hidden * (x.count + 3 * x.shared)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of one layer."""
+        return 0 if self.experts is None else 3 * self.experts.count * self.hidden * self.experts.ffn
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the table of tokens; the head has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, without norms and biases."""
+        dense, sparse = self.dense_layers, self.layers - self.dense_layers
+        inner = self.attention_parameters * self.layers + self.mlp_parameters * dense
+        inner += (self.shared_parameters + self.expert_parameters) * sparse
+        return inner + self.embedding_parameters * (1 if self.tied else 2)

@@ -1,0 +1,188 @@
+"""Plans: their price is one for many at once, follows from work and memory, and the best of them is found."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.cost import Cluster, Device, Habits, Link, cluster_of
+from meshwright.search import (
+    MEGATRON_2021,
+    Experts,
+    Latent,
+    Plan,
+    SearchError,
+    Software,
+    Transformer,
+    choose,
+    columns,
+    hold,
+    parse_plan,
+    predict,
+    transformer_of,
+)
+
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+SMALL = Transformer(8, 1024, 16, 8, 64, 2816, 32000)
+SPARSE = Transformer(
+    12, 2048, 16, 16, 128, 8192, 32000, experts=Experts(64, 6, 1408, 2816, 1), latent=Latent(1536, 512, 128, 64, 128)
+)
+MODELS = {"llama": LLAMA, "small": SMALL, "experts": SPARSE}
+
+
+def plans(schedule: str, recompute: Any, seed: int, count: int = 20) -> list[Plan]:
+    """Random plans with these words."""
+    draw = random.Random(seed)
+
+    def one() -> Plan:
+        dp, tp, cp = draw.choice([1, 2, 4]), draw.choice([1, 2, 4]), draw.choice([1, 2])
+        pp = draw.choice([2, 4]) if schedule != "1F1B" else draw.choice([1, 2, 4])
+        return Plan(
+            dp, tp, pp, cp, draw.choice([1, 2]), 2 if schedule == "I1F1B" else 1, draw.choice([0, 1, 2, 3]), tp > 1,
+            schedule, draw.choice([1, 2]), 32, 2048, recompute,
+        )  # fmt: skip
+
+    return [one() for _ in range(count)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", ["1F1B", "I1F1B", "ZB-1p", "ZB-2p"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_many_plans_at_once_are_priced_as_one_by_one(model: str, schedule: str, recompute: str) -> None:
+    some = plans(schedule, recompute, seed=7 * len(schedule) + len(recompute))
+    cluster = cluster_of("H100")
+    together = predict(MODELS[model], columns(some), cluster)
+    held = hold(MODELS[model], columns(some))
+    alone = [predict(MODELS[model], plan, cluster).seconds for plan in some]
+    np.testing.assert_allclose(np.asarray(together.seconds), np.asarray(alone, dtype=float).ravel(), rtol=1e-12)
+    alone = [hold(MODELS[model], plan).nbytes for plan in some]
+    np.testing.assert_allclose(np.asarray(held.nbytes), np.asarray(alone, dtype=float).ravel(), rtol=1e-12)
+
+
+def ideal() -> Cluster:
+    """A device without losses, alone."""
+    rates = {torch.bfloat16: 1e12, torch.float32: 1e12}
+    return Cluster(
+        Device("ideal", rates, 1e18, 1e15, 0.0, reach=1.0, attention=(1.0, 1.0)), Link("none", 1e18, 0.0, 0.0)
+    )
+
+
+@pytest.mark.parametrize("model", ["llama", "small"])
+def test_on_an_ideal_device_a_step_takes_the_time_of_its_products(model: str) -> None:
+    m, habits = MODELS[model], Habits(ramp=0.0, emptiness=0.0, launch=0.0, host=(0.0, 0.0), streamed=1.0)
+    plan = Plan(batch=4, sequence=2048)
+    products = 6 * (m.parameters - m.embedding_parameters) * plan.batch * plan.sequence
+    scores = m.layers * 2 * plan.batch * plan.sequence**2 * m.heads * 2 * m.head_dim * 0.5
+    found = predict(m, plan, ideal(), Software(accumulation=0.0), habits)
+    assert float(np.asarray(found.seconds)) == pytest.approx((products + 3.5 * scores) / 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_more_of_costs_more(model: str) -> None:
+    m, cluster, base = MODELS[model], cluster_of("A100"), Plan(dp=4, tp=2, zero=1, batch=32)
+
+    def seconds(**other: Any) -> float:
+        return float(np.asarray(predict(m, replace(base, **other), cluster).seconds))
+
+    def nbytes(software: Software | None = None, **other: Any) -> float:
+        return float(np.asarray(hold(m, replace(base, **other), software or Software()).nbytes))
+
+    assert seconds(batch=64) > seconds() > seconds(dp=8)
+    assert seconds(recompute="full") > seconds(recompute="selective") > seconds()
+    assert nbytes(microbatch=2) > nbytes() > nbytes(sequence_parallel=True)
+    assert nbytes() > nbytes(recompute="selective") > nbytes(recompute="full")
+    assert nbytes(zero=0) > nbytes(zero=1) > nbytes(zero=2) > nbytes(zero=3)
+    assert nbytes(MEGATRON_2021) > nbytes(replace(MEGATRON_2021, fused_attention=True))
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    gpt = Transformer(96, 12288, 96, 96, 128, 49152, 51200, gated=False, tied=True)
+    deepseek = Transformer(
+        61, 7168, 128, 128, 128, 18432, 129280, experts=Experts(256, 8, 2048, 2048, 3),
+        latent=Latent(1536, 512, 128, 64, 128),
+    )  # fmt: skip
+    for model, billions in ((LLAMA, 8.03), (gpt, 174.6), (deepseek, 671)):
+        assert model.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
+    found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
+    assert found.considered >= found.fitting > 100
+    assert list(found.next) == sorted(found.next, key=lambda p: p.seconds)
+    every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=10**6)
+    for priced in (every.best, *every.next):
+        plan = priced.plan
+        assert plan.ranks == 16
+        assert plan.batch % (plan.dp * plan.microbatch) == 0
+        assert float(np.asarray(predict(SMALL, plan, cluster_of("A100-40GB")).seconds)) == pytest.approx(priced.seconds)
+        assert float(np.asarray(hold(SMALL, plan).nbytes)) == pytest.approx(priced.nbytes)
+        assert priced.nbytes <= 40e9
+        assert priced.seconds >= found.best.seconds
+    assert len(every.next) == found.fitting - 1
+
+
+def test_what_is_given_stays() -> None:
+    found = choose(LLAMA, cluster_of("H100"), 64, 256, 8192, tp=4, pp=2, recompute="full")
+    assert (found.best.plan.tp, found.best.plan.pp, found.best.plan.recompute) == (4, 2, "full")
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: choose(LLAMA, cluster_of("V100"), 1, 8, 8192), "GB are missing"),
+        (lambda: choose(LLAMA, cluster_of("H100"), 7, 8, 8192, tp=7), "no degrees"),
+        (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, tensor=2), "tensor"),
+        (lambda: Plan(dp=0), "dp = 0"),
+        (lambda: Plan(zero=4), "zero = 4"),
+        (lambda: Transformer(0, 1, 1, 1, 1, 1, 1), "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(act: Any, said: str) -> None:
+    with pytest.raises(SearchError, match=said):
+        act()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plan_reads_back_from_its_text(seed: int) -> None:
+    for schedule in ("1F1B", "I1F1B"):
+        for plan in plans(schedule, "full", seed):
+            assert parse_plan(plan.text()) == plan
+            assert parse_plan(json.dumps(asdict(plan))) == plan
+
+
+@pytest.mark.parametrize("text", ["dp = ", "{", "dp = 0", "dp = true", "tensor = 4", 'recompute = "some"', "dp = 2.5"])
+def test_a_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(SearchError):
+        parse_plan(text)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
+    "Llama-3-8B": ({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                    "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu"}, 8.03),
+    "GPT-2": ({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "activation_function": "gelu_new",
+               "tie_word_embeddings": True}, 0.1236),
+    "Mixtral-8x7B": ({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+                      "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
+                      "num_experts_per_tok": 2}, 46.7),
+    "DeepSeek-V3": ({"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280,
+                     "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+                     "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+                     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, 671.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_configurations_have_their_parameters(name: str) -> None:
+    config, billions = CONFIGS[name]
+    assert transformer_of(config).parameters / 1e9 == pytest.approx(billions, rel=4e-3)
+
+
+def test_a_configuration_without_sizes_is_refused() -> None:
+    with pytest.raises(SearchError, match="num_hidden_layers"):
+        transformer_of({"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100})
