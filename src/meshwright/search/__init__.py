@@ -3,6 +3,7 @@
 from ._bounds import lower_bound
 from ._choose import Choice, Priced, choose
 from ._config import transformer_of
+from ._cuts import Cuts, Form, Prices, cut
 from ._degrees import Degrees, Plans, columns
 from ._errors import SearchError
 from ._find import Found, find_placement, find_schedule
@@ -22,8 +23,10 @@ __all__ = [
     "MEGATRON_2021",
     "OURS",
     "Choice",
+    "Cuts",
     "Degrees",
     "Experts",
+    "Form",
     "Found",
     "Held",
     "Latent",
@@ -32,6 +35,7 @@ __all__ = [
     "Plans",
     "Prediction",
     "Priced",
+    "Prices",
     "Problem",
     "SearchError",
     "Software",
@@ -39,6 +43,7 @@ __all__ = [
     "Window",
     "choose",
     "columns",
+    "cut",
     "find_placement",
     "find_schedule",
     "hints",

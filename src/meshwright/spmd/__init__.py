@@ -1,7 +1,20 @@
 """Rules: what an operator means, said so that every way to cut it can be derived."""
 
 from ._call import Call, Place, describe
-from ._derive import ELSEWHERE, REPEATED, Bound, Choice, Held, bind, choices, cut_choices, dim_of, factor_axes, refined
+from ._derive import (
+    ELSEWHERE,
+    REPEATED,
+    Bound,
+    Choice,
+    Held,
+    bind,
+    choices,
+    cut_choices,
+    dim_of,
+    factor_axes,
+    refined,
+    term_choices,
+)
 from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
@@ -31,4 +44,5 @@ __all__ = [
     "parse_rule",
     "refined",
     "register_rule",
+    "term_choices",
 ]

@@ -1,0 +1,122 @@
+"""Cuts of operators: the best of all ways, as by looking at each; memory has a price; Megatron's cuts come out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.cost import cluster_of
+from meshwright.graph import capture
+from meshwright.models import Llama, LlamaConfig
+from meshwright.search import Cuts, Prices, SearchError, cut
+from meshwright.search._cuts import _Problem
+
+CLUSTERS = ("V100", "A100", "H100", "cpu core")
+
+
+class Random(nn.Module):
+    """A few operators on a batch and on parameters, in random order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.width = draw.choice([8, 64, 512])
+        self.rows = draw.choice([4, 256])
+        self.kinds = [draw.choice(["linear", "relu", "bias", "gate", "norm"]) for _ in range(draw.randint(1, 2))]
+        self.parts = nn.ParameterList(
+            torch.empty((self.width, self.width) if kind == "linear" else (self.width,), device="meta")
+            for kind in self.kinds
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for kind, w in zip(self.kinds, self.parts, strict=True):
+            match kind:
+                case "linear":
+                    h = h @ w
+                case "relu":
+                    h = h.relu()
+                case "bias":
+                    h = h + w
+                case "gate":
+                    h = h * w
+                case _:
+                    h = torch.nn.functional.rms_norm(h, (self.width,), w)
+        return h.sum()
+
+
+def captured(seed: int) -> Any:
+    model = Random(seed)
+    return capture(model, model, [torch.empty(model.rows, model.width, device="meta")]).program
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
+    program = captured(seed)
+    for name in CLUSTERS:
+        prices = Prices(cluster_of(name), random.Random(seed).choice([2, 4]), 8)
+        problem = _Problem(program, prices)
+        for byte in (0.0, 1e-10):
+            found = problem.solved(byte)
+            assert found.seconds + byte * found.nbytes == pytest.approx(smallest(problem, byte), abs=1e-12)
+
+
+def smallest(problem: _Problem, byte: float) -> float:
+    """The least sum of all tables, over every combination at once."""
+    n = len(problem.sizes)
+    total = np.zeros(problem.sizes)
+    for table in problem.tables:
+        shape = [problem.sizes[v] if v in table.variables else 1 for v in range(n)]
+        order = np.argsort(table.variables)
+        total = total + np.transpose(table.costs, order).reshape(shape)
+    for v, at in problem.number.items():
+        total = total + (byte * problem._held(v)).reshape([problem.sizes[at] if u == at else 1 for u in range(n)])
+    return float(total.min())
+
+
+def llama(layers: int = 2) -> Any:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(vocab=32000, hidden=4096, layers=layers, heads=32, kv_heads=8, feed_forward=14336))
+        batch = [torch.empty(1, 4096, dtype=torch.long) for _ in range(2)]
+    return capture(model, model, batch).program
+
+
+def dims(cuts: Cuts, program: Any) -> dict[str, int | None]:
+    """The last word of a parameter's layer → the dim that is cut."""
+    found = cuts.placements(program)
+    return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
+
+
+def test_with_little_memory_the_cuts_are_those_of_megatron() -> None:
+    program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
+    free = cut(program, prices)
+    tight = cut(program, prices, 2.6e9)
+    rows = dict.fromkeys(["q", "k", "v", "gate", "up"], 0)
+    assert rows.items() <= dims(tight, program).items()
+    assert dims(tight, program)["down"] == 1
+    assert tight.nbytes <= 2.6e9 < free.nbytes / 5
+    assert tight.seconds >= free.seconds
+    with pytest.raises(SearchError, match="GB are missing"):
+        cut(program, prices, free.nbytes / 100)
+
+
+def test_less_memory_never_takes_less_time() -> None:
+    program, prices = llama(1), Prices(cluster_of("A100"), 4, 8)
+    free = cut(program, prices)
+    found = [cut(program, prices, free.nbytes * part) for part in (1.0, 0.7, 0.5, 0.35)]
+    assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in pairwise(found))
+
+
+def test_a_slow_network_is_used_less() -> None:
+    program, fast = llama(1), cluster_of("H100")
+    slow = replace(fast, inside=replace(fast.inside, bandwidth=1e6, latency=1.0))
+    whole = cut(program, Prices(slow, 8, 8))
+    assert set(dims(whole, program).values()) == {None}
+    assert all(form.kind == "repeated" for form in whole.forms.values())
