@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright.engine import DistModel as DistModel
     from meshwright.engine import LocalLayer as LocalLayer
     from meshwright.engine import Strategy as Strategy
+    from meshwright.engine import auto as auto
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.engine import get_rank as get_rank
     from meshwright.engine import local_map as local_map
     from meshwright.engine import pipe_split as pipe_split
+    from meshwright.engine import plan as plan
     from meshwright.engine import reshard as reshard
     from meshwright.engine import set_mesh as set_mesh
     from meshwright.engine import shard_dataloader as shard_dataloader
@@ -59,6 +61,7 @@ __all__ = [
     "Shard",
     "Strategy",
     "__version__",
+    "auto",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -68,6 +71,7 @@ __all__ = [
     "init_process",
     "local_map",
     "pipe_split",
+    "plan",
     "random_source",
     "register_rule",
     "reshard",
@@ -91,10 +95,10 @@ _ROOMS = {
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "engine": [
-        "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map",
-        "LocalLayer", "pipe_split", "reshard", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer",
-        "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml", "strategy_to_toml",
-        "to_static",        "to_torch_dtensor", "unshard_dtensor",
+        "auto", "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank",
+        "local_map", "LocalLayer", "pipe_split", "plan", "reshard", "set_mesh", "shard_dataloader", "shard_layer",
+        "shard_optimizer", "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml",
+        "strategy_to_toml", "to_static", "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

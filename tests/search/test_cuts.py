@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import Cuts, Prices, SearchError, cut
-from meshwright.search._cuts import _Problem
+from meshwright.search import Cuts, Prices, SearchError, cut, every_cut
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
 
@@ -62,23 +60,10 @@ def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
     program = captured(seed)
     for name in CLUSTERS:
         prices = Prices(cluster_of(name), random.Random(seed).choice([2, 4]), 8)
-        problem = _Problem(program, prices)
         for byte in (0.0, 1e-10):
-            found = problem.solved(byte)
-            assert found.seconds + byte * found.nbytes == pytest.approx(smallest(problem, byte), abs=1e-12)
-
-
-def smallest(problem: _Problem, byte: float) -> float:
-    """The least sum of all tables, over every combination at once."""
-    n = len(problem.sizes)
-    total = np.zeros(problem.sizes)
-    for table in problem.tables:
-        shape = [problem.sizes[v] if v in table.variables else 1 for v in range(n)]
-        order = np.argsort(table.variables)
-        total = total + np.transpose(table.costs, order).reshape(shape)
-    for v, at in problem.number.items():
-        total = total + (byte * problem._held(v)).reshape([problem.sizes[at] if u == at else 1 for u in range(n)])
-    return float(total.min())
+            priced = replace(prices, byte=byte)
+            found = cut(program, priced)
+            assert found.seconds + byte * found.nbytes == pytest.approx(every_cut(program, priced), abs=1e-12)
 
 
 def llama(layers: int = 2) -> Any:
@@ -88,9 +73,9 @@ def llama(layers: int = 2) -> Any:
     return capture(model, model, batch).program
 
 
-def dims(cuts: Cuts, program: Any) -> dict[str, int | None]:
+def dims(cuts: Cuts) -> dict[str, int | None]:
     """The last word of a parameter's layer → the dim that is cut."""
-    found = cuts.placements(program)
+    found = cuts.placements()
     return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
 
 
@@ -99,8 +84,8 @@ def test_with_little_memory_the_cuts_are_those_of_megatron() -> None:
     free = cut(program, prices)
     tight = cut(program, prices, 2.6e9)
     rows = dict.fromkeys(["q", "k", "v", "gate", "up"], 0)
-    assert rows.items() <= dims(tight, program).items()
-    assert dims(tight, program)["down"] == 1
+    assert rows.items() <= dims(tight).items()
+    assert dims(tight)["down"] == 1
     assert tight.nbytes <= 2.6e9 < free.nbytes / 5
     assert tight.seconds >= free.seconds
     with pytest.raises(SearchError, match="GB are missing"):
@@ -118,5 +103,5 @@ def test_a_slow_network_is_used_less() -> None:
     program, fast = llama(1), cluster_of("H100")
     slow = replace(fast, inside=replace(fast.inside, bandwidth=1e6, latency=1.0))
     whole = cut(program, Prices(slow, 8, 8))
-    assert set(dims(whole, program).values()) == {None}
+    assert set(dims(whole).values()) == {None}
     assert all(form.kind == "repeated" for form in whole.forms.values())

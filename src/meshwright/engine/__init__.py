@@ -2,6 +2,7 @@
 
 from meshwright.tensor import pipe_split
 
+from ._auto import auto, plan
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
 from ._explain import Explanation, explain
@@ -27,6 +28,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TorchDTensorError",
+    "auto",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -35,6 +37,7 @@ __all__ = [
     "get_rank",
     "local_map",
     "pipe_split",
+    "plan",
     "reshard",
     "set_mesh",
     "shard_dataloader",

@@ -40,6 +40,7 @@ from meshwright.graph import (
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
 from meshwright.pipeline import PipelineRun
+from meshwright.search import MeshPlan
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._apart import lie_apart, without_inputs
@@ -103,6 +104,8 @@ class DistModel:
         self._shelf = Shelf()
         self._latest: Compiled | None = None
         self._homes: dict[str, Spec] = {}
+        self.plan: MeshPlan | None = None
+        """How the model is divided, where that was chosen and not marked (`auto`)."""
         self.pieces: Pieces | None = None
         """The modules that run as programs, where the whole could not be one."""
         self.pipeline: Chosen | None = None

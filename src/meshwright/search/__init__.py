@@ -3,12 +3,13 @@
 from ._bounds import lower_bound
 from ._choose import Choice, Priced, choose
 from ._config import transformer_of
-from ._cuts import Cuts, Form, Prices, cut
+from ._cuts import Cuts, Form, Prices, cut, every_cut
 from ._degrees import Degrees, Plans, columns
 from ._errors import SearchError
 from ._find import Found, find_placement, find_schedule
 from ._held import Held, hold
 from ._hints import hints
+from ._meshes import MeshPlan, plan_mesh
 from ._plan import Plan, parse_plan
 from ._predict import Prediction, predict, share_of_peak, work
 from ._problem import Objective, Problem
@@ -30,6 +31,7 @@ __all__ = [
     "Found",
     "Held",
     "Latent",
+    "MeshPlan",
     "Objective",
     "Plan",
     "Plans",
@@ -44,12 +46,14 @@ __all__ = [
     "choose",
     "columns",
     "cut",
+    "every_cut",
     "find_placement",
     "find_schedule",
     "hints",
     "hold",
     "lower_bound",
     "parse_plan",
+    "plan_mesh",
     "predict",
     "share_of_peak",
     "transformer_of",

@@ -1,21 +1,21 @@
 """How every operator of a captured model is best cut along one axis of ranks: exactly, by the rules' own choices.
 
-The problem. Each operator has the ways that its rule allows: a factor cut, pending sums passed on, or all repeated.
+The problem. Each operator has the options that its rule allows: a factor cut, pending sums passed on, or all repeated.
 Each value takes one form on the axis (repeated, varying, cut along a dim, pending); what makes it is converted to that
 once, and that into what each use needs, forward and, by duality, backward. The sum of the seconds of operators and
 conversions and of what held bytes are worth is to be least.
 
-It is a sum of tables over pairs of variables (an operator's way and a value's form), so it is minimised exactly
+It is a sum of tables over pairs of variables (an operator's option and a value's form), so it is minimised exactly
 (`_eliminate`): a model is a long chain of narrow layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from meshwright.graph import Node, Operator, Program, Value, looked_at, map_valu
 from meshwright.layout import Dim, Shard, hint
 from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, RuleError, cut_choices, describe, dim_of, term_choices
 
-from ._eliminate import Table, least
+from ._eliminate import Table, aligned, least, order_of
 from ._errors import SearchError
+
+T = TypeVar("T")
 
 AXIS = "axis"
 BACKWARD = 2.0
@@ -49,30 +51,48 @@ WHOLE, VARYING, PENDING = Form("repeated"), Form("varying"), Form("sum")
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of an operator: what it needs of its operands, what it gives, and its seconds."""
+class Option:
+    """One option of an operator: the forms that it needs of its operands and gives its results, and its seconds.
 
-    needs: tuple[tuple[Value, Form], ...]
-    gives: tuple[tuple[Value, Form], ...]
+    Operands and results are those of `tensors_of`, each once, in order.
+    """
+
+    needs: tuple[Form, ...]
+    gives: tuple[Form, ...]
     seconds: float
+
+
+def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
+    """The tensors among values, each once."""
+    return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """The best of all ways: seconds of a step, bytes that a rank holds, and the form of every value."""
+    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value."""
 
     seconds: float
     nbytes: float
+    program: Program = field(repr=False)
+    options: Mapping[Node, Option] = field(repr=False)
     forms: Mapping[Value, Form] = field(repr=False)
 
-    def placements(self, program: Program) -> dict[str, Shard | None]:
+    def worth(self, byte: float) -> float:
+        """Seconds, and those that bytes are worth."""
+        return self.seconds + byte * self.nbytes
+
+    def of(self, v: Value) -> Form:
+        """How a value of the model or of the batch should lie from the start: as all its uses need it."""
+        if self.forms[v].kind == "cut":
+            return self.forms[v]
+        needs = {self.options[node].needs[tensors_of(node.ins).index(v)] for node in self.program.users.get(v, ())}
+        (only, *others) = needs or {WHOLE}
+        return only if not others and only.kind == "cut" else WHOLE
+
+    def placements(self) -> dict[str, Shard | None]:
         """Parameter → the dim along which it is best cut, or None."""
-        found: dict[str, Shard | None] = {}
-        for given in program.inputs:
-            form = self.forms.get(given.value, WHOLE)
-            if given.role == "parameter":
-                found[given.name] = Shard(form.dim) if form.kind == "cut" else None
-        return found
+        own = {i.name: self.of(i.value) for i in self.program.inputs if i.role == "parameter" and i.value in self.forms}
+        return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
 
 
 @dataclass(frozen=True)
@@ -108,77 +128,110 @@ def _dual(form: Form) -> Form:
 
 
 def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
-    """The best way to cut the captured forward pass `program`, trained, along one axis of ranks, within `room` bytes.
+    """The best cuts of the captured forward pass `program`, trained, along one axis of ranks, within `room` bytes.
 
-    Where the fastest way takes more, bytes get a price (Lagrange), which is raised until it fits: what is found is the
-    fastest of all ways that take no more bytes than it. Raises SearchError where no price is high enough, and where
-    values hang together too widely to look at all ways.
+    Where the fastest take more, bytes get a price (Lagrange): that at which the fastest cuts so far that fit and those
+    that do not are worth the same, until none are better than both. What is found is the fastest of all that take no
+    more bytes. Raises SearchError where nothing fits, and where values hang together too
+    widely to look at all options.
     """
     problem = _Problem(program, prices)
-    found = problem.solved(prices.byte)
-    if found.nbytes <= room:
-        return found
-    low, high = DEAR / 2**ROUNDS, DEAR
-    found = problem.solved(high)
+    wide = problem.solved(prices.byte)
+    if wide.nbytes <= room:
+        return wide
+    found = problem.solved(DEAR)
     if found.nbytes > room:
         raise SearchError(
             f"a model on {prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {found.nbytes / 1e9:.2f} GB a rank",
             f"{(found.nbytes - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
         )  # fmt: skip
-    for _ in range(ROUNDS):
-        middle = (low * high) ** 0.5
-        tried = problem.solved(middle)
-        if tried.nbytes > room:
-            low = middle
-        else:
-            high = middle
-            found = min(found, tried, key=lambda c: c.seconds)
+    while found.nbytes < wide.nbytes:
+        byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
+        tried = problem.solved(byte)
+        if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
+            break
+        wide, found = (tried, found) if tried.nbytes > room else (wide, tried)
     return found
 
 
+def every_cut(program: Program, prices: Prices) -> float:
+    """What `cut` makes least (seconds, and bytes at their price), by looking at every combination of few operators."""
+    return _Problem(program, prices).smallest(prices.byte)
+
+
 class _Problem:
-    """Variables: a way for each operator, then a form for each value."""
+    """Variables: an option for each operator, then a form for each value. What is alike is worked out once."""
 
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
         self.trains = _trained(program)
-        self.ways = {node: list(self._ways(node)) for node in program.nodes}
+        self._alike: dict[Any, Any] = {}
+        self.options = {
+            node: self._once(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
+        }
         self.forms = self._forms()
-        self.number = {v: len(self.ways) + n for n, v in enumerate(self.forms)}
-        self.sizes = [len(ways) for ways in self.ways.values()] + [len(forms) for forms in self.forms.values()]
+        self.number = {v: len(self.options) + n for n, v in enumerate(self.forms)}
+        self.sizes = [len(options) for options in self.options.values()] + [len(forms) for forms in self.forms.values()]
         self.tables = list(self._tables())
+        self.order = order_of(self.sizes, self.tables)
 
     def solved(self, byte: float) -> Cuts:
         """The best where a held byte is worth `byte` seconds."""
-        held = [Table((self.number[v],), byte * self._held(v)) for v in self.forms]
-        value, chosen = least(self.sizes, [*self.tables, *held])
+        held = {v: self._held(v) for v in self.forms}
+        priced = {id(costs): byte * costs for costs in held.values()}
+        worth = [Table((self.number[v],), priced[id(costs)]) for v, costs in held.items()]
+        value, chosen = least(self.sizes, [*self.tables, *worth], self.order)
         at = {v: chosen[self.number[v]] for v in self.forms}
-        nbytes = sum(float(self._held(v)[n]) for v, n in at.items())
-        return Cuts(value - byte * nbytes, nbytes, {v: forms[at[v]] for v, forms in self.forms.items()})
+        nbytes = sum(float(held[v][n]) for v, n in at.items())
+        options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
+        return Cuts(
+            value - byte * nbytes, nbytes, self.program, options, {v: forms[at[v]] for v, forms in self.forms.items()}
+        )
 
-    # --- ways
+    def smallest(self, byte: float) -> float:
+        """The least sum, found by looking at every combination at once."""
+        total = np.zeros(self.sizes)
+        held = [Table((self.number[v],), byte * self._held(v)) for v in self.forms]
+        for table in (*self.tables, *held):
+            total = total + aligned(table, tuple(range(len(self.sizes))))
+        return float(total.min())
 
-    def _ways(self, node: Node) -> Iterator[Way]:
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        """What was made for an equal key, or what is made now: one object for all that are alike."""
+        if key not in self._alike:
+            self._alike[key] = make()
+        return self._alike[key]
+
+    # --- options
+
+    def _signature(self, node: Node) -> Any:
+        """What the options of an operator depend on."""
+        place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
+        args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
+        return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs))
+
+    def _options(self, node: Node) -> Iterator[Option]:
         """By the operator's rule; without one it runs on whole values."""
         work = work_of(node)
         device, share = self.prices.cluster.device, self.prices.share
         times = 1 + (BACKWARD if any(v in self.trains for v in node.outs) else 0)
         whole = device.seconds(work.flops * share, work.nbytes * share, work.dtype) * times if work.nbytes else 0.0
-        tensors = [v for v in node.ins if v.is_tensor]
-        made = [v for v in node.outs if v.is_tensor]
-        yield Way(tuple((v, WHOLE) for v in dict.fromkeys(tensors)), tuple((v, WHOLE) for v in made), whole)
+        operands, made = tensors_of(node.ins), tensors_of(node.outs)
+        yield Option((WHOLE,) * len(operands), (WHOLE,) * len(made), whole)
         call = self._call(node)
-        if call is None:
+        if call is None or len(call.bound.outs) != len(made):
             return
-        operands: list[Value | None] = call.operands(node.args, node.kwargs)
+        given: list[Value | None] = call.operands(node.args, node.kwargs)
         name = node.op.name() if isinstance(node.op, Operator) else ""
         for choice in _choices(call.bound, self.prices.ranks):
             if name in WRITTEN and any(isinstance(h, str) for h in choice.outs):
                 continue
-            divided = whole / self.prices.ranks if choice.factor is not None else whole
-            way = _way(call.bound, choice, operands, made, divided, self.prices.ranks)
-            if way is not None:
-                yield way
+            needs = _needs(call.bound, choice, given, self.prices.ranks)
+            if needs is not None:
+                gives = zip(choice.outs, call.bound.outs, strict=True)
+                forms = tuple(_form(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
+                divided = whole / self.prices.ranks if choice.factor is not None else whole
+                yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
 
     def _call(self, node: Node) -> Call | None:
         if not isinstance(node.op, Operator):
@@ -192,39 +245,52 @@ class _Problem:
 
     # --- forms
 
-    def _forms(self) -> dict[Value, list[Form]]:
+    def _forms(self) -> dict[Value, tuple[Form, ...]]:
         """Each value's forms: those that something makes or needs."""
         found: dict[Value, dict[Form, None]] = {}
         for given in self.program.inputs:
             if given.value.is_tensor:
                 found[given.value] = {WHOLE: None}
-        for ways in self.ways.values():
-            for way in ways:
-                for v, form in (*way.gives, *way.needs):
+        for node, options in self.options.items():
+            operands, made = tensors_of(node.ins), tensors_of(node.outs)
+            for option in options:
+                for v, form in zip((*made, *operands), (*option.gives, *option.needs), strict=True):
                     found.setdefault(v, {WHOLE: None})[form] = None
-        return {v: list(forms) for v, forms in found.items()}
+        return {v: tuple(forms) for v, forms in found.items()}
 
     def _tables(self) -> Iterator[Table]:
-        for n, (node, ways) in enumerate(self.ways.items()):
-            yield Table((n,), np.array([way.seconds for way in ways]))
-            for v in dict.fromkeys(u for u in node.outs if u.is_tensor):
-                given = [dict(way.gives)[v] for way in ways]
+        for n, (node, options) in enumerate(self.options.items()):
+            yield Table(
+                (n,), self._once(("seconds", id(options)), lambda w=options: np.array([option.seconds for option in w]))
+            )
+            for place, v in enumerate(tensors_of(node.outs)):
+                given = tuple(option.gives[place] for option in options)
                 yield Table((n, self.number[v]), self._conversions(v, given, self.forms[v]))
-            for v in dict.fromkeys(u for u in node.ins if u.is_tensor):
-                needed = [dict(way.needs).get(v, VARYING) for way in ways]
+            for place, v in enumerate(tensors_of(node.ins)):
+                needed = tuple(option.needs[place] for option in options)
                 yield Table((self.number[v], n), self._conversions(v, self.forms[v], needed))
-        for v in self._results & set(self.forms):
-            yield Table((self.number[v],), self._conversions(v, self.forms[v], [WHOLE])[:, 0])
+        for v in self._results:
+            if v in self.forms:
+                yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
 
-    def _conversions(self, v: Value, have: list[Form], need: list[Form]) -> Any:
-        nbytes = self._bytes(v)
-        return np.array([[self.prices.convert(a, b, nbytes, v in self.trains) for b in need] for a in have])
+    def _conversions(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...]) -> Any:
+        """Seconds from each form to each other, forward and backward."""
+        nbytes, trains = self._bytes(v), v in self.trains
+
+        def one(a: Form, b: Form) -> float:
+            return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
+
+        return self._once((have, need, nbytes, trains), lambda: np.array([[one(a, b) for b in need] for a in have]))
 
     def _held(self, v: Value) -> Any:
         """Bytes of a value in each of its forms: a parameter with its gradient and state, a result that is kept."""
-        parts = np.array([self.prices.ranks if form.kind == "cut" else 1 for form in self.forms[v]])
         times = (1 + STATE if v in self.trains else 1.0) if v in self._given else 1.0 if v in self._kept else 0.0
-        return self._bytes(v) * times / parts
+        forms, nbytes = self.forms[v], self._bytes(v) * times
+        ranks = self.prices.ranks
+        return self._once(
+            ("held", forms, nbytes),
+            lambda: np.array([nbytes / (ranks if form.kind == "cut" else 1) for form in forms]),
+        )
 
     @cached_property
     def _kept(self) -> set[Value]:
@@ -246,8 +312,8 @@ class _Problem:
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 """Operators whose form for cut sums writes down what the operator itself does not: never worth it."""
-DEAR, ROUNDS = 1e-6, 24
-"""Seconds that a byte is worth at most, and how often the price is halved on the way to the right one."""
+DEAR, ENOUGH = 1.0, 1e-9
+"""Seconds that a byte is worth where nothing else counts, and the part of a sum that makes no difference."""
 STATE = 4.0
 """Bytes that a parameter's gradient and optimizer take, per byte of it."""
 
@@ -269,17 +335,15 @@ def _stand_in(v: Value) -> Any:
 
 
 def _choices(bound: Bound, ranks: int) -> Iterator[Choice]:
-    """All ways that a rule allows on so many ranks, with even parts."""
+    """All options that a rule allows on so many ranks, with even parts."""
     for factor, size in enumerate(bound.sizes):
         if hint(size) % ranks == 0 and hint(size) > 1:
             yield from cut_choices(bound, factor)
     yield from term_choices(bound, (REPEATED,) * len(bound.ins))
 
 
-def _way(
-    bound: Bound, choice: Choice, operands: list[Value | None], made: list[Value], seconds: float, ranks: int
-) -> Way | None:
-    """A choice as forms; None where an operand would need two at once, or a result is no tensor of the rule."""
+def _needs(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:
+    """What a choice needs of each operand; None where it would need one in two forms at once."""
     needs: dict[Value, Form] = {}
     varies = any(need != REPEATED for need in choice.ins)
     for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
@@ -289,10 +353,7 @@ def _way(
         form = VARYING if form == WHOLE and varies else form
         if needs.setdefault(v, form) != form:
             return None
-    if len(choice.outs) != len(made):
-        return None
-    gives = tuple((v, _form(bound, h, dims, ranks)) for v, h, dims in zip(made, choice.outs, bound.outs, strict=True))
-    return Way(tuple(needs.items()), gives, seconds)
+    return needs
 
 
 def _form(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> Form:

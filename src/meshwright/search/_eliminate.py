@@ -31,26 +31,57 @@ class Table:
     costs: Costs
 
 
-def least(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, tuple[int, ...]]:
+def least(
+    sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int] | None = None
+) -> tuple[float, tuple[int, ...]]:
     """The least sum over all choices of one of `sizes[v]` values for each variable v, and the choice.
 
-    Raises SearchError where variables hang together so widely that no table could hold it.
+    `order` is that of leaving, where it is known (`order_of`). Raises SearchError where variables hang together so
+    widely that no table could hold it.
 
     >>> pair = Table((0, 1), np.array([[3.0, 1.0], [0.0, 5.0]]))
     >>> least((2, 2), [pair, Table((1,), np.array([2.0, 0.0]))])
     (1.0, (0, 1))
     """
-    left = _Left(sizes, tables)
-    total, order = 0.0, list[tuple[int, tuple[int, ...], Any]]()
-    while (v := left.next()) is not None:
-        around, summed = left.joined(v)
-        chosen = np.argmin(summed, axis=0)
-        order.append((v, around, chosen))
-        total += left.replace(v, around, np.min(summed, axis=0))
+    left, total = _Left(sizes, tables), 0.0
+    steps: list[tuple[int, tuple[int, ...], Any]] = []
+    for v in order_of(sizes, tables) if order is None else order:
+        around, chosen, costs = left.without(v)
+        steps.append((v, around, chosen))
+        total += left.replace(v, around, costs)
     found: dict[int, int] = {}
-    for v, around, chosen in reversed(order):
+    for v, around, chosen in reversed(steps):
         found[v] = int(chosen[tuple(found[u] for u in around)])
     return total, tuple(found[v] for v in range(len(sizes)))
+
+
+def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
+    """The order in which variables leave: each time the one whose leaving makes the smallest table."""
+    near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
+    for table in tables:
+        for v in table.variables:
+            near[v].update(u for u in table.variables if u != v)
+
+    def width(v: int) -> int:
+        return prod(sizes[u] for u in near[v]) * sizes[v]
+
+    heap = [(width(v), v) for v in near]
+    heapify(heap)
+    order: list[int] = []
+    while heap:
+        least_width, v = heappop(heap)
+        if v not in near or (now := width(v)) < least_width:
+            continue
+        if now > least_width:
+            heappush(heap, (now, v))
+            continue
+        order.append(v)
+        around = near.pop(v)
+        for u in around:
+            near[u] |= around
+            near[u] -= {u, v}
+            heappush(heap, (width(u), u))
+    return tuple(order)
 
 
 class _Left:
@@ -64,24 +95,29 @@ class _Left:
         for n, table in self.tables.items():
             for v in table.variables:
                 self.of[v].add(n)
-        self.heap = [(self._width(v), v) for v in self.of]
-        heapify(self.heap)
+        self._seen: dict[Any, tuple[list[Costs], Any, Costs]] = {}
 
-    def next(self) -> int | None:
-        """The variable whose leaving makes the smallest table."""
-        while self.heap:
-            width, v = heappop(self.heap)
-            if v not in self.of:
-                continue
-            now = self._width(v)
-            if now <= width:
-                return v
-            heappush(self.heap, (now, v))
-        return None
+    def without(self, v: int) -> tuple[tuple[int, ...], Any, Costs]:
+        """The variables beside v, the best of v for each combination of them, and what that costs.
 
-    def joined(self, v: int) -> tuple[tuple[int, ...], Costs]:
-        """The variables beside v, and the sum of all tables with v, whose first dimension is v."""
+        What hangs together in the same way over the same tables has the same answer, the same object: layers that are
+        repeated are worked out once.
+        """
         around = tuple(sorted(self._around(v)))
+        order = {u: n for n, u in enumerate((v, *around))}
+        own = sorted(
+            (id(t.costs), tuple(order[u] for u in t.variables), n) for n in self.of[v] for t in [self.tables[n]]
+        )
+        key = tuple(part[:2] for part in own), tuple(self.sizes[u] for u in order)
+        if key not in self._seen:
+            summed = self._joined(v, around)
+            held = [self.tables[n].costs for n in self.of[v]]
+            self._seen[key] = (held, np.argmin(summed, axis=0), np.min(summed, axis=0))
+        _, chosen, costs = self._seen[key]
+        return around, chosen, costs
+
+    def _joined(self, v: int, around: tuple[int, ...]) -> Costs:
+        """The sum of all tables with v, whose first dimension is v."""
         shape = tuple(self.sizes[u] for u in (v, *around))
         if prod(shape) > MOST:
             raise SearchError(
@@ -90,8 +126,8 @@ class _Left:
             )  # fmt: skip
         total = np.zeros(shape)
         for n in self.of[v]:
-            total += _aligned(self.tables[n], (v, *around))
-        return around, total
+            total += aligned(self.tables[n], (v, *around))
+        return total
 
     def replace(self, v: int, around: tuple[int, ...], costs: Costs) -> float:
         """Puts a table for those of v; what depends on nothing more is given back."""
@@ -107,17 +143,13 @@ class _Left:
         self.tables[n] = Table(around, costs)
         for u in around:
             self.of[u].add(n)
-            heappush(self.heap, (self._width(u), u))
         return 0.0
 
     def _around(self, v: int) -> set[int]:
         return {u for n in self.of[v] for u in self.tables[n].variables} - {v}
 
-    def _width(self, v: int) -> int:
-        return prod(self.sizes[u] for u in self._around(v)) * self.sizes[v]
 
-
-def _aligned(table: Table, order: tuple[int, ...]) -> Costs:
+def aligned(table: Table, order: tuple[int, ...]) -> Costs:
     """The table with a dimension for each variable of `order`, of size one where it depends on none."""
     places = [order.index(v) for v in table.variables]
     moved = np.transpose(table.costs, np.argsort(places))
