@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import Cuts, Prices, SearchError, cut, every_cut
+from meshwright.search import Cuts, Form, Prices, SearchError, cut, every_cut
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
 
@@ -79,24 +79,22 @@ def dims(cuts: Cuts) -> dict[str, int | None]:
     return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
 
 
-def test_with_little_memory_the_cuts_are_those_of_megatron() -> None:
+def test_what_megatron_does_by_hand_comes_out() -> None:
     program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
-    free = cut(program, prices)
-    tight = cut(program, prices, 2.6e9)
-    rows = dict.fromkeys(["q", "k", "v", "gate", "up"], 0)
-    assert rows.items() <= dims(tight).items()
-    assert dims(tight)["down"] == 1
-    assert tight.nbytes <= 2.6e9 < free.nbytes / 5
-    assert tight.seconds >= free.seconds
-    with pytest.raises(SearchError, match="GB are missing"):
-        cut(program, prices, free.nbytes / 100)
+    found = cut(program, prices)
+    rows, columns = dict.fromkeys(["embed", "q", "k", "v", "gate", "up", "head"], 0), dict.fromkeys(["o", "down"], 1)
+    assert (rows | columns | {"embed": 1}).items() <= dims(found).items()
 
 
 def test_less_memory_never_takes_less_time() -> None:
-    program, prices = llama(1), Prices(cluster_of("A100"), 4, 8)
+    program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
     free = cut(program, prices)
-    found = [cut(program, prices, free.nbytes * part) for part in (1.0, 0.7, 0.5, 0.35)]
+    rooms = [free.nbytes * part for part in (1.0, 0.95, 0.9, 0.87, 0.84)]
+    found = [cut(program, prices, room) for room in rooms]
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in pairwise(found))
+    assert all(c.nbytes <= room for c, room in zip(found, rooms, strict=True))
+    with pytest.raises(SearchError, match="GB are missing"):
+        cut(program, prices, free.nbytes / 100)
 
 
 def test_a_slow_network_is_used_less() -> None:
@@ -105,3 +103,28 @@ def test_a_slow_network_is_used_less() -> None:
     whole = cut(program, Prices(slow, 8, 8))
     assert set(dims(whole).values()) == {None}
     assert all(form.kind == "repeated" for form in whole.forms.values())
+
+
+WHOLE, VARYING, PENDING, CUT = Form("repeated"), Form("varying"), Form("sum"), Form("cut", 0, ("axis",))
+
+
+@pytest.mark.parametrize(
+    ("have", "need", "forward", "backward"),
+    [
+        (WHOLE, VARYING, None, "all-reduce"),
+        (WHOLE, CUT, None, "all-gather"),
+        (CUT, VARYING, "all-gather", "reduce-scatter"),
+        (CUT, WHOLE, "all-gather", None),
+        (PENDING, WHOLE, "all-reduce", None),
+        (PENDING, CUT, "reduce-scatter", "all-gather"),
+        (PENDING, VARYING, "all-reduce", "all-reduce"),
+        (CUT, replace(CUT, dim=1), "all-to-all", "all-to-all"),
+        (CUT, CUT, None, None),
+    ],
+)
+def test_a_conversion_pays_for_its_transpose(have: Form, need: Form, forward: Any, backward: Any) -> None:
+    cluster = cluster_of("A100")
+    prices = Prices(cluster, 4, 4)
+    there, back = (0.0 if kind is None else float(cluster.meeting(kind, 1e6, 4, 4)) for kind in (forward, backward))
+    assert prices.convert(have, need, 1e6, trains=False) == pytest.approx(there)
+    assert prices.convert(have, need, 1e6, trains=True) == pytest.approx(there + back)

@@ -31,6 +31,8 @@ from ._errors import SearchError
 T = TypeVar("T")
 
 AXIS = "axis"
+EXPOSED = 0.3
+"""The part of conversions of parameters, and of their gradients, that is not hidden behind operators."""
 BACKWARD = 2.0
 """How many times as long as its forward pass an operator's backward pass takes, where there is one."""
 
@@ -269,6 +271,9 @@ class _Problem:
             for place, v in enumerate(tensors_of(node.ins)):
                 needed = tuple(option.needs[place] for option in options)
                 yield Table((self.number[v], n), self._conversions(v, self.forms[v], needed))
+        for v in (i.value for i in self.program.inputs if i.value in self.forms):
+            lies = [(form if form.kind == "cut" else WHOLE) for form in self.forms[v]]
+            yield Table((self.number[v],), np.diagonal(self._conversions(v, tuple(lies), self.forms[v])))
         for v in self._results:
             if v in self.forms:
                 yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
@@ -277,10 +282,13 @@ class _Problem:
         """Seconds from each form to each other, forward and backward."""
         nbytes, trains = self._bytes(v), v in self.trains
 
+        shown = EXPOSED if v in self._given else 1.0
+
         def one(a: Form, b: Form) -> float:
             return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
 
-        return self._once((have, need, nbytes, trains), lambda: np.array([[one(a, b) for b in need] for a in have]))
+        key = (have, need, nbytes, trains, shown)
+        return self._once(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
 
     def _held(self, v: Value) -> Any:
         """Bytes of a value in each of its forms: a parameter with its gradient and state, a result that is kept."""

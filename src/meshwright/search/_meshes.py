@@ -12,12 +12,10 @@ from meshwright.graph import Input, Program, tensor_dtype
 from meshwright.layout import Layout, ProcessMesh, Spec, hint, write_dtype
 
 from ._choose import USABLE
-from ._cuts import WHOLE, Cuts, Form, Prices, cut
+from ._cuts import EXPOSED, WHOLE, Cuts, Form, Prices, cut
 from ._errors import SearchError
 
 REPLICAS, SHARES = "dp", "tp"
-EXPOSED = 0.3
-"""The part of the synchronisation of gradients that a backward pass does not hide."""
 
 
 @dataclass(frozen=True)
