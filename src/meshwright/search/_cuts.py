@@ -133,9 +133,9 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
     """The best cuts of the captured forward pass `program`, trained, along one axis of ranks, within `room` bytes.
 
     Where the fastest take more, bytes get a price (Lagrange): that at which the fastest cuts so far that fit and those
-    that do not are worth the same, until none are better than both. What is found is the fastest of all that take no
-    more bytes. Raises SearchError where nothing fits, and where values hang together too
-    widely to look at all options.
+    that do not are worth the same, until none are better than both, or within `GAP`. What is found is the fastest of
+    all that take no more bytes. Raises SearchError where nothing fits, and where values hang together too widely to
+    look at all options.
     """
     problem = _Problem(program, prices)
     wide = problem.solved(prices.byte)
@@ -147,7 +147,7 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
             f"a model on {prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {found.nbytes / 1e9:.2f} GB a rank",
             f"{(found.nbytes - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
         )  # fmt: skip
-    while found.nbytes < wide.nbytes:
+    while found.seconds > wide.seconds * (1 + GAP):
         byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
         tried = problem.solved(byte)
         if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
@@ -320,8 +320,9 @@ class _Problem:
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 """Operators whose form for cut sums writes down what the operator itself does not: never worth it."""
-DEAR, ENOUGH = 1.0, 1e-9
-"""Seconds that a byte is worth where nothing else counts, and the part of a sum that makes no difference."""
+DEAR, ENOUGH, GAP = 1.0, 1e-9, 1e-3
+"""Seconds that a byte is worth where nothing else counts; the part of a sum that makes no difference; and how much
+longer than the fastest cuts that do not fit those may take that do, before a better price is looked for."""
 STATE = 4.0
 """Bytes that a parameter's gradient and optimizer take, per byte of it."""
 
