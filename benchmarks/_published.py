@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost import Cluster, cluster_of, link_of
+import torch
+
+from meshwright.cost import Cluster, cluster_of, device_of, link_of
 from meshwright.search import (
     DEEPSPEED,
     EAGER,
@@ -37,6 +40,22 @@ DEVICE = {
     "MI300X-192GB": "MI300X", "MI325X-256GB": "MI325X", "Ascend-910B-64GB": "Ascend-910B",
 }  # fmt: skip
 """The rows' device → ours."""
+SHORT = (
+    "A100",
+    "A800",
+    "H100",
+    "H800",
+    "H200",
+    "B200",
+    "B300",
+    "GB200",
+    "GB300",
+    "V100",
+    "MI300X",
+    "MI325X",
+    "Ascend-910B",
+)
+"""How the names of rows begin, where they are written otherwise."""
 PROGRAM: Mapping[str, Software] = {
     "bigscience-workshop/bigscience": DEEPSPEED,
     "2201.11990": DEEPSPEED,
@@ -100,7 +119,9 @@ def run_of(row: Mapping[str, Any]) -> Run:
 def model_of(m: Mapping[str, Any]) -> Transformer:
     experts = latent = window = None
     if m["kind"] == "moe":
-        experts = Experts(m["experts"], m["top_k"], m["moe_ffn"], m.get("shared_expert_ffn") or 0, m["dense_layers"])
+        experts = Experts(
+            m["experts"], m["top_k"], m["moe_ffn"], m.get("shared_expert_ffn") or 0, m.get("dense_layers") or 0
+        )
     if m.get("attention") == "mla":
         latent = Latent(m["q_lora"], m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
     if m.get("sliding_window"):
@@ -123,11 +144,26 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
 
 def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
     """The device's usual cluster, with the row's nodes and network."""
-    usual = cluster_of(DEVICE[hardware["gpu"]])
+    usual = usual_cluster(hardware)
     together = max(hardware["gpus_per_node"], usual.per_node if usual.per_node > NODE else 0)
     gigabits = hardware.get("inter_node_gbps_per_gpu") or 400
     outside = replace(link_of("InfiniBand-HDR"), bandwidth=gigabits / 8 * GIGA)
     return replace(usual, per_node=together, outside=outside, devices=hardware["n_gpus"])
+
+
+def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
+    """That of the row's device; of one that is not in the table, of the known one whose peak is nearest, scaled."""
+    name = hardware["gpu"]
+    known = DEVICE.get(name) or next((ours for ours in SHORT if name.startswith(ours)), None)
+    if known is not None:
+        return cluster_of(known)
+    peak = hardware["peak_tflops_bf16"] * 1e12
+    near = min(set(DEVICE.values()), key=lambda ours: abs(log(device_of(ours).peak(torch.bfloat16) / peak)))
+    usual = cluster_of(near)
+    more = peak / usual.device.peak(torch.bfloat16)
+    flops = {dtype: rate * more for dtype, rate in usual.device.flops.items()}
+    memory = (hardware.get("mem_gb") or 80) * GIGA
+    return replace(usual, device=replace(usual.device, name=name, flops=flops, memory=memory))
 
 
 SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}

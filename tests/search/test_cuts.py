@@ -86,6 +86,18 @@ def test_what_megatron_does_by_hand_comes_out() -> None:
     assert (rows | columns | {"embed": 1}).items() <= dims(found).items()
 
 
+def test_what_meets_is_told_and_is_what_megatron_has() -> None:
+    found = cut(llama(), Prices(cluster_of("H100"), 8, 8))
+    large = [m for m in found.meetings if m.nbytes > 1e6]
+    for block in ("blocks.0", "blocks.1"):
+        sums = [m for m in large if m.layer == block and m.have.kind == "sum"]
+        gathers = [m for m in large if m.layer.startswith(block) and m.have.kind == "cut"]
+        assert (len(sums), len(gathers)) == (2, 2)
+    assert len(large) == 9  # the last gather is the head's
+    assert 0 < sum(m.seconds for m in found.meetings) < found.seconds
+    assert "ms" in str(large[0])
+
+
 def test_less_memory_never_takes_less_time() -> None:
     program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
     free = cut(program, prices)

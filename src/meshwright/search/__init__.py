@@ -3,7 +3,7 @@
 from ._bounds import lower_bound
 from ._choose import Choice, Priced, choose
 from ._config import transformer_of
-from ._cuts import Cuts, Form, Prices, cut, every_cut
+from ._cuts import Cuts, Form, Meeting, Prices, cut, every_cut
 from ._degrees import Degrees, Plans, columns
 from ._errors import SearchError
 from ._find import Found, find_placement, find_schedule
@@ -31,6 +31,7 @@ __all__ = [
     "Found",
     "Held",
     "Latent",
+    "Meeting",
     "MeshPlan",
     "Objective",
     "Plan",

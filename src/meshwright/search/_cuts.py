@@ -12,7 +12,7 @@ It is a sum of tables over pairs of variables (an operator's option and a value'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
@@ -69,6 +69,24 @@ def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A conversion that costs something: of which value, from and to which form, where; forward and backward."""
+
+    value: Value
+    have: Form
+    need: Form
+    nbytes: float
+    seconds: float
+    layer: str
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.2f} MB  {self.have!r} to {self.need!r}: "
+            f"{self.value!r} in {self.layer or 'the model'}"
+        )
+
+
 @dataclass(frozen=True)
 class Cuts:
     """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value."""
@@ -78,6 +96,7 @@ class Cuts:
     program: Program = field(repr=False)
     options: Mapping[Node, Option] = field(repr=False)
     forms: Mapping[Value, Form] = field(repr=False)
+    meetings: tuple[Meeting, ...] = field(default=(), repr=False)
 
     def worth(self, byte: float) -> float:
         """Seconds, and those that bytes are worth."""
@@ -140,7 +159,7 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
     problem = _Problem(program, prices)
     wide = problem.solved(prices.byte)
     if wide.nbytes <= room:
-        return wide
+        return problem.told(wide)
     found = problem.solved(DEAR)
     if found.nbytes > room:
         raise SearchError(
@@ -153,7 +172,7 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
         if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
             break
         wide, found = (tried, found) if tried.nbytes > room else (wide, tried)
-    return found
+    return problem.told(found)
 
 
 def every_cut(program: Program, prices: Prices) -> float:
@@ -186,9 +205,31 @@ class _Problem:
         at = {v: chosen[self.number[v]] for v in self.forms}
         nbytes = sum(float(held[v][n]) for v, n in at.items())
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
-        return Cuts(
-            value - byte * nbytes, nbytes, self.program, options, {v: forms[at[v]] for v, forms in self.forms.items()}
-        )
+        forms = {v: forms[at[v]] for v, forms in self.forms.items()}
+        return Cuts(value - byte * nbytes, nbytes, self.program, options, forms)
+
+    def told(self, found: Cuts) -> Cuts:
+        """A solution with its meetings."""
+        return replace(found, meetings=tuple(self._met(found.options, found.forms)))
+
+    def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Iterator[Meeting]:
+        """The conversions of a solution that cost something."""
+        for given in self.program.inputs:
+            if given.value in forms:
+                form = forms[given.value]
+                yield from self._costly(given.value, form if form.kind == "cut" else WHOLE, form, given.name)
+        for node, option in options.items():
+            for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
+                yield from self._costly(v, have, forms[v], node.origin.layer)
+            for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
+                yield from self._costly(v, forms[v], need, node.origin.layer)
+        for v in self._results & set(forms):
+            yield from self._costly(v, forms[v], WHOLE, "the end")
+
+    def _costly(self, v: Value, have: Form, need: Form, layer: str) -> Iterator[Meeting]:
+        seconds = float(self._conversions(v, (have,), (need,))[0, 0])
+        if seconds > 0:
+            yield Meeting(v, have, need, self._bytes(v), seconds, layer)
 
     def smallest(self, byte: float) -> float:
         """The least sum, found by looking at every combination at once."""

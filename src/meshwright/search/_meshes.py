@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -60,6 +61,24 @@ class MeshPlan:
                 v = given.value
                 shape = ", ".join(f"{hint(n)}" for n in v.shape)
                 rows.append(f"  {given.name:<40} {write_dtype(tensor_dtype(v))}[{shape}] {self._layout(given)}")
+        return "\n".join(rows)
+
+    def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
+        """Why it takes so long: what computes, what meets and where, what the next plans would take."""
+        met = sum(m.seconds for m in self.cuts.meetings)
+        longest = sorted(self.cuts.meetings, key=lambda m: -m.seconds)
+        rows = [
+            f"{self.dp} replicas of {self.tp} ranks: {self.seconds:.4g} s a step, {self.nbytes / 1e9:.3g} GB a rank",
+            f"  operators {self.cuts.seconds - met:.4g} s, {len(longest)} conversions {met:.4g} s, "
+            f"gradients of replicas {self.seconds - self.cuts.seconds:.4g} s",
+            *(f"  {m}" for m in longest[:most]),
+            *([f"  and {len(longest) - most} shorter ones"] if len(longest) > most else []),
+            *(
+                f"instead {p.dp} replicas of {p.tp}: {p.seconds / self.seconds:.3f} times as long, "
+                f"{p.nbytes / 1e9:.3g} GB a rank"
+                for p in others
+            ),
+        ]
         return "\n".join(rows)
 
 

@@ -1,0 +1,80 @@
+"""`meshwright plan` and `meshwright predict`: from a configuration and a cluster to a plan, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli import main
+
+LLAMA = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu",
+}  # fmt: skip
+ASKED = ["--cluster", "64xH100, 8 per node, 400G", "--batch", "256", "--sequence", "8192"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def test_a_plan_is_found_and_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, *ASKED, "--given", "tp=4"]) == 0
+    said = capsys.readouterr().out
+    assert "tp                   4" in said
+    assert "s a step" in said
+    assert "next come" in said
+
+
+def test_a_plan_that_was_written_is_predicted_alike(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "plan.toml")
+    assert main(["plan", config, *ASKED, "--json", "--out", out]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert main(["predict", config, out, "--cluster", "64xH100, 8 per node, 400G", "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert {name: told[name] for name in told} == {name: found[name] for name in told}
+    assert found["fits"]
+    assert found["ranks"] == 64
+    assert main(["predict", config, out, "--cluster", "64xH100, 8 per node, 400G"]) == 0
+    assert "% of the peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--cluster", "2xV100"], 1, "GB are missing"),
+        (["--cluster", "many"], 1, "no count of devices"),
+        (["--given", "tp"], 2, "NAME=VALUE"),
+        (["--given", "tensor=2"], 1, "tensor"),
+    ],
+)
+def test_what_cannot_be_is_answered(
+    more: list[str], code: int, said: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, *ASKED, *more]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_are_answered(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(tmp_path / "none.json"), *ASKED]) == 2
+    assert "none.json" in capsys.readouterr().err
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    assert main(["plan", str(bad), *ASKED]) == 2
+    bad.write_text('{"hidden_size": 64}')
+    assert main(["plan", str(bad), *ASKED]) == 1
+    assert "num_hidden_layers" in capsys.readouterr().err
+    plan = tmp_path / "plan.toml"
+    plan.write_text("dp = 0\n")
+    assert main(["predict", config, str(plan), "--cluster", "8xH100"]) == 1
+    assert "dp = 0" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""Clusters in a line and in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.cost import CostError, Kernels, cluster, cluster_of, device_of
+
+
+def test_a_line_says_devices_nodes_and_network() -> None:
+    found = cluster("64xA100-40G, 4 per node, 100G")
+    assert (found.devices, found.device.name, found.per_node) == (64, "A100-40GB", 4)
+    assert found.outside is not None
+    assert found.outside.bandwidth == 100e9 / 8
+    assert cluster("8 x H100-96G").device.memory == 96e9
+    assert cluster("8xH100").outside == cluster_of("H100").outside
+
+
+@pytest.mark.parametrize("text", ["H100", "8xTPU", "8xH100, soon", "", "8xH100, 0 per node", "no.toml"])
+def test_a_line_that_says_something_else_is_refused(text: str) -> None:
+    with pytest.raises(CostError) as caught:
+        cluster(text)
+    assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
+
+
+FILE = """cluster = "64xH100, 8 per node, 400G"
+[device]
+memory = 96
+reach = 0.57
+flops = { bf16 = 900, float8_e4m3fn = 1800 }
+[outside]
+latency = 10
+"""
+
+
+def test_a_file_says_more(tmp_path: Path) -> None:
+    path = tmp_path / "machines.toml"
+    path.write_text(FILE)
+    found = cluster(str(path))
+    assert (found.device.memory, found.device.reach) == (96e9, 0.57)
+    assert found.device.flops[torch.bfloat16] == 900e12
+    assert found.device.flops[torch.float32] == device_of("H100").flops[torch.float32]
+    assert found.outside is not None
+    assert found.outside.latency == pytest.approx(10e-6)
+
+
+@pytest.mark.parametrize(
+    "text", ["cluster =", "[device]\nmemory = 1", FILE + "[other]\na = 1", FILE.replace("96", '"much"'), FILE + "a = 1"]
+)
+def test_a_file_that_is_wrong_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "machines.toml"
+    path.write_text(text)
+    with pytest.raises(CostError):
+        cluster(str(path))
+
+
+def test_a_group_over_nodes_has_a_share_of_the_network_per_rank_of_a_node() -> None:
+    machines = cluster("64xA100, 8 per node, 100G")
+    alone, eight = (float(machines.bandwidth(16, together)) for together in (1, 8))
+    assert eight == pytest.approx(8 * alone)
+    assert float(machines.meeting("all-reduce", 1e9, 1, 1)) == 0
+    assert float(machines.meeting("all-reduce", 1e9, 8, 8)) < float(machines.meeting("all-reduce", 1e9, 16, 8))
+    gather, reduce = (float(machines.meeting(kind, 1e9, 8, 8)) for kind in ("all-gather", "all-reduce"))
+    assert gather < reduce < 2.1 * gather
+
+
+def test_products_lose_by_being_short_ragged_or_few() -> None:
+    kernels = Kernels(device_of("A100"))
+
+    def rate(m: int, n: int, k: int) -> float:
+        return 2.0 * m * n * k / float(kernels.matmul(m, n, k))
+
+    best = rate(8192, 8192, 8192)
+    assert best < device_of("A100").rate(torch.bfloat16)
+    assert rate(8192, 8192, 128) < best
+    assert rate(8192, 8190, 8192) < 0.8 * best
+    assert rate(256, 256, 8192) < 0.3 * best
