@@ -66,7 +66,7 @@ PROGRAM: Mapping[str, Software] = {
 """Source → its program, where that does not follow from precision and stage of ZeRO."""
 COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
 SCHEDULE = {
-    None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "I1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
+    None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
     "1f1b-variant": "1F1B",
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def model_of(m: Mapping[str, Any]) -> Transformer:
 def plan_of(row: Mapping[str, Any]) -> Plan:
     p, t, layers = row["parallel"], row["train"], row["model"]["layers"]
     schedule = SCHEDULE.get(p["schedule"], "1F1B")
-    chunks = (p["vpp"] or -(-layers // p["pp"])) if schedule == "I1F1B" else 1
+    chunks = (p["vpp"] or -(-layers // p["pp"])) if schedule == "Interleaved 1F1B" else 1
     divided, recompute = bool(p["sequence_parallel"]), t["recompute"] or "none"
     kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
     return Plan(

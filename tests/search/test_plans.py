@@ -25,6 +25,7 @@ from meshwright.search import (
     hold,
     parse_plan,
     predict,
+    simulated,
     transformer_of,
 )
 
@@ -44,15 +45,15 @@ def plans(schedule: str, recompute: Any, seed: int, count: int = 20) -> list[Pla
         dp, tp, cp = draw.choice([1, 2, 4]), draw.choice([1, 2, 4]), draw.choice([1, 2])
         pp = draw.choice([2, 4]) if schedule != "1F1B" else draw.choice([1, 2, 4])
         return Plan(
-            dp, tp, pp, cp, draw.choice([1, 2]), 2 if schedule == "I1F1B" else 1, draw.choice([0, 1, 2, 3]), tp > 1,
-            schedule, draw.choice([1, 2]), 32, 2048, recompute,
+            dp, tp, pp, cp, draw.choice([1, 2]), 2 if schedule == "Interleaved 1F1B" else 1, draw.choice([0, 1, 2, 3]),
+            tp > 1, schedule, draw.choice([1, 2]), 32, 2048, recompute,
         )  # fmt: skip
 
     return [one() for _ in range(count)]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("schedule", ["1F1B", "I1F1B", "ZB-1p", "ZB-2p"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_many_plans_at_once_are_priced_as_one_by_one(model: str, schedule: str, recompute: str) -> None:
     some = plans(schedule, recompute, seed=7 * len(schedule) + len(recompute))
@@ -114,16 +115,19 @@ def test_parameters_are_those_of_the_published_models() -> None:
 def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100
-    assert list(found.next) == sorted(found.next, key=lambda p: p.seconds)
+    assert found.best.seconds == min(p.seconds for p in (found.best, *found.next))
     every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=10**6)
-    for priced in (every.best, *every.next):
+    for priced in (every.best, *every.next[::7]):
         plan = priced.plan
         assert plan.ranks == 16
         assert plan.batch % (plan.dp * plan.microbatch) == 0
-        assert float(np.asarray(predict(SMALL, plan, cluster_of("A100-40GB")).seconds)) == pytest.approx(priced.seconds)
+        assert priced.seconds in (
+            pytest.approx(float(np.asarray(predict(SMALL, plan, cluster_of("A100-40GB")).seconds))),
+            pytest.approx(simulated(SMALL, plan, cluster_of("A100-40GB"))),
+        )
         assert float(np.asarray(hold(SMALL, plan).nbytes)) == pytest.approx(priced.nbytes)
         assert priced.nbytes <= 40e9
-        assert priced.seconds >= found.best.seconds
+        assert priced.seconds >= 0.94 * found.best.seconds
     assert len(every.next) == found.fitting - 1
 
 
@@ -150,7 +154,7 @@ def test_what_cannot_be_is_refused(act: Any, said: str) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plan_reads_back_from_its_text(seed: int) -> None:
-    for schedule in ("1F1B", "I1F1B"):
+    for schedule in ("1F1B", "Interleaved 1F1B"):
         for plan in plans(schedule, "full", seed):
             assert parse_plan(plan.text()) == plan
             assert parse_plan(json.dumps(asdict(plan))) == plan
@@ -186,3 +190,13 @@ def test_published_configurations_have_their_parameters(name: str) -> None:
 def test_a_configuration_without_sizes_is_refused() -> None:
     with pytest.raises(SearchError, match="num_hidden_layers"):
         transformer_of({"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100})
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p"])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 8), (4, 32), (8, 8), (8, 32)])
+def test_the_closed_form_of_a_pipeline_is_near_its_table(schedule: str, pp: int, microbatches: int) -> None:
+    chunks = 2 if schedule == "Interleaved 1F1B" else 1
+    plan = Plan(dp=2, tp=2, pp=pp, chunks=chunks, zero=1, schedule=schedule, batch=2 * microbatches, sequence=4096)
+    for name in ("H100", "A100"):
+        told = float(np.asarray(predict(LLAMA, plan, cluster_of(name)).seconds))
+        assert told == pytest.approx(simulated(LLAMA, plan, cluster_of(name)), rel=0.1)

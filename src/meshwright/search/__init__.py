@@ -13,6 +13,7 @@ from ._meshes import MeshPlan, plan_mesh
 from ._plan import Plan, parse_plan
 from ._predict import Prediction, predict, share_of_peak, work
 from ._problem import Objective, Problem
+from ._simulated import simulated
 from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
 from ._transformer import Experts, Latent, Transformer, Window
 
@@ -57,6 +58,7 @@ __all__ = [
     "plan_mesh",
     "predict",
     "share_of_peak",
+    "simulated",
     "transformer_of",
     "work",
 ]

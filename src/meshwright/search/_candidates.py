@@ -15,7 +15,7 @@ from ._plan import Plan, Recompute
 from ._predict import FILLING
 from ._transformer import Transformer
 
-SCHEDULES = ("1F1B", "I1F1B", "ZB-1p", "ZB-2p")
+SCHEDULES = ("1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p")
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 ONE = "1F1B"
 
@@ -45,7 +45,7 @@ def candidates(
 def _has_schedule(rows: Any, schedule: str) -> Any:
     """Rows that a schedule is for: one stage has none, and chunks are those of interleaved ones."""
     pp, chunks = rows[:, NUMBERS.index("pp")], rows[:, NUMBERS.index("chunks")]
-    return (chunks > 1) if schedule == "I1F1B" else (chunks == 1) & ((pp > 1) | (schedule == ONE))
+    return (chunks > 1) if schedule == "Interleaved 1F1B" else (chunks == 1) & ((pp > 1) | (schedule == ONE))
 
 
 def _rows(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from meshwright.cost import Cluster
+from meshwright.pipeline import ScheduleError
 
 from ._candidates import candidates
 from ._degrees import NUMBERS, Plans
@@ -17,12 +18,15 @@ from ._errors import SearchError
 from ._held import hold
 from ._plan import Plan
 from ._predict import predict
+from ._simulated import simulated
 from ._software import OURS, Software
 from ._transformer import Transformer
 
 USABLE = 0.94
 """The part of a device's memory that a plan may take: libraries hold some, and allocators round."""
 KEPT = 8
+REHEARSAL = 5.0
+"""Seconds for running the tables of the best plans."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,27 @@ def choose(
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
     if not found:
         raise _none(model, ranks, batch, room, smallest)
-    found.sort(key=lambda p: (float(f"{p.seconds:.6g}"), p.plan.tp * p.plan.cp * p.plan.pp, p.nbytes))
+    found.sort(key=_order)
+    found = _rehearsed(found[:keep], model, cluster, software) + found[keep:]
     return Choice(found[0], tuple(found[1:keep]), considered, fitting, time.monotonic() - begin)
+
+
+def _order(priced: Priced) -> tuple[float, int, float]:
+    """Shorter first; of those that take equally long, the one with fewer parts, and the one that holds less."""
+    return float(f"{priced.seconds:.6g}"), priced.plan.tp * priced.plan.cp * priced.plan.pp, priced.nbytes
+
+
+def _rehearsed(found: list[Priced], model: Transformer, cluster: Cluster, software: Software) -> list[Priced]:
+    """The same in the order of their tables run action by action, for as many as there is time for."""
+    until, told = time.monotonic() + REHEARSAL, list[Priced]()
+    for priced in found:
+        if time.monotonic() > until:
+            break
+        try:
+            told.append(replace(priced, seconds=simulated(model, priced.plan, cluster, software)))
+        except ScheduleError:
+            continue
+    return sorted(told, key=_order) + found[len(told) :]
 
 
 def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[Priced]:

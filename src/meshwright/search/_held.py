@@ -114,7 +114,7 @@ class _Peak:
                 most = 2 * p - 1
             case "ZB-1p" | "ZB-H1" | "ZB-V":
                 most = p
-            case "I1F1B":
+            case "Interleaved 1F1B":
                 most = (p * (v - 1) + 1 + 2 * (p - np.asarray(rank) - 1)) / v
             case _:
                 most = p - rank

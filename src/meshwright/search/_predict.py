@@ -23,10 +23,14 @@ BESIDE = 0.1
 STEP = 5e-3
 """Seconds that a host needs for a step besides its layers."""
 FILLING = {
-    "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "I1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
+    "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "Interleaved 1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
     "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
 }  # fmt: skip
 """Schedule → its bubble per other rank: how many times F, B and W of a rank's chunks (closed forms of the papers)."""
+
+
+DOUBLE = frozenset({"ZB-2p", "ZB-H2"})
+"""Schedules that have twice as many microbatches alive as there are ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,25 @@ def predict(
     1.7
     """
     return _Step(model, plan, cluster, software, habits or Habits()).prediction()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Layers of the first, of another and of the last rank of a pipeline, what stands around them, and a message."""
+
+    first: Spent
+    other: Spent
+    last: Spent
+    before: Spent
+    behind: Spent
+    message: Numbers
+
+
+def stages_of(
+    model: Transformer, plan: Degrees, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
+) -> Stages:
+    """What the ranks of a plan's pipeline compute for one microbatch."""
+    return _Step(model, plan, cluster, software, habits or Habits()).stages()
 
 
 @dataclass(frozen=True)
@@ -134,33 +157,43 @@ class _Step:
         rows = np.multiply(tokens(self.plan), self.model.hidden)
         return self.layers.stream(4 * rows, 8 * rows)
 
-    def _stage(self, layers: Share, first: bool, last: bool) -> Spent:
-        """One rank's layers, and what stands before and behind them."""
-        spent = self.dense * layers.dense + self.sparse * layers.sparse
-        return spent + (self.embedding if first else Spent()) + (self.head if last else Spent())
+    def _stage(self, layers: Share) -> Spent:
+        """One rank's layers."""
+        return self.dense * layers.dense + self.sparse * layers.sparse
+
+    def stages(self) -> Stages:
+        """The ranks of the pipeline."""
+        first, other, last = map(self._stage, shares(self.model.layers, self.model.dense_layers, self.plan.pp))
+        return Stages(first, other, last, self.embedding, self.head, self._message())
 
     # --- a step
 
     def pipeline(self) -> Numbers:
         """All microbatches through all stages."""
-        p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
-        first, other, last = shares(self.model.layers, self.model.dense_layers, p)
-        whole = self._stage(first, True, True)
-        stages = [self._stage(first, True, False), self._stage(other, False, False), self._stage(last, False, True)]
-        lengths = [np.add(s.forward, s.backward) for s in stages]
+        p, m, s = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), self.stages()
+        whole = s.first + s.before + s.behind
+        lengths = [np.add(x.forward, x.backward) for x in (s.first + s.before, s.other, s.last + s.behind)]
         most = np.maximum(np.maximum(lengths[0], lengths[2]), np.where(p > 2, lengths[1], 0.0))
         mean = (lengths[0] + lengths[2] + np.maximum(p - 2, 0) * lengths[1]) / p
-        filling = self._filling(stages[1], mean) * (p - 1) / np.asarray(self.plan.chunks)
-        message = self._message()
-        sent = 2 * message * (p - 1) + 2 * np.asarray(self.plan.chunks) * m * message * self.software.messages
+        chunks = np.asarray(self.plan.chunks)
+        filling = self._filling(s.other, mean)
+        sent = 2 * s.message * (p - 1) + 2 * chunks * m * s.message * self.software.messages
         return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
 
     def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
+        """Seconds in which a rank has nothing to do, over all its microbatches.
+
+        Where schedules put the gradients of weights into the bubble, it is no shorter than what the first rank waits
+        for its first microbatch to come back, less the forwards that it may run meanwhile.
+        """
         f, b, w = FILLING[self.plan.schedule]
+        p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
         if (f, b, w) == (1.0, 1.0, 1.0):
-            return mean
-        inputs = np.subtract(stage.backward, stage.weights)
-        return np.maximum(0.0, f * np.asarray(stage.forward) + b * inputs + w * np.asarray(stage.weights))
+            return mean * (p - 1) / np.asarray(self.plan.chunks)
+        forward, inputs = np.asarray(stage.forward), np.subtract(stage.backward, stage.weights)
+        closed = (p - 1) * (f * forward + b * inputs + w * np.asarray(stage.weights))
+        alive = np.minimum(m, 2 * p - 1 if self.plan.schedule in DOUBLE else p)
+        return np.maximum(np.maximum(closed, p * forward + (p - 1) * inputs - alive * forward), 0.0)
 
     def _message(self) -> Numbers:
         part = np.divide(1.0, self.plan.tp) if self.software.scattered else 1.0
@@ -173,7 +206,7 @@ class _Step:
         m, p = self.model, self.plan
         ranks, together = self._replicas()
         everything = Share(m.dense_layers, m.layers - m.dense_layers)
-        spent = self._stage(everything, False, False) * (1 / m.layers)
+        spent = self._stage(everything) * (1 / m.layers)
         parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
         gather = self.cluster.meeting("all-gather", parameters * HALF, ranks, together)
         scatter = self.cluster.meeting("reduce-scatter", parameters * self.software.reduced, ranks, together)

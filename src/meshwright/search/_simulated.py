@@ -1,0 +1,59 @@
+"""A plan's pipeline, as its table runs: what closed forms say about many plans, held beside the simulator for one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost import Cluster, Habits, Numbers
+from meshwright.pipeline import Schedule, Times, known, simulate
+
+from ._degrees import microbatches
+from ._plan import Plan
+from ._predict import Stages, predict, stages_of
+from ._software import OURS, Software
+from ._transformer import Transformer
+
+
+def simulated(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
+) -> float:
+    """Seconds of a step as `predict` says it, with the pipeline's part run action by action.
+
+    Messages take their time, and nothing hides them but what a rank has to do meanwhile. Raises ScheduleError where
+    the plan's schedule has no table for its ranks and microbatches.
+    """
+    told = predict(model, plan, cluster, software, habits)
+    if plan.pp == 1 or plan.zero == 3:
+        return float(np.asarray(told.seconds))
+    stages = stages_of(model, plan, cluster, software, habits)
+    table = table_of(plan)
+    others = sum(float(np.asarray(s)) for name, s in told.parts.items() if name != "microbatches")
+    return simulate(table, times_of(stages, plan)).makespan + others
+
+
+def table_of(plan: Plan) -> Schedule:
+    """The table that a plan's schedule names. Raises ScheduleError where there is none."""
+    how, m = known(plan.schedule), int(np.asarray(microbatches(plan)))
+    return how.make(plan.pp, m, plan.chunks) if how.takes else how.make(plan.pp, m)
+
+
+def times_of(stages: Stages, plan: Plan) -> Times:
+    """Seconds of each chunk: the ranks' shares, with what stands before the first and behind the last."""
+    count = plan.pp * plan.chunks
+
+    def each(first: Numbers, other: Numbers, last: Numbers, before: Numbers, behind: Numbers) -> tuple[float, ...]:
+        ranks = [first, *[other] * (plan.pp - 2), last]
+        own = [float(np.asarray(ranks[c % plan.pp])) / plan.chunks for c in range(count)]
+        own[0] += float(np.asarray(before))
+        own[-1] += float(np.asarray(behind))
+        return tuple(own)
+
+    first, other, last, before, behind = stages.first, stages.other, stages.last, stages.before, stages.behind
+    weights = each(*(s.weights for s in (first, other, last, before, behind)))
+    whole = each(*(s.backward for s in (first, other, last, before, behind)))
+    return Times(
+        each(*(s.forward for s in (first, other, last, before, behind))),
+        tuple(max(b - w, 0.0) for b, w in zip(whole, weights, strict=True)),
+        weights,
+        transfer=float(np.asarray(stages.message)),
+    )
