@@ -142,8 +142,12 @@ def test_what_is_given_stays() -> None:
         (lambda: choose(LLAMA, cluster_of("V100"), 1, 8, 8192), "GB are missing"),
         (lambda: choose(LLAMA, cluster_of("H100"), 7, 8, 8192, tp=7), "no degrees"),
         (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, tensor=2), "tensor"),
+        (lambda: predict(LLAMA, Plan(schedule="V-Half"), cluster_of("H100")), "V-Half"),
+        (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, schedule="Chimera"), "Chimera"),
         (lambda: Plan(dp=0), "dp = 0"),
         (lambda: Plan(zero=4), "zero = 4"),
+        (lambda: Plan(recompute="some"), "some"),  # pyright: ignore[reportArgumentType]
+        (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, recompute="some"), "some"),
         (lambda: Transformer(0, 1, 1, 1, 1, 1, 1), "at least 1"),
     ],
 )

@@ -20,6 +20,8 @@ from ._transformer import Transformer
 
 MOMENTS = 12.0
 """Bytes of Adam's moments and of a master copy, per parameter."""
+SELECTED = 0.55
+"""The part of what a layer keeps that stays where every other product is computed again."""
 SINGLE = 16.0
 """Bytes per parameter where weights, gradients and moments are in single precision."""
 
@@ -127,7 +129,7 @@ class _Peak:
             case "none":
                 return kept * alive
             case "selective" if self.software.fused_attention:
-                return kept * 0.55 * alive + 0.5 * most
+                return kept * SELECTED * alive + 0.5 * most
             case "selective":
                 scores = count * self._scores()
                 return (kept - scores) * alive + self._scores()

@@ -47,6 +47,11 @@ class Plan:
                 "degrees are at least 1, and ZeRO has the stages 0 to 3", "Plan(dp=8, zero=1, batch=64)",
             )  # fmt: skip
 
+        if self.recompute not in get_args(Recompute):
+            raise _refused(
+                f"recompute = {self.recompute!r}", f"known are {', '.join(get_args(Recompute))}", "it is none of them"
+            )
+
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp * self.cp

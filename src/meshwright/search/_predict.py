@@ -11,6 +11,7 @@ import torch
 from meshwright.cost import Cluster, Habits, Kernels, Numbers
 
 from ._degrees import Degrees, microbatches, tokens
+from ._errors import SearchError
 from ._layer import EIGHT_BIT, HALF, Layers, Spent
 from ._software import OURS, Software
 from ._stages import Share, shares
@@ -22,6 +23,8 @@ BESIDE = 0.1
 """How much longer computation takes while a collective runs beside it, as a part of the shorter of the two."""
 STEP = 5e-3
 """Seconds that a host needs for a step besides its layers."""
+HOSTS = 0.12
+"""How much longer hosts take per doubling of a tensor-parallel group, which goes at the pace of the slowest."""
 FILLING = {
     "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "Interleaved 1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
     "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
@@ -55,7 +58,14 @@ def predict(
     >>> from meshwright.search import Plan
     >>> round(float(predict(llama, Plan(dp=8, zero=1, batch=64), cluster_of("H100")).seconds), 1)
     1.7
+
+    Raises SearchError for a schedule whose bubble is not known.
     """
+    if plan.schedule not in FILLING:
+        raise SearchError(
+            f"a plan with the schedule {plan.schedule!r}", f"known are {', '.join(FILLING)}",
+            "its bubble is in no table here", 'Plan(schedule="1F1B")',
+        )  # fmt: skip
     return _Step(model, plan, cluster, software, habits or Habits()).prediction()
 
 
@@ -120,15 +130,12 @@ class _Step:
     def _whole(self, computed: Spent, width: int) -> Spent:
         """A layer with its collectives and what it computes again; never faster than a host begins its operators."""
         spent = computed + self.layers.meetings()
-        slower = 1 + self.HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
+        slower = 1 + HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
         floor = [x * slower for x in self.habits.host]
         forward = np.maximum(spent.forward, floor[0])
         again = self._again(spent, width)
         again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
         return Spent(forward, np.maximum(spent.backward, floor[1]) + again, spent.weights)
-
-    HOSTS = 0.12
-    """How much longer hosts take per doubling of a tensor-parallel group, which goes at the pace of the slowest."""
 
     def _again(self, spent: Spent, width: int) -> Numbers:
         h = self.model.hidden
