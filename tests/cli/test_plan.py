@@ -54,6 +54,10 @@ def test_a_plan_that_was_written_is_predicted_alike(
         (["--cluster", "many"], 1, "no count of devices"),
         (["--given", "tp"], 2, "NAME=VALUE"),
         (["--given", "tensor=2"], 1, "tensor"),
+        (["--given", "keep=2"], 1, "keep"),
+        (["--given", "batch=2"], 2, "--batch"),
+        (["--given", "microbatch=0"], 1, "microbatch = 0"),
+        (["--given", "zero=some"], 1, "zero = 'some'"),
     ],
 )
 def test_what_cannot_be_is_answered(

@@ -48,7 +48,15 @@ def test_a_file_says_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["cluster =", "[device]\nmemory = 1", FILE + "[other]\na = 1", FILE.replace("96", '"much"'), FILE + "a = 1"]
+    "text",
+    [
+        "cluster =",
+        "[device]\nmemory = 1",
+        FILE + "[other]\na = 1",
+        FILE.replace("96", '"much"'),
+        FILE + "a = 1",
+        'cluster = "machines.toml"',
+    ],
 )
 def test_a_file_that_is_wrong_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"

@@ -128,7 +128,6 @@ def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
         assert float(np.asarray(hold(SMALL, plan).nbytes)) == pytest.approx(priced.nbytes)
         assert priced.nbytes <= 40e9
         assert priced.seconds >= 0.94 * found.best.seconds
-    assert len(every.next) == found.fitting - 1
 
 
 def test_what_is_given_stays() -> None:

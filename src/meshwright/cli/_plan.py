@@ -16,7 +16,18 @@ from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
-from meshwright.search import Plan, Transformer, choose, hold, parse_plan, predict, share_of_peak, transformer_of
+from meshwright.search import (
+    Plan,
+    Transformer,
+    choose,
+    hold,
+    parse_plan,
+    plan_of,
+    predict,
+    share_of_peak,
+    simulated,
+    transformer_of,
+)
 
 FAILED = 1
 GIGA = 1e9
@@ -29,6 +40,9 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         ranks = settings.ranks or machines.devices
         if ranks is None:
             raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
+        if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
+            raise UsageError(f"meshwright plan: --given {doubled[0]}\n  write: --{doubled[0]}")
+        plan_of(settings.given)
         found = choose(model, machines, ranks, settings.batch, settings.sequence, settings.precision, **settings.given)
     except MeshwrightError as error:
         print(error, file=sys.stderr)
@@ -52,11 +66,10 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints what a step takes under a plan, and whether it fits."""
     try:
         model, machines = _model(settings.model), cluster(settings.cluster)
-        given = parse_plan(_read(settings.plan))
+        told = priced(model, parse_plan(_read(settings.plan)), machines)
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
-    told = priced(model, given, machines)
     print(json.dumps(told) if settings.json else written(told))
     return 0
 
@@ -64,7 +77,9 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
 def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
     """What there is to say about a plan, for programs."""
     step, held = predict(model, asked, machines), hold(model, asked)
-    seconds, nbytes = float(np.asarray(step.seconds)), float(np.asarray(held.nbytes))
+    seconds, nbytes = simulated(model, asked, machines), float(np.asarray(held.nbytes))
+    parts = {name: float(np.asarray(x)) for name, x in step.parts.items()}
+    parts["microbatches"] += seconds - sum(parts.values())
     return {
         "plan": asdict(asked),
         "ranks": asked.ranks,
@@ -74,7 +89,7 @@ def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]
         "bytes": nbytes,
         "memory": machines.device.memory,
         "fits": nbytes <= machines.device.memory,
-        "seconds of": {name: float(np.asarray(x)) for name, x in step.parts.items()},
+        "seconds of": parts,
         "bytes of": {name: float(np.asarray(x)) for name, x in held.parts.items()},
     }
 

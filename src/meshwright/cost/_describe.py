@@ -28,8 +28,10 @@ def cluster(text: str) -> Cluster:
     >>> cluster("64xA100-40G, 4 per node, 100G")
     64 x A100-40GB: 312 TFLOP/s bf16, 19.5 TFLOP/s f32, 1555 GB/s, 40 GB; 4 to a node on NVLink3; 100G between nodes
     """
-    if text.endswith(".toml"):
-        return _from_file(Path(text))
+    return _from_file(Path(text)) if text.endswith(".toml") else _from_line(text)
+
+
+def _from_line(text: str) -> Cluster:
     first, *rest = (word.strip() for word in text.split(","))
     found = _DEVICES.fullmatch(first)
     if found is None:
@@ -75,7 +77,7 @@ def _from_file(path: Path) -> Cluster:
             f"a cluster from {path}", f"tables {', '.join(given)}", f"known are {', '.join(sorted(known))}", EXAMPLE
         )
     try:
-        made = cluster(str(given["cluster"]))
+        made = _from_line(str(given["cluster"]))
         return replace(
             made, **{name: _part(getattr(made, name), given[name]) for name in known - {"cluster"} & set(given)}
         )

@@ -10,7 +10,7 @@ from ._find import Found, find_placement, find_schedule
 from ._held import Held, hold
 from ._hints import hints
 from ._meshes import MeshPlan, plan_mesh
-from ._plan import Plan, parse_plan
+from ._plan import Plan, parse_plan, plan_of
 from ._predict import Prediction, predict, share_of_peak, work
 from ._problem import Objective, Problem
 from ._simulated import simulated
@@ -56,6 +56,7 @@ __all__ = [
     "lower_bound",
     "parse_plan",
     "plan_mesh",
+    "plan_of",
     "predict",
     "share_of_peak",
     "simulated",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from itertools import product
 from typing import Any, get_args
 
 import numpy as np
 
 from ._degrees import NUMBERS, Plans
-from ._errors import SearchError
-from ._plan import Plan, Recompute
+from ._plan import Recompute, plan_of
 from ._predict import FILLING
 from ._transformer import Transformer
 
@@ -25,14 +23,9 @@ def candidates(
 ) -> Iterator[Plans]:
     """Plans with the same words, one bundle after the other; `given` names what is decided already.
 
-    Raises SearchError for names that no plan has.
+    Raises SearchError for names and values that no plan has.
     """
-    unknown = set(given) - {f.name for f in fields(Plan)}
-    if unknown:
-        raise SearchError(
-            f"a plan with {', '.join(sorted(unknown))}", f"a plan has {', '.join(f.name for f in fields(Plan))}",
-            "only what a plan has can be decided", "plan(…, tp=8)",
-        )  # fmt: skip
+    plan_of(given)
     rows = np.array(list(_rows(model, ranks, batch, sequence, per_node, given)), dtype=float).reshape(-1, len(NUMBERS))
     words = product(_allowed(given, "schedule", SCHEDULES), _allowed(given, "recompute", get_args(Recompute)))
     for schedule, recompute in words:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,11 +83,11 @@ def choose(
         found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
         least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
+    found.sort(key=_order)
+    found = _rehearsed(found[:keep], model, cluster, software)
     if not found:
         raise _none(model, ranks, batch, room, smallest)
-    found.sort(key=_order)
-    found = _rehearsed(found[:keep], model, cluster, software) + found[keep:]
-    return Choice(found[0], tuple(found[1:keep]), considered, fitting, time.monotonic() - begin)
+    return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin)
 
 
 def _order(priced: Priced) -> tuple[float, int, float]:
@@ -95,16 +96,14 @@ def _order(priced: Priced) -> tuple[float, int, float]:
 
 
 def _rehearsed(found: list[Priced], model: Transformer, cluster: Cluster, software: Software) -> list[Priced]:
-    """The same in the order of their tables run action by action, for as many as there is time for."""
+    """The same in the order of their tables run action by action, as far as there is time; those without are out."""
     until, told = time.monotonic() + REHEARSAL, list[Priced]()
-    for priced in found:
+    for n, priced in enumerate(found):
         if time.monotonic() > until:
-            break
-        try:
+            return sorted(told, key=_order) + found[n:]
+        with suppress(ScheduleError):
             told.append(replace(priced, seconds=simulated(model, priced.plan, cluster, software)))
-        except ScheduleError:
-            continue
-    return sorted(told, key=_order) + found[len(told) :]
+    return sorted(told, key=_order)
 
 
 def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[Priced]:

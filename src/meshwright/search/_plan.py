@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -46,7 +47,6 @@ class Plan:
                 "a plan", f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
                 "degrees are at least 1, and ZeRO has the stages 0 to 3", "Plan(dp=8, zero=1, batch=64)",
             )  # fmt: skip
-
         if self.recompute not in get_args(Recompute):
             raise _refused(
                 f"recompute = {self.recompute!r}", f"known are {', '.join(get_args(Recompute))}", "it is none of them"
@@ -79,13 +79,18 @@ def parse_plan(text: str) -> Plan:
         given: dict[str, Any] = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except ValueError as error:
         raise _refused("a text", str(error), "it is neither TOML nor JSON") from error
+    return plan_of(given)
+
+
+def plan_of(given: Mapping[str, Any]) -> Plan:
+    """The plan in which this is decided, and all else as it is by default. Raises SearchError as `parse_plan` does."""
     kinds = {f.name: f.type for f in fields(Plan)}
     if unknown := sorted(set(given) - set(kinds)):
         raise _refused(", ".join(unknown), f"a plan has {', '.join(kinds)}", "names are those of a plan")
     for name, value in given.items():
-        words = get_args(Recompute) if kinds[name] == "Recompute" else None
-        if type(value).__name__ != ("str" if words else kinds[name]) or (words and value not in words):
-            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"it is {words or kinds[name]}")
+        kind = "str" if kinds[name] == "Recompute" else kinds[name]
+        if type(value).__name__ != kind:
+            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"it is {kind}")
     return Plan(**given)
 
 
