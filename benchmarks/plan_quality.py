@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.cost import cluster_of
 from meshwright.graph import capture
-from meshwright.search import Prices, SearchError, choose, cut, every_cut, predict
+from meshwright.search import Prices, SearchError, choose, cut, every_cut, simulated
 
 from ._published import Run, runs
 from ._static_models import SUBJECTS
@@ -98,10 +98,10 @@ def grouped() -> list[list[Run]]:
 
 
 def beside_authors(own: list[Run]) -> tuple[str, float] | None:
-    """The predicted seconds of the plan that the search finds, beside those of the best of a group, as predicted."""
+    """The predicted seconds of the plan that the search finds, beside the best of a group's; both run as tables."""
     first = own[0]
     software = replace(first.software, tensor=1.0) if first.software.tensor < 1 else first.software
-    best = min(float(np.asarray(predict(r.model, r.plan, r.cluster, software).seconds)) for r in own)
+    best = min(simulated(r.model, r.plan, r.cluster, software) for r in own)
     try:
         found = choose(
             first.model, first.cluster, first.plan.ranks, first.plan.batch, first.plan.sequence, first.plan.precision,
