@@ -33,6 +33,7 @@ from meshwright.pipeline import (
     ScheduleError,
     behind_all,
     check,
+    in_pieces,
     linear,
     looped,
     mirrored,
@@ -125,7 +126,7 @@ class Work:
         ways, m = self.ways[: len(schedule.ways)], schedule.microbatches
         ways = with_behind(ways, behind_all(ways, m))
         peak = Peak(ways)
-        run = PipelineRun(ways, schedule, self.rank, {0, 1, 2}, watch=peak)
+        run = PipelineRun(ways, schedule, self.rank, in_pieces(ways, schedule, {0, 1, 2}), watch=peak)
         leaves = list(batch(ROWS * m))
         with local_parts():
             outputs, _ = run(*(fetch_of(i, self.slots)(leaves) for i in run.inputs))

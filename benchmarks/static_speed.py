@@ -61,13 +61,15 @@ class Case:
     """Whether the static mode is measured with passes left out and put in, one by one."""
     gloo: bool = False
     """Without shared memory: our collectives go through Gloo too."""
+    nodes: bool = False
+    """The batch over two mesh axes, nodes and the ranks of each: dp ranks in two nodes, weights whole on each."""
 
     @property
     def ranks(self) -> int:
         return self.dp * self.tp
 
     def __str__(self) -> str:
-        beside = " over Gloo" if self.gloo else ", passes" if self.passes else ""
+        beside = " over Gloo" if self.gloo else ", passes" if self.passes else " in two nodes" if self.nodes else ""
         return f"{self.size} dp={self.dp} tp={self.tp}{beside}"
 
 
@@ -78,6 +80,7 @@ SIZES = {
 CASES = [Case(size, dp, tp) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
 BESIDE = [
     *(Case(size, dp, tp, passes=True) for size, dp, tp in (("overhead", 1, 2), ("overhead", 2, 1), ("compute", 2, 1))),
+    Case("compute", 4, 1, nodes=True),
     *(Case(size, 1, 2, gloo=True) for size in SIZES),
 ]
 """What is measured beside: passes one by one, and how much is the way that messages go."""
@@ -106,6 +109,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "with bfloat16": {"amp": {"enable": True}},
 }
 """Settings of the static mode by name: every pass left out or put in, where nodes run one by one."""
+OVER_NODES = {"with sums over nodes": {"passes": [{"name": "hierarchy", "inner": ["tp"], "outer": ["dp"]}]}}
+"""What takes a mesh that tells nodes: the axis dp is that of the nodes there, and tp that of the ranks in one."""
 
 
 # --- the contenders ----------------------------------------------------------------------------------------------
@@ -161,11 +166,17 @@ def our_step(stage: Stage, make: Callable[..., Any]) -> Step:
     from meshwright.models import mark
 
     model = stage.whole()
-    mark(model, stage.mesh)
+    (cut_batch if stage.case.nodes else mark)(model, stage.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     dist_model = make(model, stage.batches, None, optimizer)
     dist_model.train()
     return lambda *batch: dist_model(*batch).item()
+
+
+def cut_batch(model: Any, mesh: mw.ProcessMesh) -> None:
+    """Weights whole on each rank, and the batch cut over both axes of the mesh."""
+    both = [mw.Replicate(), mw.Shard(0), mw.Shard(0)]
+    mw.shard_layer(model, mesh, input_fn=lambda inputs, mesh: tuple(mw.reshard(x, mesh, both) for x in inputs))
 
 
 def static_step(settings: dict[str, Any]) -> Callable[[Stage], Step]:
@@ -199,6 +210,7 @@ def rope(stage: Stage) -> tuple[Tensor, Tensor]:
 RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}
 CONTENDERS = {"ours": static_step({"compiler": "inductor"}), **RIVALS}
 PASSES = {name: static_step({**PLAIN, **settings}) for name, settings in STRATEGIES.items()}
+NODES = {name: static_step({**PLAIN, **settings}) for name, settings in ({"node by node": {}} | OVER_NODES).items()}
 
 
 # --- one of the processes ----------------------------------------------------------------------------------------
@@ -214,12 +226,12 @@ class Start:
     error: str = ""
 
 
-def main(path: str, size: str, dp: str, tp: str, passes: str, turns: str, caches: str) -> None:
+def main(path: str, size: str, dp: str, tp: str, passes: str, nodes: str, turns: str, caches: str) -> None:
     """One rank: every contender's first steps, then all in turns; rank 0 writes what was found."""
-    case = Case(size, int(dp), int(tp), passes == "1")
+    case = Case(size, int(dp), int(tp), passes == "1", nodes=nodes == "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
     stage = set_up(case)
-    contenders = PASSES if case.passes else CONTENDERS
+    contenders = PASSES if case.passes else NODES if case.nodes else CONTENDERS
     starts = {name: start(stage, build, f"{caches}/{name}") for name, build in contenders.items()}
     steps = {name: found.step for name, found in starts.items() if found.step is not None}
     times = slowest_rank(in_turns(steps, stage, int(turns)))
@@ -237,7 +249,8 @@ def set_up(case: Case) -> Stage:
     mw.init_process(backend="gloo")
     torch.compile(lambda x: x + 1)(torch.ones(1))
     size = SIZES[case.size]
-    mesh = mw.ProcessMesh(torch.arange(case.ranks).reshape(1, case.dp, case.tp).numpy(), dim_names=["pp", "dp", "tp"])
+    shape = (1, 2, case.ranks // 2) if case.nodes else (1, case.dp, case.tp)
+    mesh = mw.ProcessMesh(torch.arange(case.ranks).reshape(shape).numpy(), dim_names=["pp", "dp", "tp"])
     torch_mesh = torch.distributed.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(1)
     shape = (2, size.batch, size.sequence)
@@ -331,8 +344,8 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 def compared(times: dict[str, list[float]]) -> dict[str, float]:
     """Each strategy's time over that of the first: above 1 a pass left out tells what it gains, one put in its cost."""
-    first = next(iter(STRATEGIES))
-    return {name: ratio(times[name], times[first]) for name in STRATEGIES if name != first and name in times}
+    first, *others = STRATEGIES | OVER_NODES
+    return {name: ratio(times[name], times[first]) for name in others if name in times}
 
 
 def ratio(a: list[float], b: list[float]) -> float:
@@ -369,7 +382,8 @@ def measure(case: Case, turns: int, env: dict[str, str] | None = None) -> dict[s
     print(f"{case} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "row.json"
-        argv = ["-m", "benchmarks.static_speed", path, case.size, case.dp, case.tp, int(case.passes), turns, directory]
+        argv = ["-m", "benchmarks.static_speed", path, case.size, case.dp, case.tp]
+        argv += [int(case.passes), int(case.nodes), turns, directory]
         shared = "off" if case.gloo else "on"
         env = {"PYTHONPATH": python_path(), "MESHWRIGHT_SHARED_MEMORY": shared, **(env or {})}
         status = launch([str(word) for word in argv], case.ranks, env, timeout=1800)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.engine import get_mesh as get_mesh
     from meshwright.engine import get_rank as get_rank
     from meshwright.engine import local_map as local_map
+    from meshwright.engine import microbatched as microbatched
     from meshwright.engine import pipe_split as pipe_split
     from meshwright.engine import plan as plan
     from meshwright.engine import reshard as reshard
@@ -70,6 +71,7 @@ __all__ = [
     "get_rank",
     "init_process",
     "local_map",
+    "microbatched",
     "pipe_split",
     "plan",
     "random_source",
@@ -96,8 +98,8 @@ _ROOMS = {
     "tensor": ["DistTensor", "random_source"],
     "engine": [
         "auto", "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank",
-        "local_map", "LocalLayer", "pipe_split", "plan", "reshard", "set_mesh", "shard_dataloader", "shard_layer",
-        "shard_optimizer", "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml",
+        "local_map", "LocalLayer", "microbatched", "pipe_split", "plan", "reshard", "set_mesh", "shard_dataloader",
+        "shard_layer", "shard_optimizer", "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml",
         "strategy_to_toml", "to_static", "to_torch_dtensor", "unshard_dtensor",
     ],
 }  # fmt: skip

@@ -236,6 +236,8 @@ def main() -> None:
     directory, story = Path(sys.argv[1]), sys.argv[2]
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
     carrier = init_process(check=Check(every=1, limit=limit))
+    assert isinstance(carrier, ProcessCarrier)
+    assert init_process() is carrier  # a script says so too, where `meshwright run` has done it
     found = story_of_three(directory) if story == "three" else story_of_loss(directory)
     torch.save(found, directory / f"{carrier.rank}.pt")
 

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import _programs as programs
 
-from meshwright.comm import NoCarrierError, init_process, launch, simulate
+from meshwright.comm import NoCarrierError, current, init_process, launch, simulate
 
 SCRIPT = str(Path(programs.__file__))
 
@@ -93,3 +93,7 @@ def test_a_process_outside_a_run_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(NoCarrierError, match="meshwright run"):
         init_process()
+
+
+def test_a_simulated_rank_has_its_carrier_already() -> None:
+    assert all(simulate(lambda: init_process() is current(), 2))

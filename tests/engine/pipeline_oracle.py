@@ -62,9 +62,9 @@ def laid(model: Chain, way: Sequence[int], ranks_per_stage: int) -> Chain:
     return model
 
 
-def batch(number: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def batch(number: int, rows: int, length: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(number)
-    shape = (rows, 4)
+    shape = (rows, length)
     tokens, labels = (torch.randint(0, 11, shape, generator=g) for _ in range(2))
     return tokens, torch.rand(shape, generator=g) > 0.5, labels
 

@@ -10,7 +10,8 @@ import torch
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
-from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
+from meshwright.graph import capture, complete, spread, with_layouts
+from meshwright.pipeline import ScheduleError, StageError, check, chunk_times, one_f_one_b, staged
 
 from .pipeline_oracle import Chain, alone, batch, compare, laid, loss_of, piped
 
@@ -64,6 +65,40 @@ def test_the_schedule_is_chosen() -> None:
         assert "makespan" in found.why
 
 
+@pytest.mark.parametrize(("capacity", "holds"), [(2.0, (2.0, 2.0)), (None, (4.0, 3.0))])
+def test_what_is_chosen_fits_into_memory(capacity: float | None, holds: tuple[float, ...]) -> None:
+    def chosen() -> Any:
+        return piped((0, 1), {"accumulate_steps": 4, "capacity": capacity}, 8, then=lambda dist: dist.pipeline)
+
+    assert check(mw.simulate(chosen, 2)[0][2].schedule) == holds
+
+
+def test_the_times_of_chunks_are_counted() -> None:
+    """Frozen weights have no W, what has no gradient no B; products cost as much for each gradient as forward."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+            self.second.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            homes = [mw.ProcessMesh([stage], ["dp"]) for stage in range(2)]
+            x = mw.reshard(x, homes[0], [mw.Replicate()])
+            return self.second(mw.reshard(self.first(x), homes[1], [mw.Replicate()]))
+
+    def times() -> Any:
+        net = Two()
+        captured = capture(net, net, (torch.ones(4, 8),))
+        program = spread(captured.program)
+        program, stages = staged(with_layouts(program, complete(program, {})))
+        return chunk_times(program, stages, {"first.weight"})
+
+    found = mw.simulate(times, 2)[0]
+    assert found.of_chunk(0) == (1.0, 1e-3, 1.0)
+    assert found.of_chunk(1) == (1.0, 1.0, 1e-3)
+
+
 @pytest.mark.parametrize("how", ["pipeline", "merge"])
 def test_batches_of_many_sizes(how: str) -> None:
     options: dict[str, Any] = {"pipeline": {"enable": True, "accumulate_steps": 2}}
@@ -90,6 +125,59 @@ def test_batches_of_many_sizes(how: str) -> None:
 
 
 SIZES = (4, 8, 12, 6)
+FORMS = [((2, 4), (3, 5), (2, 4), (1, 7)), ((3, 5), (2, 4), (2, 4), (2, 4))]
+"""Rows and lengths of the microbatches of each step."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "tied"), [("1F1B", (0, 1), True), ("ZB-V", (0, 1, 1, 0), True), ("DualPipe", (0, 1), False)]
+)
+def test_microbatches_of_many_sizes(name: str, way: tuple[int, ...], tied: bool) -> None:
+    """Buffers go from one to the next, whatever their sizes; every step has other sizes in another order."""
+    buffers = name != "DualPipe"
+
+    def train(homes: bool) -> list[Any]:
+        torch.manual_seed(1)
+        model = Chain(len(way), tied, buffers)
+        if homes:
+            laid(model, way, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options = {"enable": True, "schedule_mode": name, "accumulate_steps": 4}
+        dist = mw.to_static(
+            model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+            optimizer, mw.Strategy.of(pipeline=options),
+        )  # fmt: skip
+        losses: list[float] = []
+        for step, sizes in enumerate(FORMS):
+            batches = [batch(10 * step + m, *size) for m, size in enumerate(sizes)]
+            if homes:
+                losses.append(dist.accumulate(batches).item())
+                continue
+            total = sum(loss_of(model(*inputs), labels) / len(batches) for *inputs, labels in batches)
+            total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total.item())
+        return [losses, {name: mw.unshard_dtensor(x.detach()) for name, x in model.state_dict().items()}]
+
+    for found in mw.simulate(lambda: train(True), max(way) + 1):
+        compare(found, train(False))
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "says"),
+    [
+        ([batch(0, 2)] * 3, {"pipeline": {"enable": True, "accumulate_steps": 4}}, "accumulate_steps = 4"),
+        ([batch(0, 2)], {}, "no pipeline"),
+        ([batch(0, 2), batch(0, 2)[:2]], {"pipeline": {"enable": True, "accumulate_steps": 2}}, "built alike"),
+    ],
+)
+def test_batches_that_are_no_microbatches_are_refused(batches: Any, options: dict[str, Any], says: str) -> None:
+    model = Chain(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dist = mw.to_static(model, None, loss_of, optimizer, mw.Strategy.of(**options))
+    with pytest.raises(StaticError, match=says):
+        dist.accumulate(batches)
 
 
 def test_a_pipeline_is_not_saved(tmp_path: Path) -> None:
@@ -140,6 +228,7 @@ def test_a_table_is_a_schedule() -> None:
         ((0, 1), {"schedule_mode": "ZB-V"}, StageError, "chunks on stages"),
         ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "renews"),
         ((0, 1), {"schedule_mode": "no such"}, ScheduleError, "no such"),
+        ((0, 1), {"schedule_mode": "1F1B", "capacity": 2.0}, StrategyError, "capacity = 2"),
         ((0, 1), {"schedule_mode": str(one_f_one_b(2, 4))}, StrategyError, "accumulate_steps = 4"),
     ],
 )

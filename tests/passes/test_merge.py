@@ -109,11 +109,11 @@ def test_merged_gradients_are_those_of_an_eager_loop() -> None:
 
 def test_pieces_have_one_size() -> None:
     with pytest.raises(RewriteError, match="7 rows"):
-        Merge(4).first((torch.ones(7, 2),))
+        Merge(4).piece((torch.ones(7, 2),), 0)
     with pytest.raises(RewriteError, match="0 pieces"):
         Merge(0)
     mask, rows = torch.ones(3, 3), torch.ones(8, 2)
-    assert [tuple(x.shape) for x in Merge(4).first((rows, mask))] == [(2, 2), (3, 3)]
+    assert [tuple(x.shape) for x in Merge(4).piece((rows, mask), 0)] == [(2, 2), (3, 3)]
 
 
 def test_it_goes_with_writing_in_place() -> None:

@@ -66,6 +66,19 @@ def test_optimizers_step_where_the_parameters_are() -> None:
         torch.testing.assert_close(found, w.detach())
 
 
+def test_a_plain_tensor_that_comes_back_as_it_is_stays_plain() -> None:
+    """Outside the mesh, too: `to` gives its operand, and writes nothing to it."""
+
+    def on_rank() -> bool:
+        out = mw.shard_tensor(torch.ones(4, 4), SECOND, [])
+        out.requires_grad_()
+        y = torch.ones(4)
+        y.to(out)
+        return y.requires_grad
+
+    assert not any(mw.simulate(on_rank, 4))
+
+
 def test_a_plain_parameter_gets_zeros_where_the_tensor_that_it_met_is_not() -> None:
     def on_rank() -> Any:
         w = torch.nn.Parameter(torch.ones(4, 4))

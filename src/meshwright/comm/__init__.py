@@ -18,6 +18,7 @@ from ._errors import (
 )
 from ._guard import Check
 from ._launch import launch
+from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
 from ._simulated import Simulated, simulate
@@ -40,6 +41,7 @@ __all__ = [
     "MissingCallError",
     "NestedSimulationError",
     "NoCarrierError",
+    "Posted",
     "ProcessCarrier",
     "Receive",
     "Recorded",

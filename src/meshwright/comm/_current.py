@@ -21,9 +21,14 @@ class _Everywhere:
 _here = _Here()
 
 
+def installed() -> Carrier | None:
+    """The calling thread's carrier, else the process's; None where there is neither."""
+    return _here.carrier or _Everywhere.carrier
+
+
 def current() -> Carrier:
-    """The calling thread's carrier, else the process's; NoCarrierError where there is neither."""
-    carrier = _here.carrier or _Everywhere.carrier
+    """What `installed` gives; NoCarrierError where that is nothing."""
+    carrier = installed()
     if carrier is None:
         raise NoCarrierError(
             "a collective, or a tensor on a mesh",
@@ -43,6 +48,21 @@ def use(carrier: Carrier) -> Generator[Carrier]:
         yield carrier
     finally:
         _here.carrier = before
+
+
+@contextmanager
+def carrying(carrier: Carrier) -> Generator[Carrier]:
+    """As `use`; where the process has one carrier for all its threads, those of backward passes talk to it too."""
+    if _here.carrier is not None:
+        with use(carrier):
+            yield carrier
+        return
+    before = _Everywhere.carrier
+    _Everywhere.carrier = carrier
+    try:
+        yield carrier
+    finally:
+        _Everywhere.carrier = before
 
 
 def install(carrier: Carrier | None) -> None:

@@ -24,7 +24,7 @@ from meshwright.reshard import Plan
 
 from ._call import Call, Group, Shape
 from ._carrier import Arrival, Carrier, Receive, check_message
-from ._current import install
+from ._current import install, installed
 from ._errors import CallError
 from ._guard import Check, Guard
 from ._kept_memory import keep_memory
@@ -225,13 +225,18 @@ def init_process(
     check: Check | str | int | None = None,
     transfer_limit: float = 1800.0,
     place: Place | None = None,
-) -> ProcessCarrier:
+) -> Carrier:
     """The carrier of this process, installed for all its threads; from torchrun's environment.
+
+    Where there is one, which `meshwright run` and `simulate` see to, it is that one, and the arguments say nothing.
 
     `backend` carries tensors that are not on the CPU ("nccl" where there is CUDA); `check` is "every", "off", a
     number N (every N-th call of a group) or a `Check`, else what MESHWRIGHT_CHECK says. `transfer_limit` is how many
     seconds one transfer may take once all its ranks have agreed on it.
     """
+    there = installed()
+    if there is not None:
+        return there
     check = Check.from_environment() if check is None else _check_of(check)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"

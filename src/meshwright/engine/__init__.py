@@ -9,6 +9,7 @@ from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
+from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
 from ._split import split_pipeline
 from ._static import DistModel, to_static
@@ -36,6 +37,7 @@ __all__ = [
     "get_mesh",
     "get_rank",
     "local_map",
+    "microbatched",
     "pipe_split",
     "plan",
     "reshard",

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.comm import current
-from meshwright.graph import Capture, Program, apply_passes, record_gradients, verify, work_of
+from meshwright.graph import Capture, Program, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
     BEHIND,
+    Intake,
     Parts,
     PipelineRun,
     Schedule,
+    StageError,
     Stages,
-    Times,
     behind_all,
     check,
     check_fits,
+    chunk_times,
+    in_pieces,
     known,
     mirrored,
+    one_by_one,
     parse_schedule,
     staged,
     taken_apart,
     with_behind,
 )
 from meshwright.search import Problem, find_schedule
+from meshwright.tensor import leaves_in
 
 from ._errors import StrategyError
 from ._strategy import Pipeline, Strategy
+from ._variants import sizes_of
 
 AUTO = "auto"
 
@@ -40,23 +47,80 @@ class Chosen:
     why: str
 
 
-def ways_of(
-    captured: Capture, strategy: Strategy, update: Callable[[Program], Program]
-) -> tuple[tuple[Parts, ...], Chosen]:
-    """The parts of this rank for each way of the schedule, and the schedule; `update` puts the optimizer's step behind.
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """A step in a pipeline: the parts of this rank for each copy of the model, how batches come in, the schedule."""
 
-    Raises StageError, or ScheduleError, for a table that is none for the model's chunks.
+    copies: tuple[Parts, ...]
+    intake: Intake
+    chosen: Chosen
+
+
+class Separate(tuple[Any, ...]):
+    """Batches that are taken one by one, as the microbatches of a step."""
+
+    __slots__ = ()
+
+    @property
+    def firsts(self) -> list[Any]:
+        """The first batch of each form: of the sizes that there are among them."""
+        found: dict[Any, Any] = {}
+        for batch in self:
+            found.setdefault(_sizes(batch), batch)
+        return [*found.values()]
+
+    @property
+    def form_of(self) -> tuple[int, ...]:
+        """The number of each batch's form."""
+        sizes = [_sizes(batch) for batch in self.firsts]
+        return tuple(sizes.index(_sizes(batch)) for batch in self)
+
+
+def _sizes(batch: Any) -> Any:
+    return sizes_of(list(leaves_in(batch)))
+
+
+def piped(
+    captured: Sequence[Capture], batch: Sequence[Any], strategy: Strategy, update: Callable[[Program], Program]
+) -> Piped:
+    """The step of a batch; `update` puts the optimizer's step behind.
+
+    Of batches that are `Separate` every form has a capture. Raises StageError, or ScheduleError, for a table that is
+    none for the model's chunks, and StrategyError for a number of batches that it is not for.
     """
-    program, stages = staged(captured.program)
-    chosen = _chosen(strategy.pipeline, program, stages)
+    first, *_ = programs = [staged(c.program) for c in captured]
+    trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
+    chosen = _chosen(strategy.pipeline, *first, trained)
     schedule = chosen.schedule
-    opposite = [staged(mirrored(captured.program, stages)) for _ in schedule.ways[1:]]
-    recompute = bool(schedule.recomputed)
-    ways = [
-        taken_apart(_step(replace(captured, program=p), strategy), s, recompute)
-        for p, s in ((program, stages), *opposite)
-    ]
-    return with_behind(ways, update(behind_all(ways, schedule.microbatches))), chosen
+    count = range(schedule.microbatches)
+    form_of = batch.form_of if isinstance(batch, Separate) else (0,) * len(count)
+    pairs = sorted({(schedule.way_of(m), form_of[m]) for m in count})
+    steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
+    _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
+    copies = [taken_apart(step, stages, bool(schedule.recomputed)) for step, stages in steps]
+    copies = with_behind(copies, update(behind_all(copies, schedule.microbatches)))
+    if isinstance(batch, Separate):
+        copy_of = [pairs.index((schedule.way_of(m), form_of[m])) for m in count]
+        return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen)
+    how = strategy.microbatches
+    assert how is not None
+    return Piped(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen)
+
+
+def _staged_step(
+    captured: Capture, found: tuple[Program, Stages], way: int, strategy: Strategy
+) -> tuple[Program, Stages]:
+    """The step of one microbatch that goes one way, and its stages."""
+    program, stages = staged(mirrored(captured.program, found[1])) if way else found
+    return _step(replace(captured, program=program), strategy), stages
+
+
+def _check_alike(found: Sequence[Stages]) -> None:
+    if len({(stages.ranks, stages.way) for stages in found}) > 1:
+        raise StageError(
+            "microbatches of other sizes", "a model whose chunks depend on the sizes of its batch",
+            "all microbatches go through the chunks of one schedule", "marks that are the same for all sizes",
+        )  # fmt: skip
 
 
 def _step(captured: Capture, strategy: Strategy) -> Program:
@@ -65,23 +129,14 @@ def _step(captured: Capture, strategy: Strategy) -> Program:
     return apply_passes(step, strategy.passes_on("step"))
 
 
-def _chosen(options: Pipeline, program: Program, stages: Stages) -> Chosen:
+def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> Chosen:
     if options.schedule_mode != AUTO:
         return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as asked")
-    forward = _forward_times(program, stages)
-    found = find_schedule(Problem(stages.way, options.accumulate_steps, Times(forward, forward, forward)), seconds=0.0)
-    shares = ", ".join(f"{t:.2f}" for t in forward)
-    return Chosen(found.schedule, f"{found}, for forward times {shares} of the chunks on stages {stages.way}")
-
-
-def _forward_times(program: Program, stages: Stages) -> tuple[float, ...]:
-    """Each chunk's share of the forward pass's operations, the largest as 1; a gradient counts as much, twice."""
-    flops = [0.0] * len(stages.way)
-    for node in program.nodes:
-        if node.origin.chunk is not None and node.origin.chunk >= 0:
-            flops[node.origin.chunk] += work_of(node).flops
-    most = max(flops, default=0.0) or 1.0
-    return tuple(max(f / most, 1e-3) for f in flops)
+    times = chunk_times(program, stages, trained)
+    problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
+    found = find_schedule(problem, seconds=0.0)
+    shares = ", ".join(" ".join(f"{t:.2f}" for t in times.of_chunk(c)) for c in range(len(stages.way)))
+    return Chosen(found.schedule, f"{found}, for times of F, B and W {shares} of the chunks on stages {stages.way}")
 
 
 def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
@@ -107,10 +162,10 @@ def _table(options: Pipeline, stages: Stages) -> Schedule:
     return how.make(ranks, microbatches, max(1, len(stages.way) // ranks))
 
 
-def whole_program(ways: Sequence[Parts], run: PipelineRun) -> Program:
-    """The step of one microbatch with what is done once, to be read; way after way."""
-    behind = ways[0].programs[BEHIND]
+def whole_program(copies: Sequence[Parts], run: PipelineRun) -> Program:
+    """The step of one microbatch with what is done once, to be read; copy after copy of the model."""
+    behind = copies[0].programs[BEHIND]
     made = {v for node in behind.nodes for v in node.outs}
-    nodes = (node for parts in ways for node in parts.step.nodes if not made & {*node.outs})
-    specs = {v: spec for program in (*(parts.step for parts in ways), behind) for v, spec in program.specs.items()}
+    nodes = (node for parts in copies for node in parts.step.nodes if not made & {*node.outs})
+    specs = {v: spec for program in (*(parts.step for parts in copies), behind) for v, spec in program.specs.items()}
     return replace(behind, inputs=run.inputs, nodes=(*nodes, *behind.nodes), specs=specs)

@@ -47,7 +47,7 @@ from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._pieces import Pieces
-from ._pipeline import Chosen, ways_of, whole_program
+from ._pipeline import Chosen, Separate, piped, whole_program
 from ._program_files import Model, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
 from ._shared import recorded_once
@@ -154,6 +154,32 @@ class DistModel:
             else:
                 return self._run(found, leaves)
         return self._run_pieces(batch)
+
+    def accumulate(self, batches: Iterable[Sequence[Any]]) -> Tensor:
+        """A training step whose microbatches are these batches, each with sizes of its own; gives their mean loss.
+
+        There are as many as the pipeline has microbatches, and each counts as much as any other. Each new row of sizes
+        is recorded anew. Raises StaticError without a pipeline, and for another number.
+        """
+        separate = Separate(batches)
+        self._check_separate(separate)
+        leaves = list(leaves_in(tuple(separate)))
+        return self._run(self._found(separate, leaves), leaves)
+
+    def _check_separate(self, batches: Separate) -> None:
+        options = self.strategy.pipeline
+        asked = f"dist_model.accumulate({len(batches)} batches)"
+        if self._mode != "train" or not options.enable:
+            raise StaticError(
+                asked, "no pipeline that trains", "its microbatches are what is given one by one",
+                'mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 8}), and dist_model.train()',
+            )  # fmt: skip
+        if len(batches) != options.accumulate_steps or len({form_of(tuple(b)) for b in batches}) != 1:
+            raise StaticError(
+                asked, f"pipeline.accumulate_steps = {options.accumulate_steps}",
+                "there is one batch for each microbatch, and all are built alike",
+                f"{options.accumulate_steps} batches of the same number of tensors",
+            )  # fmt: skip
 
     def compile(self, *batch: Any) -> Program:
         """The program for such a batch, recorded and not run; tensors may be on the meta device."""
@@ -298,7 +324,7 @@ class DistModel:
         if self._mode == "train" and self.strategy.pipeline.enable:
             return self._compile_pipeline(batch)
         merge = self.strategy.merge if self._mode == "train" else None
-        captured, layouts = self._captured(merge.first(batch) if merge else batch, dynamic)
+        captured, layouts = self._captured(merge.piece(batch, 0) if merge else batch, dynamic)
         how = (
             self._key(batch),
             dynamic,
@@ -312,36 +338,41 @@ class DistModel:
         self._lay(captured, layouts)
         return self._ready(program, captured.slots), fits
 
-    def _captured(self, batch: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Layouts]:
-        """The captured model, its layouts completed, after the passes on captured programs."""
+    def _captured(
+        self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
+    ) -> tuple[Capture, Layouts]:
+        """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
         captured = capture(self.network, self._call, batch, dynamic)
         program = spread(captured.program)
-        layouts = complete(program, {**self._homes, **(self.strategy.layouts or {})})
+        layouts = complete(program, {**self._homes, **(homes or {}), **(self.strategy.layouts or {})})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, self.strategy.passes_on("captured"))), layouts
 
     def _lay(self, captured: Capture, layouts: Layouts) -> None:
         """Parameters, buffers and states lie from now on as the program takes them."""
         lay_as_captured(captured, self.optimizer)
-        held = _slot_values(captured.program)
-        self._homes |= {name: spec for name, spec in layouts.specs.items() if name in held}
+        self._homes |= _homes(captured, layouts)
         self.layouts = layouts
 
     def _compile_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits]:
         """The actions of a pipeline's microbatches, each with a program."""
         how = self.strategy.microbatches
         assert how is not None
-        captured, layouts = self._captured(how.first(batch), {})
-        ways, self.pipeline = ways_of(captured, self.strategy, lambda step: self._with_update(captured, step))
+        firsts = batch.firsts if isinstance(batch, Separate) else [how.piece(batch, 0)]
+        captured, layouts = self._captured(firsts[0], {})
+        homes = _homes(captured, layouts)
+        others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
+        found = piped([captured, *others], batch, self.strategy, lambda step: self._with_update(captured, step))
+        self.pipeline = found.chosen
         fits = captured.fits()
         self._lay(captured, layouts)
-        cut = how.leaves(list(leaves_in(batch)))
         run = PipelineRun(
-            ways, self.pipeline.schedule, current().rank, cut, lambda part: self._run_of(part, captured.slots)
-        )
+            found.copies, found.chosen.schedule, current().rank, found.intake,
+            lambda part: self._run_of(part, captured.slots),
+        )  # fmt: skip
         at = {given.value: n for n, given in enumerate(run.inputs)}
         fetch = tuple(fetch_of(given, captured.slots, self.optimizer) for given in run.inputs)
-        return Compiled(whole_program(ways, run), run, fetch, tuple(at[x] for x in run.writes)), fits
+        return Compiled(whole_program(found.copies, run), run, fetch, tuple(at[x] for x in run.writes)), fits
 
     def _run_of(self, program: Program, slots: Sequence[Slot]) -> tuple[Run, tuple[Value, ...]]:
         """A part of a pipeline's step after all passes, as a function; and the inputs that it gives values for."""
@@ -417,6 +448,12 @@ class DistModel:
         update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size, cut)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], "state": b["state"]})
+
+
+def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
+    """How parameters and buffers lie."""
+    held = _slot_values(captured.program)
+    return {name: spec for name, spec in layouts.specs.items() if name in held}
 
 
 def _slot_values(program: Program) -> set[str]:

@@ -169,15 +169,22 @@ class Pipeline:
     """The batch in `accumulate_steps` microbatches, which go through the model's stages in the order of a schedule.
 
     `schedule_mode` names one ("1F1B", "ZB-H1": `meshwright schedule list`), or is the text of a table; "auto" takes the
-    shortest known one for the work of the model's chunks, and `DistModel.pipeline` tells why. Stages are the meshes
-    that marks take values to. Losses and gradients are means over the microbatches.
+    shortest known one for the work of the model's chunks, and `DistModel.pipeline` tells why; `capacity` is how many
+    (chunk, microbatch) a rank may hold then, from their forward to their backward. Stages are the meshes that marks
+    take values to. Losses and gradients are means over the microbatches.
     """
 
     enable: bool = False
     schedule_mode: str = "auto"
     accumulate_steps: int = 1
+    capacity: float | None = None
 
     def __post_init__(self) -> None:
+        if self.capacity is not None and self.schedule_mode != "auto":
+            raise StrategyError(
+                f"pipeline.capacity = {self.capacity:g}, schedule_mode = {self.schedule_mode.splitlines()[0]!r}",
+                "a schedule that is given", "what it holds is as it is", 'schedule_mode = "auto", or no capacity',
+            )  # fmt: skip
         if self.accumulate_steps < 1:
             raise StrategyError(
                 f"pipeline.accumulate_steps = {self.accumulate_steps}", "a number below one",

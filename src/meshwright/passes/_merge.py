@@ -49,17 +49,24 @@ class Merge:
                 f"Merge({self.pieces})", f"{self.pieces} pieces", "a batch has pieces", "Merge(4), or no merge"
             )
 
-    def first(self, batch: Any) -> Any:
-        """The first piece of a batch: what a program of one piece is recorded for. RewriteError for uneven pieces."""
-        rows = _rows_of(tensors_in(batch))
-        return map_tensors(lambda x: self._cut(x) if _rows_of([x]) == rows else x, batch)
+    def piece(self, batch: Any, number: int) -> Any:
+        """One of the pieces of a batch; that of a distributed tensor is one of each rank's part.
 
-    def _cut(self, x: Tensor) -> Tensor:
+        A program of one piece is recorded for the first one. RewriteError for uneven pieces.
+        """
+        rows = _rows_of(tensors_in(batch))
+        return map_tensors(lambda x: self._cut(x, number) if _rows_of([x]) == rows else x, batch)
+
+    def _cut(self, x: Tensor, number: int) -> Tensor:
         if not isinstance(x, DistTensor):
-            return x[: self._part(x.shape[0])]
+            return self._rows(x, number)
         spec = Spec(x.spec.mesh, x.spec.layout, (self._part(x.spec.shape[0]), *x.spec.shape[1:]), x.spec.dtype)
         with local_parts():
-            return stamp(x[: self._part(x.shape[0])].as_subclass(Tensor), spec)
+            return stamp(self._rows(x, number).as_subclass(Tensor), spec)
+
+    def _rows(self, x: Tensor, number: int) -> Tensor:
+        rows = self._part(x.shape[0])
+        return x[number * rows : (number + 1) * rows]
 
     def _part(self, rows: int) -> int:
         if rows % self.pieces:

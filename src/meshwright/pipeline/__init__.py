@@ -2,8 +2,10 @@
 
 from ._action import Action, Kind, parse_action
 from ._check import channels, check
+from ._chunk_times import chunk_times
 from ._errors import ScheduleError, StageError
 from ._flush import eager_one_f_one_b, gpipe, one_f_one_b
+from ._intake import Intake, in_pieces, one_by_one
 from ._interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from ._known import KNOWN, Known, Shape, known
 from ._memory import Memory, peaks
@@ -31,6 +33,7 @@ __all__ = [
     "Action",
     "Channel",
     "Edge",
+    "Intake",
     "Kind",
     "Known",
     "Memory",
@@ -51,10 +54,12 @@ __all__ = [
     "check_fits",
     "chimera",
     "chimera_doubled",
+    "chunk_times",
     "dualpipe",
     "dualpipe_v",
     "eager_one_f_one_b",
     "gpipe",
+    "in_pieces",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
     "known",
@@ -62,6 +67,7 @@ __all__ = [
     "looped",
     "looped_bfs",
     "mirrored",
+    "one_by_one",
     "one_f_one_b",
     "parse_action",
     "parse_schedule",

@@ -15,6 +15,7 @@ from meshwright.reshard import Halves, halves_of
 
 from ._action import Kind
 from ._errors import StageError
+from ._intake import Intake
 from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total
 from ._schedule import Schedule
 from ._stages import Stages
@@ -100,34 +101,37 @@ class _Totals:
 class PipelineRun:
     """A training step of all microbatches, in the order of a schedule's row.
 
-    `ways` are the parts for each way of the schedule. `run(*inputs)` takes the inputs of `inputs`; those in `cut`
-    (numbers of leaves of the batch) are taken apart along dim 0. It gives the outputs of the program behind, and the
-    values that `writes` take over. After each action `watch` is told what is held of each microbatch.
+    `copies` are the parts of the model's copies, and `intake` tells which one a microbatch goes through. Every copy
+    of a way of the schedule is one; microbatches of other sizes have others. `run(*inputs)` takes the inputs of
+    `inputs`. It gives the outputs of the program behind, and the values that `writes` take over. After each action
+    `watch` is told what is held of each microbatch.
     """
 
     def __init__(
-        self, ways: Sequence[Parts], schedule: Schedule, rank: int, cut: set[int],
+        self, copies: Sequence[Parts], schedule: Schedule, rank: int, intake: Intake,
         make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None,
     ) -> None:  # fmt: skip
-        self.inputs = _inputs(ways)
-        self._microbatches, self._watch = schedule.microbatches, watch
-        self._cut = [i.value for i in self.inputs if i.role == "batch" and i.source in cut]
-        self._before = [(parts.programs[BEFORE], make(parts.programs[BEFORE])[0]) for parts in ways]
-        behind = ways[0].programs[BEHIND]
+        self.inputs = intake.inputs
+        self._microbatches, self._feeds, self._watch = schedule.microbatches, intake.feeds, watch
+        self._before = [(parts.programs[BEFORE], make(parts.programs[BEFORE])[0]) for parts in copies]
+        behind = copies[0].programs[BEHIND]
         self._behind, written = make(behind)
         self._reads = tuple(i.value if i.role != "saved" else i.source for i in behind.inputs)
         self._parts = {
-            (way, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
-            for way, parts in enumerate(ways)
+            (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
+            for copy, parts in enumerate(copies)
             for place in parts.programs
             if place not in (BEFORE, BEHIND)
         }
-        stage = ways[0].stages.of(rank)
-        self._row = () if stage is None else _entries(schedule, stage)
+        stage = copies[0].stages.of(rank)
+        self._row = () if stage is None else _entries(schedule, stage, intake.copies)
+        self._ways = tuple(schedule.way_of(m) for m in range(schedule.microbatches))
         once = {v for program, _ in self._before for v in values_in(program.outputs)}
-        self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs if i.value not in self._cut})
-        self._renewed = tuple(pair for parts in ways for pair in parts.renewed)
-        self.writes = (*(x for x, _ in self._renewed), *written)
+        fed = {feed.value for feeds in intake.feeds for feed in feeds}
+        self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs} - fed)
+        self._same = _buffers(self.inputs)
+        self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
+        self.writes = (*self._renewed, *written)
 
     def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
         here, count = current(), self._microbatches
@@ -136,10 +140,10 @@ class PipelineRun:
             for program, run in self._before:
                 out, _ = run(*(base[i.value] for i in program.inputs))
                 base.update(zip(program.outputs, out, strict=True))
-            held = self._microbatch_inputs(base)
+            held = self._dealt(base)
             totals = _Totals()
-            for (way, place, m), gone in zip(self._row, self._drops, strict=True):
-                part = self._parts[way, place]
+            for (copy, place, m), gone in zip(self._row, self._drops, strict=True):
+                part, way = self._parts[copy, place], self._ways[m]
                 self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for v in gone:
                     held[m].pop(v, None)
@@ -148,12 +152,17 @@ class PipelineRun:
             outputs, written = self._behind(
                 *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
             )
-        return outputs, [*(base[x] for x, _ in self._renewed), *written]
+        return outputs, [*(base[x] for x in self._renewed), *written]
 
-    def _microbatch_inputs(self, base: Known) -> list[Known]:
+    def _dealt(self, base: Known) -> list[Known]:
+        """What each microbatch begins with."""
+        cut = {feed.given for feeds in self._feeds for feed in feeds if feed.is_piece}
         count = self._microbatches
-        pieces = {v: base[v].chunk(count) if base[v].shape[0] else [base[v]] * count for v in self._cut}
-        return [{v: parts[m] for v, parts in pieces.items()} for m in range(count)]
+        pieces = {v: base[v].chunk(count) if base[v].shape[0] else [base[v]] * count for v in cut}
+        return [
+            {feed.value: pieces[feed.given][m] if feed.is_piece else base[feed.given] for feed in feeds}
+            for m, feeds in enumerate(self._feeds)
+        ]
 
     def _act(
         self, part: _Part, base: Known, held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
@@ -166,16 +175,18 @@ class PipelineRun:
         for v in part.sums:
             totals.add(v, held[v])
         for x, v in part.renewed:
-            base[x] = held[v]
+            base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
         for message in part.leaving:
             message.send(held, here, tag(message.crossing.tag))
 
 
-def _inputs(ways: Sequence[Parts]) -> tuple[Input, ...]:
-    """What is given from outside, to any of the programs."""
-    found = {i.value: i for parts in ways for i in parts.step.inputs}
-    found |= {i.value: i for i in ways[0].programs[BEHIND].inputs if i.role != "saved"}
-    return tuple(found.values())
+def _buffers(inputs: Sequence[Input]) -> Mapping[Value, tuple[Value, ...]]:
+    """What stands for the same buffer in all copies of the model, for each of them."""
+    named: dict[str, tuple[Value, ...]] = {}
+    for given in inputs:
+        if given.role == "buffer":
+            named[given.name] = (*named.get(given.name, ()), given.value)
+    return {v: same for same in named.values() for v in same}
 
 
 def _message(crossing: Crossing, rank: int) -> _Message:
@@ -201,11 +212,11 @@ def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) 
     )
 
 
-def _entries(schedule: Schedule, stage: int) -> tuple[Entry, ...]:
-    """What a stage runs, in order: ways, places and microbatches. What was recomputed before is not again."""
+def _entries(schedule: Schedule, stage: int, copies: Sequence[int]) -> tuple[Entry, ...]:
+    """What a stage runs, in order: copies, places and microbatches. What was recomputed before is not again."""
     done = schedule.recomputed
     return tuple(
-        (schedule.way_of(atom.microbatch), Place(part, atom.chunk), atom.microbatch)
+        (copies[atom.microbatch], Place(part, atom.chunk), atom.microbatch)
         for action in schedule.rows[stage]
         for atom in action.atoms
         for part in _PARTS.get(atom.kind, ())
@@ -219,8 +230,8 @@ def _drops(
     """After each entry of the row, the values of its microbatch that nothing needs any more."""
     seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
     drops: list[tuple[Value, ...]] = []
-    for way, place, m in reversed(row):
-        part = parts[way, place]
+    for copy, place, m in reversed(row):
+        part = parts[copy, place]
         touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
         touched |= {x.crossing.result for x in part.arriving}
         drops.append(tuple(touched - seen[m] - kept))

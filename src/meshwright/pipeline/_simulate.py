@@ -55,6 +55,10 @@ class Times:
             case _:
                 return 0.0
 
+    def of_chunk(self, chunk: int) -> tuple[float, float, float]:
+        """Seconds of a chunk's F, B and W."""
+        return at(self.forward, chunk), at(self.backward, chunk), at(self.weight, chunk)
+
     def message(self, source: int, target: int) -> float:
         """Seconds of a message between two neighbouring chunks, or two further apart."""
         return at(self.transfer, min(source, target))

@@ -14,7 +14,7 @@ from ._absent import link, make_absent
 from ._capture import Captured, capture
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
-from ._plan import Inline, Step, is_constant, plan_call
+from ._plan import Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception, seeded_tag
@@ -57,7 +57,7 @@ def _without_elements(captured: Captured, tensors: Sequence[Tensor], like: Spec,
     specs = list(known or [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in results])
     real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
     for t in results:
-        if id(t) in real:
+        if id(t) in real and any(is_written(node.op) for node in captured.nodes):  # not x.to(x.dtype)
             link(real[id(t)], tensors)
     new = [(t, s) for t, s in zip(results, specs, strict=True) if id(t) not in real]
     for (t, _), made in zip(new, make_absent([s for _, s in new], tensors), strict=True):

@@ -228,13 +228,14 @@ def _unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh)
     for node in captured.nodes:
         inputs = list(tensors_in((node.args, node.kwargs)))
         step = plan_node(node, known, mesh, inputs)
-        if not isinstance(step, Step) or step.moves or not step.direct or _is_written(node.op):
+        if not isinstance(step, Step) or step.moves or not step.direct or is_written(node.op):
             return None
         known.update({id(t): s for t, s in zip(tensors_in(node.out), step.outs, strict=True)})
     return tuple(_spec_of(t, known, mesh) for t in tensors_in(captured.out))
 
 
-def _is_written(op: Operator) -> bool:
+def is_written(op: Operator) -> bool:
+    """True for an operator that writes to one of its operands."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
 
 
@@ -245,4 +246,4 @@ def makes_views(captured: Captured) -> bool:
 
 def is_constant(captured: Captured) -> bool:
     """True when the call gave no tensor and wrote to none: it asked for something that shapes and dtypes tell."""
-    return not any(_is_written(n.op) for n in captured.nodes) and not any(True for _ in tensors_in(captured.out))
+    return not any(is_written(n.op) for n in captured.nodes) and not any(True for _ in tensors_in(captured.out))

@@ -1,0 +1,91 @@
+"""Exchanges as messages: the ranks of a group come to them at different times, and not in the same order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ._call import Call, Group
+from ._carrier import Carrier, Receive
+from ._current import carrying
+from ._errors import CallError
+
+_FIRST, _MOST, _STRIDE = 2**30, 2**16, 2**14
+"""Tags of messages begin where nobody else counts to; so many works there are, with so many messages for a rank."""
+
+
+class Posted(Carrier):
+    """What `inner` carries; an exchange sends without waiting, and waits for what is to arrive alone.
+
+    An exchange belongs to a piece of work with a number (`during`). The ranks do the works in any order, and in each
+    the same exchanges in the same order. All else is done as `inner` does it.
+    """
+
+    kind = "posted"
+
+    def __init__(self, inner: Carrier) -> None:
+        super().__init__(inner.rank, inner.size)
+        self.inner, self.seen = inner, inner.seen
+        self._work = 0
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    @contextmanager
+    def during(self, work: int) -> Generator[None]:
+        """The calling rank talks over this carrier, about the piece of work with this number."""
+        if not 0 <= work < _MOST:
+            raise CallError(
+                f"messages of work {work}", f"numbers up to {_MOST - 1}", "tags have 31 bits", "fewer pieces of work"
+            )
+        self._work = work
+        self._counts.clear()
+        with carrying(self):
+            yield
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+        for peer, x in sends:
+            self.inner.send(x, peer, self._tag("to", peer))
+        return [
+            self.inner.receive(peer, self._tag("from", peer), shape, dtype, device)
+            for peer, shape, dtype, device in receives
+        ]
+
+    def _tag(self, way: str, peer: int) -> int:
+        number = self._counts[way, peer]
+        self._counts[way, peer] += 1
+        if number >= _STRIDE:
+            raise CallError(
+                f"a message {way} rank {peer}", f"{number} before it", "the tags of one piece of work are used up",
+                "fewer values that go from stage to stage",
+            )  # fmt: skip
+        return _FIRST + self._work * _STRIDE + number
+
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner._all_reduce(x, call)
+
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner._all_reduce_over(x, call)
+
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+        return self.inner._all_gather(x, call)
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        return self.inner._reduce_scatter(pieces, call)
+
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+        return self.inner._all_to_all(pieces, call)
+
+    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+        return self.inner._exchange(sends, receives, call)
+
+    def _send(self, x: Tensor, call: Call) -> None:
+        self.inner._send(x, call)
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        return self.inner._receive(call, device)
+
+    def _barrier(self, call: Call) -> None:
+        self.inner._barrier(call)

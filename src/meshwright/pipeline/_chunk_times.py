@@ -1,0 +1,61 @@
+"""How long a model's chunks take, in shares of the longest forward pass: counted from the captured program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from meshwright.graph import ALWAYS, Node, Program, Value, work_of
+
+from ._simulate import Times
+from ._stages import Stages
+
+LEAST = 1e-3
+ATTENTION_BACKWARD = 2.5
+"""An attention's backward makes its forward again, and two gradients of each of its products."""
+
+
+class Work(NamedTuple):
+    """Operations of a node: forward, for the gradients of what depends on the batch, and for those of weights."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> Times:
+    """Times of F, B and W of each chunk of a staged program; `trained` are the parameters that get a gradient.
+
+    A product of x and w is done once more for each of its gradients: that of x belongs to B, that of w to W. What gets
+    no gradient costs neither: inputs, labels, frozen weights.
+    """
+    once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
+    needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}
+    totals = [Work(0.0, 0.0, 0.0)] * len(stages.way)
+    for node in program.nodes:
+        chunk = node.origin.chunk
+        if chunk == ALWAYS:
+            once.update(node.outs)
+        elif chunk is not None and chunk >= 0:
+            work = _work(node, once, needs)
+            totals[chunk] = Work(*(a + b for a, b in zip(totals[chunk], work, strict=True)))
+        if any(v in needs for v in node.ins):
+            needs.update(v for v in node.outs if _is_float(v))
+    most = max((total.forward for total in totals), default=0.0) or 1.0
+    forward, backward, weight = (tuple(max(n / most, LEAST) for n in column) for column in zip(*totals, strict=True))
+    return Times(forward, backward, weight)
+
+
+def _is_float(v: Value) -> bool:
+    return isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point
+
+
+def _work(node: Node, once: Collection[Value], needs: Collection[Value]) -> Work:
+    flops = work_of(node).flops
+    wanted = [v for v in node.ins if v in needs]
+    weights = [v for v in wanted if v in once]
+    if "attention" in str(node.op):
+        return Work(flops, ATTENTION_BACKWARD * flops if wanted else 0.0, 0.0)
+    return Work(flops, flops * (len(wanted) - len(weights)), flops * sum(1 for v in weights if v.is_tensor))

@@ -1,0 +1,79 @@
+"""How a pipeline's microbatches come in: as pieces of one batch, or one by one, each with sizes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from meshwright.graph import Input, Value
+
+from ._errors import StageError
+from ._parts import BEFORE, BEHIND, Parts
+from ._schedule import Schedule
+
+
+class Feed(NamedTuple):
+    """What a microbatch begins with: `value` is `given`, or that of its pieces which has the microbatch's number."""
+
+    value: Value
+    given: Value
+    is_piece: bool
+
+
+@dataclass(frozen=True)
+class Intake:
+    """The inputs of a run; which copy of the model each microbatch goes through, and what it begins with there."""
+
+    inputs: tuple[Input, ...]
+    copies: tuple[int, ...]
+    feeds: tuple[tuple[Feed, ...], ...]
+
+
+def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -> Intake:
+    """One batch, whose leaves with the numbers `cut` are taken apart along dim 0; the others are whole for each.
+
+    `ways` are the copies of the model for the ways of the schedule.
+    """
+    inputs = _inputs(ways)
+    feeds = tuple(Feed(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
+    copies = tuple(schedule.way_of(m) for m in range(schedule.microbatches))
+    return Intake(inputs, copies, (feeds,) * schedule.microbatches)
+
+
+def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> Intake:
+    """Batches by themselves, of `leaves` leaves each, whose number counts on; batch m goes through copy `copy_of[m]`.
+
+    Raises StageError where what is done once for all of them depends on one.
+    """
+    _check_once(copies)
+    given: list[Input] = []
+    feeds: list[tuple[Feed, ...]] = []
+    for m, n in enumerate(copy_of):
+        batch = [i for i in copies[n].step.inputs if i.role == "batch"]
+        own = [replace(i, value=_fresh(i.value, m), source=i.source + m * leaves) for i in batch]
+        feeds.append(tuple(Feed(i.value, o.value, False) for i, o in zip(batch, own, strict=True)))
+        given += own
+    shared = (i for i in _inputs(copies) if i.role != "batch")
+    return Intake((*shared, *given), tuple(copy_of), tuple(feeds))
+
+
+def _inputs(copies: Sequence[Parts]) -> tuple[Input, ...]:
+    """What is given from outside, to any of the programs."""
+    found = {i.value: i for parts in copies for i in parts.step.inputs}
+    found |= {i.value: i for i in copies[0].programs[BEHIND].inputs if i.role != "saved"}
+    return tuple(found.values())
+
+
+def _fresh(v: Value, m: int) -> Value:
+    return Value(f"{v.name}_of_{m}", v.shape, v.dtype, v.device)
+
+
+def _check_once(copies: Sequence[Parts]) -> None:
+    read = (i for parts in copies for place in (BEFORE, BEHIND) for i in parts.programs[place].inputs)
+    one = next((i for i in read if i.role == "batch"), None)
+    if one is not None:
+        raise StageError(
+            "microbatches one by one", f"{one.name!r} of the batch is read where all microbatches are done",
+            "each microbatch has its own", "one batch, which is the same but for its rows: dist_model(*batch)",
+        )  # fmt: skip

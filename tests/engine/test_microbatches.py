@@ -1,0 +1,124 @@
+"""Microbatches in the eager mode: the numbers of one device in the order of a table, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
+
+from .pipeline_oracle import STEPS, Chain, alone, batch, compare, laid, loss_of
+
+TABLES = ["GPipe", "1F1B", "Eager 1F1B", "ZB-H1", "ZB-2p"]
+
+
+def stepped(chunks: int, schedule: str, microbatches: int, rows: int, ranks_per_stage: int = 1) -> list[Any]:
+    """What this rank finds: losses, and parameters behind the last step."""
+    torch.manual_seed(1)
+    model = laid(Chain(chunks, tied=True), range(chunks), ranks_per_stage)
+    ranks = torch.arange(chunks * ranks_per_stage).reshape(chunks, ranks_per_stage).numpy()
+    mesh = mw.ProcessMesh(ranks, ["pp", "dp"])
+
+    def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()]))
+
+    for layer, home in zip(model.blocks, model.homes, strict=True):
+        mw.shard_layer(layer, home)
+    mw.shard_layer(model.norm, model.homes[-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run = mw.microbatched(model, loss, mesh, microbatches, schedule)
+    losses: list[float] = []
+    for step in range(STEPS):
+        losses.append(run(*batch(step, rows)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, {name: mw.unshard_dtensor(x.detach()) for name, x in model.state_dict().items()}]
+
+
+@pytest.mark.parametrize("schedule", TABLES)
+@pytest.mark.parametrize(("chunks", "microbatches"), [(2, 4), (4, 4), (3, 2)])
+def test_numbers_are_those_of_one_device(schedule: str, chunks: int, microbatches: int) -> None:
+    if schedule == "ZB-2p" and microbatches < chunks:
+        pytest.skip("it wants as many microbatches as stages")
+    for found in mw.simulate(lambda: stepped(chunks, schedule, microbatches, 2 * microbatches), chunks):
+        compare(found, alone(chunks, microbatches, 2 * microbatches, tied=True))
+
+
+def test_stages_of_several_ranks_and_a_table_as_text() -> None:
+    for found in mw.simulate(lambda: stepped(2, str(one_f_one_b(2, 4)), 4, 8, ranks_per_stage=2), 4):
+        compare(found, alone(2, 4, 8, tied=True))
+
+
+def test_a_rank_holds_what_the_table_says() -> None:
+    """Of six microbatches the first of two ranks has two under way, and GPipe has all."""
+
+    def most(schedule: str) -> int:
+        under_way, most = [0], [0]
+
+        def count(out: torch.Tensor) -> None:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+            out.register_hook(lambda _: under_way.__setitem__(0, under_way[0] - 1))
+
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        mw.split_pipeline(net, mesh)
+        net[0].register_forward_hook(lambda _, inputs, out: count(out))
+        mw.microbatched(net, lambda out, y: out.mean(), mesh, 6, schedule)(torch.ones(6, 4), torch.ones(6))
+        return most[0]
+
+    assert mw.simulate(lambda: most("1F1B"), 2)[0] == 2
+    assert mw.simulate(lambda: most("GPipe"), 2)[0] == 6
+
+
+def test_microbatches_of_many_sizes() -> None:
+    sizes = [(2, 4), (3, 5), (1, 7)]
+
+    def gradients(homes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        batches = [(torch.randn(*size, 4, generator=torch.Generator().manual_seed(n)),) for n, size in enumerate(sizes)]
+        if homes:
+            mesh = mw.ProcessMesh([0, 1], ["pp"])
+            mw.split_pipeline(net, mesh)
+            loss = mw.microbatched(Mean(net), None, mesh, 3).accumulate(batches)
+        else:
+            loss = sum(Mean(net)(*each) / 3 for each in batches)
+            loss.backward()
+        return [mw.unshard_dtensor(loss.detach()), *(mw.unshard_dtensor(p.grad) for p in net.parameters())]
+
+    for found in mw.simulate(lambda: gradients(True), 2):
+        torch.testing.assert_close(found, gradients(False))
+
+
+class Mean(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "says"),
+    [
+        ("ZB-V", StageError, "chunks on stages"),
+        ("DualPipe", StageError, "two copies"),
+        ("no such", ScheduleError, "no such"),
+        ("R: 1 microbatch\nway: 0 1\n0: F0.0 R0.0 BW0.0\n1: F0.1 BW0.1\n", StageError, "checkpoint"),
+    ],
+)
+def test_what_cannot_run_eagerly_is_refused(schedule: str, error: type[Exception], says: str) -> None:
+    mesh = mw.ProcessMesh([0, 1], ["pp"])
+    with pytest.raises(error, match=says):
+        mw.microbatched(torch.nn.Linear(2, 2), None, mesh, 4 if "\n" not in schedule else 1, schedule)
+
+
+def test_another_number_of_batches_is_refused() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["pp"])
+    with pytest.raises(StageError, match="4 batches"):
+        mw.microbatched(torch.nn.Linear(2, 2), None, mesh, 4).accumulate([(torch.ones(1, 2),)])
