@@ -12,10 +12,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
     from meshwright.comm import simulate as simulate
+    from meshwright.engine import ColwiseParallel as ColwiseParallel
     from meshwright.engine import DistModel as DistModel
     from meshwright.engine import LocalLayer as LocalLayer
+    from meshwright.engine import Parallelism as Parallelism
+    from meshwright.engine import PrepareLayerInput as PrepareLayerInput
+    from meshwright.engine import PrepareLayerOutput as PrepareLayerOutput
+    from meshwright.engine import RowwiseParallel as RowwiseParallel
+    from meshwright.engine import SequenceParallelBegin as SequenceParallelBegin
+    from meshwright.engine import SequenceParallelDisable as SequenceParallelDisable
+    from meshwright.engine import SequenceParallelEnable as SequenceParallelEnable
+    from meshwright.engine import SequenceParallelEnd as SequenceParallelEnd
+    from meshwright.engine import ShardingStage1 as ShardingStage1
+    from meshwright.engine import ShardingStage2 as ShardingStage2
+    from meshwright.engine import ShardingStage3 as ShardingStage3
     from meshwright.engine import Strategy as Strategy
+    from meshwright.engine import VocabParallel as VocabParallel
     from meshwright.engine import auto as auto
+    from meshwright.engine import clip_grad_norm_ as clip_grad_norm_
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -24,6 +38,7 @@ if TYPE_CHECKING:
     from meshwright.engine import get_rank as get_rank
     from meshwright.engine import local_map as local_map
     from meshwright.engine import microbatched as microbatched
+    from meshwright.engine import parallelize as parallelize
     from meshwright.engine import pipe_split as pipe_split
     from meshwright.engine import plan as plan
     from meshwright.engine import reshard as reshard
@@ -51,18 +66,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ColwiseParallel",
     "DistModel",
     "DistTensor",
     "LocalLayer",
     "MeshwrightError",
+    "Parallelism",
     "Partial",
     "Placement",
+    "PrepareLayerInput",
+    "PrepareLayerOutput",
     "ProcessMesh",
     "Replicate",
+    "RowwiseParallel",
+    "SequenceParallelBegin",
+    "SequenceParallelDisable",
+    "SequenceParallelEnable",
+    "SequenceParallelEnd",
     "Shard",
+    "ShardingStage1",
+    "ShardingStage2",
+    "ShardingStage3",
     "Strategy",
+    "VocabParallel",
     "__version__",
     "auto",
+    "clip_grad_norm_",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -72,6 +101,7 @@ __all__ = [
     "init_process",
     "local_map",
     "microbatched",
+    "parallelize",
     "pipe_split",
     "plan",
     "random_source",
@@ -97,10 +127,14 @@ _ROOMS = {
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "engine": [
-        "auto", "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank",
-        "local_map", "LocalLayer", "microbatched", "pipe_split", "plan", "reshard", "set_mesh", "shard_dataloader",
-        "shard_layer", "shard_optimizer", "shard_tensor", "split_pipeline", "DistModel", "Strategy", "strategy_from_toml",
-        "strategy_to_toml", "to_static", "to_torch_dtensor", "unshard_dtensor",
+        "auto", "clip_grad_norm_", "ColwiseParallel", "DistModel", "dtensor_from_fn", "dtensor_from_local",
+        "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map", "LocalLayer", "microbatched",
+        "Parallelism", "parallelize", "pipe_split", "plan", "PrepareLayerInput", "PrepareLayerOutput",
+        "reshard", "RowwiseParallel", "SequenceParallelBegin", "SequenceParallelDisable",
+        "SequenceParallelEnable", "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer",
+        "shard_optimizer", "shard_tensor", "ShardingStage1", "ShardingStage2", "ShardingStage3",
+        "split_pipeline", "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor",
+        "unshard_dtensor", "VocabParallel",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

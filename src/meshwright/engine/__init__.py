@@ -3,6 +3,7 @@
 from meshwright.tensor import pipe_split
 
 from ._auto import auto, plan
+from ._clip import clip_grad_norm_
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
 from ._explain import Explanation, explain
@@ -11,25 +12,52 @@ from ._local_map import LocalLayer, local_map
 from ._mesh import get_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
+from ._parallelize import Parallelism, parallelize
+from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
 from ._split import split_pipeline
 from ._static import DistModel, to_static
 from ._strategy import Strategy
 from ._strategy_text import strategy_from_toml, strategy_to_toml
+from ._styles import (
+    ColwiseParallel,
+    PrepareLayerInput,
+    PrepareLayerOutput,
+    RowwiseParallel,
+    SequenceParallelBegin,
+    SequenceParallelDisable,
+    SequenceParallelEnable,
+    SequenceParallelEnd,
+    VocabParallel,
+)
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 
 __all__ = [
     "BatchError",
+    "ColwiseParallel",
     "DistModel",
     "Explanation",
     "LocalLayer",
     "LocalMapError",
+    "Parallelism",
+    "PrepareLayerInput",
+    "PrepareLayerOutput",
+    "RowwiseParallel",
+    "SequenceParallelBegin",
+    "SequenceParallelDisable",
+    "SequenceParallelEnable",
+    "SequenceParallelEnd",
     "ShardDataLoader",
+    "ShardingStage1",
+    "ShardingStage2",
+    "ShardingStage3",
     "StaticError",
     "Strategy",
     "StrategyError",
     "TorchDTensorError",
+    "VocabParallel",
     "auto",
+    "clip_grad_norm_",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -38,6 +66,7 @@ __all__ = [
     "get_rank",
     "local_map",
     "microbatched",
+    "parallelize",
     "pipe_split",
     "plan",
     "reshard",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,20 +13,28 @@ from torch.optim import Optimizer
 from meshwright.layout import Placement
 from meshwright.tensor import DistTensor
 
+from ._sharding import ShardingStage, ShardingStage1, ShardingStage2, ShardingStage3
 from ._tensors import shard_tensor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
 """`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
+_LAYS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
+"""Optimizer → what lays the states of anything that has some."""
 
 
-def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | None = None) -> AnyOptimizer:
+def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | ShardingStage | None = None) -> AnyOptimizer:
     """`optimizer` whose accumulators lie as `shard_fn` says; returns the same optimizer.
 
-    Without `shard_fn` accumulators lie as their parameters do, as torch makes them. States that are loaded as whole
-    plain tensors are laid over the mesh like that, too. `shard_fn(key, parameter, accumulator)` is asked once for
-    each accumulator that has its parameter's shape, after the step that makes it or when it is loaded.
+    A sharding stage cuts states, gradients and parameters as ZeRO does: `ShardingStage1("dp")`,
+    `ShardingStage2("dp", model)`, `ShardingStage3("dp", model)`. Without `shard_fn` accumulators lie as their
+    parameters do, as torch makes them. States that are loaded as whole plain tensors are laid over the mesh like that,
+    too. `shard_fn(key, parameter, accumulator)` is asked once for each accumulator that has its parameter's shape,
+    after the step that makes it or when it is loaded.
     """
+    if isinstance(shard_fn, (ShardingStage1, ShardingStage2, ShardingStage3)):
+        shard_fn.apply(optimizer)
+        shard_fn = None
     asked: set[tuple[int, str]] = set()
 
     def lay(of: Optimizer, *_: Any) -> None:
@@ -37,10 +47,18 @@ def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | None = None) ->
         asked.clear()
         lay(optimizer)
 
+    _LAYS[optimizer] = lay
     optimizer.register_step_post_hook(lay)
     optimizer.register_load_state_dict_post_hook(lay_again)
     lay(optimizer)
     return optimizer
+
+
+def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:
+    """Lays states of a parameter, which the optimizer does not have yet, as `shard_optimizer` was told."""
+    lay = _LAYS.get(optimizer)
+    if lay is not None:
+        lay(SimpleNamespace(state={parameter: states}))
 
 
 def _lay_state(

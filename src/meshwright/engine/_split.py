@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.graph import capture, work_of
-from meshwright.layout import Placement, ProcessMesh, Replicate
+from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard
 from meshwright.pipeline import StageError
-from meshwright.tensor import map_tensors, pipe_split
+from meshwright.tensor import DistTensor, map_tensors, pipe_split
 
 from ._layers import ShardFn, shard_layer
+from ._stand_in import stand_in
 from ._tensors import reshard
 
 Costs = Mapping[str, float]
@@ -37,8 +39,9 @@ def split_pipeline(
     A chunk begins at each module that `at` names, in the order in which modules are registered. Without names, layers
     of the longest list are shared out so that the dearest chunk costs least: by the operations of a forward pass of
     `example`, which is captured and not run, or by parameters. `way` names the stage of each chunk; the default is one
-    chunk per stage. What goes into a layer lies as `batch` says on its stage; `shard_fn` marks parameters as in
-    `shard_layer`. Raises StageError for names and numbers of chunks that do not fit.
+    chunk per stage. Plain tensors that go into a layer lie as `batch` says on its stage, distributed ones as they did
+    on theirs; `shard_fn` marks parameters as in `shard_layer`. A parameter that layers share is on the stage of the
+    first, and sent to the others. Raises StageError for names and numbers of chunks that do not fit.
 
     >>> import meshwright as mw
     >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -51,29 +54,54 @@ def split_pipeline(
     layers = _layers(model)
     starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
     _check(starts, layers, way, stages)
-    chunk = 0
+    chunk, shared = 0, _Shared()
     for name in layers:
         begins = name in starts
         chunk += begins
         home = mesh[axis, way[chunk]]
         same = begins and chunk > 0 and way[chunk] == way[chunk - 1]
         part = model.get_submodule(name)
-        shard_layer(part, home, shard_fn)
+        with shared.kept(part):
+            shard_layer(part, home, shard_fn)
         part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
     return model
 
 
-def _entering(home: ProcessMesh, batch: Sequence[Placement], same: bool) -> Callable[..., Any]:
-    placements = [*batch] or [Replicate()]
+class _Shared:
+    """Parameters of several layers: each is laid once, and stands in its place in the other layers when they run."""
 
+    def __init__(self) -> None:
+        self._laid: dict[int, tuple[Tensor, Any]] = {}
+
+    @contextmanager
+    def kept(self, part: nn.Module) -> Generator[None]:
+        """The parameters of `part` are laid inside the block."""
+        slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
+        yield
+        for module, name, old in slots:
+            new: Any = module._parameters[name]
+            first = self._laid.setdefault(id(old), (old, new))[1]
+            if first is not new:
+                module._parameters[name] = first
+                stand_in(module, {name: new.spec})
+
+
+def _entering(home: ProcessMesh, batch: Sequence[Placement], same: bool) -> Callable[..., Any]:
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         def to_home(x: Tensor) -> Tensor:
-            y = reshard(x, home, placements if x.dim() else [Replicate()])
+            y = reshard(x, home, _at_home(x, home, batch))
             return pipe_split(y) if same and x.is_floating_point() else y
 
         return map_tensors(to_home, args), map_tensors(to_home, kwargs)
 
     return enter
+
+
+def _at_home(x: Tensor, home: ProcessMesh, batch: Sequence[Placement]) -> Sequence[Placement]:
+    """How a tensor lies on the mesh of a stage that it comes to; sums that are pending are taken."""
+    if isinstance(x, DistTensor) and x.mesh.dim_names == home.dim_names:
+        return [Replicate() if isinstance(p, Partial) else p for p in x.placements]
+    return [p for p in batch if not isinstance(p, Shard) or p.dim < x.dim()] if x.dim() else []
 
 
 def _layers(model: nn.Module) -> list[str]:

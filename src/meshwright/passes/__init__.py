@@ -22,7 +22,7 @@ from ._sequence import SequenceParallel
 from ._share import Share
 from ._split_products import SplitProducts
 from ._tidy import Tidy
-from ._zero import ShardParameters, data_axes, shards
+from ._zero import ShardParameters, data_axes, sharded, shards
 
 __all__ = [
     "Amp",
@@ -49,5 +49,6 @@ __all__ = [
     "SplitProducts",
     "Tidy",
     "data_axes",
+    "sharded",
     "shards",
 ]

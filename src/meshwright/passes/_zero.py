@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar
 
 from meshwright.graph import Change, Draft, Input, Pass, Program, Value, map_values, register_pass
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Dim, Layout, Spec
 from meshwright.tensor import Mark
 
 
@@ -23,24 +24,29 @@ def data_axes(program: Program) -> tuple[str, ...]:
 
 
 def sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
-    """`spec` cut along the `axes` it is not cut along yet, on the first dim that they cut evenly.
+    """`spec` cut along the `axes` it is not cut along yet, on the first dim that they cut evenly, else on the longest.
 
-    A tensor of fewer than `least` elements, or with no such dim, stays as it is.
+    A tensor of fewer than `least` elements, or with no dim that gives each rank something, stays as it is.
     """
     free = tuple(a for a in axes if a in spec.mesh.sizes and a not in spec.layout.axes)
-    ranks = 1
-    for axis in free:
-        ranks *= spec.mesh.sizes[axis]
+    ranks = prod(spec.mesh.sizes[a] for a in free)
     if ranks == 1 or spec.shape.numel() < least or not spec.layout.is_simple:
         return spec
-    for at, (n, dim) in enumerate(zip(spec.shape, spec.layout.dims, strict=True)):
-        held = 1
-        for axis in dim if isinstance(dim, tuple) else ():
-            held *= spec.mesh.sizes[axis]
-        if n % (held * ranks) == 0 and isinstance(dim, tuple):
-            dims = (*spec.layout.dims[:at], (*dim, *free), *spec.layout.dims[at + 1 :])
-            return spec.with_layout(Layout(dims, spec.layout.partial))
-    return spec
+    pieces = [_held(spec, dim) * ranks for dim in spec.layout.dims]
+    even = [at for at, n in enumerate(spec.shape) if n and n % pieces[at] == 0]
+    long = sorted((at for at, n in enumerate(spec.shape) if n >= pieces[at]), key=lambda at: -spec.shape[at])
+    if not even and not long:
+        return spec
+    at = (even or long)[0]
+    dim = spec.layout.dims[at]
+    assert isinstance(dim, tuple)  # the layout is simple
+    dims = (*spec.layout.dims[:at], (*dim, *free), *spec.layout.dims[at + 1 :])
+    return spec.with_layout(Layout(dims, spec.layout.partial))
+
+
+def _held(spec: Spec, dim: Dim) -> int:
+    """Into how many pieces a dim is cut."""
+    return prod(spec.mesh.sizes[a] for a in dim) if isinstance(dim, tuple) else 1
 
 
 def shards(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> Mapping[str, Spec]:
@@ -98,7 +104,4 @@ class ShardParameters(Pass):
 
 
 def _pieces(spec: Spec) -> int:
-    total = 1
-    for axis in spec.layout.cut_axes:
-        total *= spec.mesh.sizes[axis]
-    return total
+    return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes)

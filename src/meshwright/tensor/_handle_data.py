@@ -85,11 +85,15 @@ def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @handles(Tensor.to)
 def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    named = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, (str, torch.device))]
-    if not isinstance(x, DistTensor) or not _is_here(x) or not named or x._spec.layout.partial:
+    given = (*args[1:], *kwargs.values())
+    named = any(isinstance(a, (str, torch.device)) for a in given)
+    if not isinstance(x, DistTensor) or x._viewing or not named:
         return NotImplemented
+    if x._spec.layout.partial and any(isinstance(a, torch.dtype) for a in given):
+        return NotImplemented  # terms are not rounded before they are added
     out = call_plain(func, types, args, kwargs)
-    return x if out is x else stamp(out, x._spec.with_dtype(plain_dtype(out)))
+    spec = x._spec.with_dtype(plain_dtype(out))
+    return x if out is x else absent(out, spec) if x._away else stamp(out, spec)
 
 
 def plain_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,41 @@
+"""Clipping gradients by the norm of them all, on whatever meshes they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from meshwright.tensor import DistTensor
+
+from ._tensors import unshard_dtensor
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """The norm of all gradients together, after which those are scaled so that it is at most `max_norm`.
+
+    It is a plain tensor, the same on every rank. As `torch.nn.utils.clip_grad_norm_`, which does for parameters on one
+    mesh: stages of a pipeline have meshes of their own, and every rank makes this call. Raises RuntimeError for a norm
+    that is no number, or infinite, with `error_if_nonfinite`; no gradient is changed then.
+    """
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for p in owners:
+        by_mesh.setdefault(p.mesh if isinstance(p, DistTensor) else None, []).append(p)
+    norms = [_norm(each, norm_type) for each in by_mesh.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {total.item()}: no step can be taken with it")
+    for each in by_mesh.values():
+        clip_grads_with_norm_(each, max_norm, total)
+    return total
+
+
+def _norm(owners: list[Tensor], norm_type: float) -> Tensor:
+    grads = [p.grad for p in owners if p.grad is not None]
+    return unshard_dtensor(get_total_norm(grads, norm_type)).detach().float() if grads else torch.tensor(0.0)

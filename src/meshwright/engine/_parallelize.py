@@ -1,0 +1,160 @@
+"""A model made parallel from outside: what a plan says of its modules by name, of its batch, stages and ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
+from meshwright.tensor import DistTensor, map_tensors, tensors_in
+
+from ._errors import StrategyError
+from ._layers import shard_layer
+from ._mesh import resolve_mesh
+from ._optimizer import shard_optimizer
+from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
+from ._split import split_pipeline
+from ._styles import Style
+from ._tensors import shard_tensor
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What `parallelize` makes of a model; axes that a mesh has not are left out.
+
+    `plan` has patterns of module paths ("layers.*.q_proj") and how those modules are parallel. Inputs are cut along
+    dim 0 over the axes `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the
+    stages of the axis `pp` begin; without it they are shared out evenly. `zero` is the stage of ZeRO (0: none), over
+    the axes `zero_axes`, else over those of the batch.
+    """
+
+    plan: Mapping[str, Style] = field(default_factory=dict[str, Style])
+    batch: tuple[str, ...] = ("dp",)
+    sequence: tuple[str, ...] = ("cp",)
+    split: tuple[str, ...] | None = None
+    pp: str = "pp"
+    zero: int = 0
+    zero_axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise StrategyError(
+                f"zero = {self.zero}", "stages 1, 2 and 3, and 0 for none", "there are no others", "zero=3",
+            )  # fmt: skip
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: AnyOptimizer = None,
+    mesh: ProcessMesh | None = None,
+    config: Parallelism | None = None,
+) -> tuple[nn.Module, AnyOptimizer]:
+    """`model` and `optimizer` as `config` says, on `mesh`; the same objects, whose code nobody had to change.
+
+    The optimizer goes on with the laid parameters, and with its states. Raises StrategyError for a pattern that no
+    module has, and MeshError for an axis that is not there.
+
+    >>> import torch, meshwright as mw
+    >>> def go():
+    ...     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    ...     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ...     mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    ...     plan = {"0": mw.ColwiseParallel(), "2": mw.RowwiseParallel()}
+    ...     net, optimizer = mw.parallelize(net, optimizer, mesh, mw.Parallelism(plan))
+    ...     return net[0].weight.placements, net(torch.ones(6, 4)).placements
+    >>> mw.simulate(go, 4)[0]
+    ((Replicate(), Shard(0)), (Shard(0), Partial('sum')))
+    """
+    config = config or Parallelism()
+    styles = _styles(model, config.plan)
+    mesh = resolve_mesh(mesh)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    stages = mesh.sizes.get(config.pp, 1)
+
+    def mark(_: str, layer: nn.Module, home: ProcessMesh) -> None:
+        for style in styles.get(layer, ()):
+            style.mark(layer, home)
+
+    if stages > 1:
+        home = mesh[config.pp, 0]
+        split_pipeline(model, mesh, config.split, axis=config.pp, batch=_inputs_lie(home, config), shard_fn=mark)
+    else:
+        shard_layer(model, mesh, mark)
+        model.register_forward_pre_hook(_Entry(mesh, config), with_kwargs=True)
+    if optimizer is not None:
+        _follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+        _shard(model, optimizer, mesh, config)
+    return model, optimizer
+
+
+def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, Sequence[Style]]:
+    """Module → how it is parallel, by all patterns that its path matches, in their order."""
+    found: dict[nn.Module, list[Style]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern, style in plan.items():
+        matching = [module for path, module in modules.items() if fnmatchcase(path, pattern)]
+        if not matching:
+            near = get_close_matches(pattern, modules, n=3, cutoff=0.3)
+            raise StrategyError(
+                f"a plan for {pattern!r}", f"no module of {type(model).__name__} has such a path",
+                "a pattern is matched with the paths of modules, * and ? standing for anything",
+                " or ".join(map(repr, near)) or "a path of model.named_modules()",
+            )  # fmt: skip
+        for module in dict.fromkeys(matching):
+            found.setdefault(module, []).append(style)
+    return found
+
+
+def _inputs_lie(mesh: ProcessMesh, config: Parallelism) -> list[Placement]:
+    """How a tensor of rows and positions lies."""
+    dims = dict.fromkeys(config.sequence, 1) | dict.fromkeys(config.batch, 0)
+    return [Shard(dims[a]) if a in dims else Replicate() for a in mesh.dim_names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Lays plain inputs over the mesh: those with as many rows as the first tensor, and along dim 1 likewise."""
+
+    mesh: ProcessMesh
+    config: Parallelism
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        sizes = next((x.shape[:2] for x in tensors_in((args, kwargs)) if x.dim()), ())
+
+        def lay(x: Tensor) -> Tensor:
+            if isinstance(x, DistTensor):
+                return x
+            alike = [d for d, n in enumerate(sizes) if d < x.dim() and x.shape[d] == n]
+            placements = _inputs_lie(self.mesh, self.config)
+            kept = [p if isinstance(p, Shard) and p.dim in alike else Replicate() for p in placements]
+            return shard_tensor(x, self.mesh, kept)
+
+        return map_tensors(lay, args), map_tensors(lay, kwargs)
+
+
+def _follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """The optimizer's groups and states go on with what parameters have become."""
+    became = {old: after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [became.get(p, p) for p in group["params"]]
+    for old, new in became.items():
+        if new is not old and old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _shard(model: nn.Module, optimizer: Optimizer, mesh: ProcessMesh, config: Parallelism) -> None:
+    axes = tuple(a for a in config.zero_axes or config.batch if a in mesh.sizes)
+    if not config.zero or not axes:
+        shard_optimizer(optimizer)
+    elif config.zero == 1:
+        shard_optimizer(optimizer, ShardingStage1(axes))
+    else:
+        shard_optimizer(optimizer, (ShardingStage2 if config.zero == 2 else ShardingStage3)(axes, model))

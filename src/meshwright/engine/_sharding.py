@@ -1,0 +1,206 @@
+"""ZeRO in the eager mode: optimizer states, gradients and parameters cut along axes that cut the batch.
+
+All three stages are layouts (Rajbhandari et al. 2020). In stage 1 a parameter is a part of itself during the
+optimizer's step alone; in stages 2 and 3 it always is one, and the modules that own parameters use them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from meshwright.layout import Layout, MeshError, Spec
+from meshwright.passes import sharded
+from meshwright.tensor import DistTensor, lay, local_parts, place
+
+from ._stand_in import stand_in
+from .torch_hooks import top_saved_hooks
+
+Axes = str | tuple[str, ...]
+Cut = Mapping[Tensor, Spec]
+"""Parameter → how it lies where it is cut."""
+
+
+@dataclass(frozen=True)
+class ShardingStage1:
+    """States cut along `axes`: each rank updates its part of a parameter, then the parts are gathered.
+
+    Parameters of fewer than `least` elements stay whole.
+    """
+
+    axes: Axes
+    least: int = 1024
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Prepares an optimizer. Raises MeshError for an axis that a parameter's mesh has not."""
+        cut = _cut(optimizer, self.axes, self.least, self)
+        wholes: dict[Tensor, tuple[Spec, Any]] = {}
+
+        def before(of: Optimizer, *_: Any) -> None:
+            if of is optimizer:  # not a copy, whose step is recorded
+                for p, spec in cut.items():
+                    wholes[p] = (_spec(p), p.grad)
+                    _lay_with_gradient(p, spec)
+
+        def behind(of: Optimizer, *_: Any) -> None:
+            if of is optimizer:
+                for p, (spec, grad) in wholes.items():
+                    p.grad = None
+                    lay(p, spec)
+                    p.grad = grad
+                wholes.clear()
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(behind)
+
+
+@dataclass(frozen=True)
+class ShardingStage2:
+    """States, gradients and parameters cut along `axes`; the modules of `model` gather what they own, once per step.
+
+    A gathered parameter lives from its module's forward to its backward pass; its gradient is reduced and scattered.
+    Parameters of fewer than `least` elements stay whole.
+    """
+
+    axes: Axes
+    model: nn.Module = field(repr=False)
+    least: int = 1024
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Cuts the parameters, and prepares modules. Raises MeshError for an axis that a parameter's mesh has not."""
+        gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self))
+
+
+@dataclass(frozen=True)
+class ShardingStage3:
+    """As stage 2, but a gathered parameter is let go behind its module's forward pass and gathered again backward."""
+
+    axes: Axes
+    model: nn.Module = field(repr=False)
+    least: int = 1024
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Cuts the parameters, and prepares modules. Raises MeshError for an axis that a parameter's mesh has not."""
+        gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self), again=True)
+
+
+ShardingStage = ShardingStage1 | ShardingStage2 | ShardingStage3
+
+
+def _cut(optimizer: Optimizer, axes: Axes, least: int, asked: ShardingStage) -> Cut:
+    """The parameters that are cut, with how they lie then."""
+    names = (axes,) if isinstance(axes, str) else axes
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {p: _cut_of(p, names, least, asked) for p in parameters}
+    return {p: spec for p, spec in found.items() if spec is not _spec(p)}
+
+
+def _cut_of(p: Tensor, axes: tuple[str, ...], least: int, asked: ShardingStage) -> Spec:
+    axis = next((a for a in axes if not isinstance(p, DistTensor) or a not in p.spec.mesh.sizes), None)
+    if axis is not None:
+        found = f"a parameter on {p.spec.mesh!r}" if isinstance(p, DistTensor) else "a parameter on no mesh"
+        raise MeshError(
+            repr(asked), found, f"there is no axis {axis!r} to cut it along",
+            "mw.shard_layer(model, mesh) before the optimizer is made, and an axis of that mesh",
+        )  # fmt: skip
+    return sharded(_spec(p), axes, least)
+
+
+def _spec(p: Any) -> Spec:
+    return p.spec
+
+
+def _lay_with_gradient(p: Tensor, spec: Spec) -> None:
+    """A parameter becomes the part that `spec` says, and so does its gradient."""
+    grad = p.grad
+    part = None if grad is None else place(grad, spec.mesh, spec.dual().layout)
+    p.grad = None
+    lay(p, spec)
+    p.grad = part
+
+
+# --- parameters that are gathered where they are used --------------------------------------------------------------
+
+
+def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
+    """Parameters become parts, and are whole while a module that owns them runs; with `again`, backward anew."""
+    wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
+    for p, spec in cut.items():
+        _lay_with_gradient(p, spec)
+    regather = _Regather() if again else None
+    for module in model.modules():
+        owned = {name: wholes[p] for name, p in module._parameters.items() if p is not None and p in wholes}
+        stand_in(module, owned, regather)
+
+
+def _varying(whole: Spec, cut: Spec) -> Spec:
+    """Whole, and used differently by each rank along the axes that cut it: so its gradient is scattered to them."""
+    axes = tuple(a for a in cut.layout.cut_axes if a not in whole.layout.axes)
+    return whole.with_layout(replace(whole.layout, varying=(*whole.layout.varying, *axes)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What is saved for the backward pass instead of a whole parameter: how to have it again."""
+
+    part: DistTensor
+    layout: Layout
+    view: tuple[Any, ...]
+
+    def redeem(self) -> Tensor:
+        with torch.no_grad():
+            whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
+            with local_parts():
+                return torch.as_strided(whole.as_subclass(Tensor), *self.view)
+
+
+class _Regather:
+    """Saves parts in the place of whole parameters while the modules run that own them.
+
+    Where others watch what is saved, such as `torch.utils.checkpoint`, it is left to them: a checkpointed part saves
+    nothing, and gathers again when it is run again.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[DistTensor, Layout]] = {}
+        self._open: list[tuple[Any, list[int]]] = []
+
+    def enter(self, stand_ins: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """A module runs, with these parts and what they were gathered to; nothing is saved while it is captured."""
+        real = [(p, w) for p, w in stand_ins if isinstance(p, DistTensor) and isinstance(w, DistTensor)]
+        top = top_saved_hooks(True)
+        free = real and (top is None or top[1] is _unpack)
+        hooks = saved_tensors_hooks(self._pack, _unpack) if free else nullcontext()
+        found = {_memory(whole): (part, whole.spec.layout) for part, whole in real}
+        self._live |= found
+        self._open.append((hooks, list(found)))
+        hooks.__enter__()
+
+    def leave(self) -> None:
+        hooks, memory = self._open.pop()
+        hooks.__exit__(None, None, None)
+        for at in memory:
+            self._live.pop(at, None)
+
+    def _pack(self, saved: Tensor) -> Any:
+        found = self._live.get(_memory(saved))
+        if found is None:
+            return saved
+        with local_parts():
+            return _Ticket(*found, (saved.shape, saved.stride(), saved.storage_offset()))
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.redeem() if isinstance(saved, _Ticket) else saved
+
+
+def _memory(x: Tensor) -> int:
+    with local_parts():
+        return x.untyped_storage().data_ptr()

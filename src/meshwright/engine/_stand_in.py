@@ -1,0 +1,58 @@
+"""Parameters that lie otherwise while their module runs: what it computes with stands in their place until then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from meshwright.layout import Spec
+from meshwright.tensor import place
+
+_known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Module → its parameters that something stands in for."""
+
+
+class Watch(Protocol):
+    """Is told when a module begins, with its parameters and what stands in their place, and when it ends."""
+
+    def enter(self, stand_ins: Iterable[tuple[Tensor, Tensor]]) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+def stand_in(module: nn.Module, owned: Mapping[str, Spec], watch: Watch | None = None) -> None:
+    """While `module` runs, its parameters are what `owned` says; the gradient comes to the parameter that it has.
+
+    A parameter that something stands in for already is left to that.
+    """
+    taken = _known.setdefault(module, set())
+    new = {name: spec for name, spec in owned.items() if name not in taken}
+    if new:
+        taken.update(new)
+        running = _Running(new, watch)
+        module.register_forward_pre_hook(running.before)
+        module.register_forward_hook(running.behind, always_call=True)
+
+
+class _Running:
+    def __init__(self, owned: Mapping[str, Spec], watch: Watch | None) -> None:
+        self._owned, self._watch = owned, watch
+        self._held: list[dict[str, Any]] = []
+
+    def before(self, module: nn.Module, *_: Any) -> None:
+        table: dict[str, Any] = module._parameters
+        held = {name: table[name] for name in self._owned}
+        self._held.append(held)
+        for name, p in held.items():
+            table[name] = place(p, self._owned[name].mesh, self._owned[name].layout)
+        if self._watch is not None:
+            self._watch.enter([(p, table[name]) for name, p in held.items()])
+
+    def behind(self, module: nn.Module, *_: Any) -> None:
+        if self._held:
+            module._parameters.update(self._held.pop())
+            if self._watch is not None:
+                self._watch.leave()

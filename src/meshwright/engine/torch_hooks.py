@@ -1,0 +1,12 @@
+"""The private torch names that this room needs, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+top_saved_hooks: Callable[[bool], tuple[Any, Any] | None]
+top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
+"""The hooks that see what is saved for backward passes: those entered last hide all others."""
