@@ -5,7 +5,7 @@ STAMP := .venv/.stamp
 # pyright is pinned; it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup test train figures fuzz opdb pictures format clean
+.PHONY: setup test train figures matrix fuzz opdb pictures format clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,11 @@ train: setup
 # Every figure of the README's table; takes long.
 figures: setup
 	$(BIN)/python -m benchmarks.figures
+
+# Models that others wrote, under every setting; takes hours.
+matrix: setup
+	$(BIN)/python -m pip install --no-build-isolation -e '.[models]' -c constraints.txt
+	$(BIN)/python -m benchmarks.matrix --page docs/matrix.md
 
 # The long sweeps.
 fuzz opdb: setup

@@ -315,12 +315,56 @@ def test_hooks_and_gradients_are_distributed() -> None:
     assert on_two(go) == [["f32[4@x, 3]"] * 3] * 2
 
 
-class Saves(torch.autograd.Function):
-    """A user's function that saves a distributed tensor."""
+class Product(torch.autograd.Function):
+    """A user's function that saves its arguments; its gradients are not those of its operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), 2 * x.t() @ grads[0], None
+
+
+class Sums(torch.autograd.Function):
+    """A user's function of two results, with a setup of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cumsum(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos() + 3 * grads[1].flip(0).cumsum(0).flip(0)
+
+
+def of_own_functions(lay: Any) -> Any:
+    g = torch.Generator().manual_seed(0)
+    x, w = lay(torch.randn(5, 6, generator=g), grad=True), lay(torch.randn(6, 4, generator=g), grad=True)
+    y, z = Sums.apply(Product.apply(x.sin(), w, 3.0))
+    (y * z.tanh()).mean().backward()
+    return y, z, x.grad, w.grad
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_users_function_has_the_gradients_of_one_device(style: str) -> None:
+    check(of_own_functions, STYLES[style])
+
+
+class SavesParts(torch.autograd.Function):
+    """A user's function that saves a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x.to_local())
         return x * x
 
     @staticmethod
@@ -329,15 +373,24 @@ class Saves(torch.autograd.Function):
         return grads[0] * 2 * x
 
 
+class GivesPlain(SavesParts):
+    """A user's function whose gradient is a plain tensor."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.ones(grads[0].shape)
+
+
+@pytest.mark.parametrize("function", [SavesParts, GivesPlain])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_plain_gradient_beside_a_saved_distributed_tensor_is_refused(style: str) -> None:
+def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function: Any) -> None:
     from meshwright.tensor import PlainInBackwardError
 
     from .oracle import LayOut
 
     def go() -> None:
         x = LayOut(STYLES[style])(torch.randn(5, 6), grad=True)
-        Saves.apply(x).sum().backward()
+        function.apply(x).sum().backward()
 
     with pytest.raises(PlainInBackwardError, match="local_map"):
         mw.simulate(go, STYLES[style].ranks)

@@ -84,3 +84,53 @@ def test_without_a_rule_it_runs_whole_and_is_told_by_name(style: str) -> None:
     RAN_WHOLE.pop("twice", None)
     check(lambda lay: twice(lay(torch.randn(5, 6))), STYLES[style])
     assert [name for name in RAN_WHOLE if "twice" in name]
+
+
+def of_the_first_rank(call: Any, x: Tensor, *_: Any) -> Tensor:
+    """A form that asks Python which rank this is."""
+    return x * (3 if call.index(0, 0) == 0 else 2)
+
+
+def of_each_rank(call: Any, x: Tensor, *_: Any) -> Tensor:
+    """The same by tensors."""
+    return x * torch.where(torch.arange(1) - call.index(0, 0) == 0, 3, 2)
+
+
+def test_a_rule_counts_from_the_next_call_on() -> None:
+    from meshwright.spmd._table import RULES
+
+    def spec() -> str:
+        x = mw.shard_tensor(torch.ones(4), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
+        return str(twice(x).spec)
+
+    assert mw.simulate(spec, 2) == ["f32[4]"] * 2
+    mw.register_rule("meshwright_own.twice", "... -> ...")
+    try:
+        assert mw.simulate(spec, 2) == ["f32[4@x]"] * 2
+    finally:
+        del RULES["meshwright_own.twice"]
+
+
+@pytest.mark.parametrize("form", [of_the_first_rank, of_each_rank], ids=lambda form: form.__name__)
+def test_a_program_goes_one_way_on_all_ranks(form: Any) -> None:
+    from meshwright.graph import CaptureError
+    from meshwright.spmd import Rule
+    from meshwright.spmd._table import RULES
+
+    class Twice(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return twice(x)
+
+    def go() -> Any:
+        x = mw.shard_tensor(torch.ones(4), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
+        if form is of_each_rank:
+            return mw.to_static(Twice())(x).tolist()
+        with pytest.raises(CaptureError, match="not so on rank"):
+            mw.to_static(Twice())(x)
+        return None
+
+    mw.register_rule("meshwright_own.twice", Rule("n -> n", forms={"n": form}))
+    try:
+        assert mw.simulate(go, 2) == [[3.0, 3.0, 2.0, 2.0] if form is of_each_rank else None] * 2
+    finally:
+        del RULES["meshwright_own.twice"]

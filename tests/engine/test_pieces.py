@@ -205,6 +205,11 @@ def ignoring_the_result(part: Any, x: Tensor) -> Tensor:
     return x * x
 
 
+def in_other_orders(part: Any, x: Tensor) -> Tensor:
+    """Neither what goes in nor the gradient of what comes out is contiguous."""
+    return part(x.view(-1, 2, 4).transpose(0, 1)).transpose(1, 2).contiguous()
+
+
 class Asked(nn.Module):
     """A module that is a part of two."""
 
@@ -287,8 +292,10 @@ def own_forward() -> nn.Module:
         (lambda: Around(nn.Linear(8, 8), lambda part, x: part(input=x)), set(), True),
         (lambda: Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()),
                         lambda part, x: checkpoint(part, x, use_reentrant=True)), {"part"}, True),
+        (lambda: Around(nn.Linear(4, 4), in_other_orders), {"part"}, False),
     ],
-    ids=["buffers", "tree", "list", "writes", "inside", "shared", "size", "object", "own forward", "by name", "again"],
+    ids=["buffers", "tree", "list", "writes", "inside", "shared", "size", "object", "own forward", "by name", "again",
+         "orders"],
 )  # fmt: skip
 def test_whatever_a_part_takes_and_gives(make: Any, compiled: set[str], exact: bool, ranks: int) -> None:
     pieces = check(make, ranks, exact=exact)

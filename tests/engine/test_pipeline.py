@@ -65,12 +65,12 @@ def test_the_schedule_is_chosen() -> None:
         assert "makespan" in found.why
 
 
-@pytest.mark.parametrize(("capacity", "holds"), [(2.0, (2.0, 2.0)), (None, (4.0, 3.0))])
-def test_what_is_chosen_fits_into_memory(capacity: float | None, holds: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("capacity", [1.0, 2.0])
+def test_what_is_chosen_fits_into_memory(capacity: float) -> None:
     def chosen() -> Any:
         return piped((0, 1), {"accumulate_steps": 4, "capacity": capacity}, 8, then=lambda dist: dist.pipeline)
 
-    assert check(mw.simulate(chosen, 2)[0][2].schedule) == holds
+    assert max(check(mw.simulate(chosen, 2)[0][2].schedule)) == capacity
 
 
 def test_the_times_of_chunks_are_counted() -> None:

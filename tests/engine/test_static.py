@@ -175,11 +175,51 @@ class Squash(torch.autograd.Function):
         return grads[0] * ctx.scale + grads[1] * 0.5, None
 
 
+class Squared(torch.autograd.Function):
+    """A user's function that saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.saved_tensors[0] * 3
+
+
 @job()
 class OwnFunction(Base):
     def between(self, x: Tensor) -> Tensor:
         y, z = Squash.apply(x, 3.0)
         return y + z.sin()
+
+
+@job()
+class AlongCutRows(Base):
+    """What a rank does with its rows depends on where they are."""
+
+    def between(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, 0)
+        return x.cumsum(0) * variance + mean * x.sigmoid().cumprod(0)
+
+
+@job()
+class SavesItsArgument(Base):
+    def between(self, x: Tensor) -> Tensor:
+        return Squared.apply(x)
+
+
+@job()
+class Padded(nn.Module):
+    """A table with a row for padding, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 6, padding_idx=5), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x[:, :3].mul(10).long() % 8)).square().mean()
 
 
 @job()
@@ -253,6 +293,37 @@ class LocalParts(Base):
 
 def test_functions_of_local_parts() -> None:
     same_as_eager(Job(LocalParts, numbers))
+
+
+class RowsOfImages(Base):
+    """Convolutions of images whose rows are cut: a rank needs its neighbours' rows, those at the ends need zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mesh = STYLES["rows"].mesh
+        self.inner = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 1, 3, padding=1))
+
+    def between(self, x: Tensor) -> Tensor:
+        images = mw.reshard(x.unflatten(1, (1, 4, 2)).repeat(1, 1, 2, 2), self.mesh, [mw.Shard(2)])
+        return self.inner(images).mean((1, 3))
+
+
+def test_images_whose_rows_are_cut() -> None:
+    same_as_eager(Job(RowsOfImages, numbers))
+
+
+class Flat(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, 6))
+
+
+def test_a_batch_that_is_not_contiguous() -> None:
+    def go() -> tuple[float, float]:
+        module = mw.shard_layer(Flat(), STYLES["rows"].mesh)
+        x = mw.shard_tensor(torch.randn(8, 6, 2), STYLES["rows"].mesh, [mw.Shard(0)]).transpose(1, 2)
+        return mw.to_static(module, loss=lambda out, x: out)(x, x).item(), module(x).item()
+
+    assert all(static == eager for static, eager in mw.simulate(go, 4))
 
 
 @pytest.mark.parametrize("source", ["counter", "rank"])

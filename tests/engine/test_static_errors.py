@@ -190,11 +190,11 @@ def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError
         module: Any = mw.shard_layer(model(between)(), MESH)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         static = mw.to_static(module, None, None, optimizer)
-        x, before = torch.ones(4, 3), state(module)
+        x, before, apply = torch.ones(4, 3), state(module), torch.autograd.Function.apply.__func__
         with pytest.raises(kind, match=match) as caught:
             static(x)
         assert state(module) == before
-        assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+        assert torch.autograd.Function.apply.__func__ is apply
         type(module).between = Base.between
         static(x)
         module(x).backward()
@@ -220,6 +220,47 @@ def test_numbers_of_tensors(between: Any) -> None:
 @pytest.mark.parametrize(("between", "kind", "match"), OTHERS, ids=[b.__name__ for b, *_ in OTHERS])
 def test_what_else_is_refused(between: Any, kind: Any, match: str) -> None:
     refused(between, kind, match)
+
+
+class SetsOnce(Base):
+    """Settles an attribute in its first pass."""
+
+    kind: str | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind, self.table["rows"] = "numbers", [len(x)]
+        return x if self.kind == "numbers" else -x
+
+
+class GoesAnotherWayOnce(Base):
+    """Its first pass is another one than those behind it."""
+
+    first = True
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x * 2 if self.first else x
+        self.first = False
+        return x
+
+
+def test_what_the_first_pass_settles_stays() -> None:
+    def go() -> tuple[Any, ...]:
+        module = mw.shard_layer(SetsOnce(), MESH)
+        mw.to_static(module, None, None, torch.optim.SGD(module.parameters(), lr=0.1))(torch.ones(4, 3))
+        return module.kind, module.table
+
+    assert mw.simulate(go, 2) == [("numbers", {"x": [1], "rows": [4]})] * 2
+
+
+def test_a_first_pass_that_is_another_one_is_refused() -> None:
+    def go() -> bool:
+        module = mw.shard_layer(GoesAnotherWayOnce(), MESH)
+        with pytest.raises(SideEffectError, match="first"):
+            mw.to_static(module, None, None, torch.optim.SGD(module.parameters(), lr=0.1))(torch.ones(4, 3))
+        return module.first
+
+    assert mw.simulate(go, 2) == [True, True]
 
 
 def on_two(fn: Callable[[], Any]) -> Any:

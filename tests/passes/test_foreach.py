@@ -78,3 +78,28 @@ def test_it_comes_before_writing_in_place() -> None:
     program = InPlace()(llama_step((1, 1, 1)).programs[0])
     with pytest.raises(RewriteError, match="InPlace as the last pass"):
         Foreach()(program)
+
+
+class Thin(nn.Module):
+    """Two columns cut into one piece, of which the update needs the whole; the loss needs that of one only."""
+
+    def __init__(self, mesh: mw.ProcessMesh) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 4, bias=False), nn.Linear(1, 4, bias=False)
+        for layer in (self.a, self.b):
+            layer.weight = mw.shard_tensor(nn.Parameter(torch.linspace(1, 2, 4).unsqueeze(1)), mesh, [mw.Shard(1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.a.weight * self.b.weight.sum()).square().mean()
+
+
+def test_groups_that_would_need_each_other_stay_apart() -> None:
+    mesh = mw.ProcessMesh([0, 1, 2, 3], ["tp"])
+
+    def train(foreach: bool) -> list[float]:
+        model = Thin(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step = mw.to_static(model, None, None, optimizer, mw.Strategy(foreach=foreach))
+        return [step(mw.shard_tensor(torch.ones(3, 4), mesh, [])).item() for _ in range(3)]
+
+    assert mw.simulate(train, 4, True) == mw.simulate(train, 4, False)

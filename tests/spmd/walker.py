@@ -163,8 +163,8 @@ class OneRank:
             return x
         whole = torch.cat(self.ranks_.exchange(self.rank, x), dim)
         start, length = chunk(self.shapes[operand][dim], self.ranks_.count, self.rank)
-        low, high = max(start - before, 0), min(start + length + after, whole.shape[dim])
-        return whole.narrow(dim, low, high - low)
+        rows = torch.nn.functional.pad(whole, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+        return rows.narrow(dim, start, length + before + after)
 
     def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:
         return self.gather(x, operand, dim).sum(0)

@@ -39,9 +39,15 @@ def _of_group(optimizer: Optimizer, at: int) -> Fetch:
 
 
 def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetch:
-    """A state that the optimizer holds by then: loading others puts new tensors in their place."""
+    """A state that the optimizer holds by then: loading others puts new tensors in their place.
+
+    From now on it lies as the program takes it, also where it was made by other steps or loaded.
+    """
     name, key = given.source
     parameter = _held(slots, name)
+    states = optimizer.state[parameter(())]
+    if given.spec is not None and getattr(states[key], "_spec", None) is not given.spec:
+        states[key] = lay(states[key], given.spec)
     return lambda leaves: optimizer.state[parameter(leaves)][key]
 
 
@@ -56,13 +62,13 @@ def _always(value: Any) -> Fetch:
 
 
 def _batch(at: int, spec: Spec | None) -> Fetch:
-    """A leaf of the batch; a plain tensor, which every rank has whole, is laid over the mesh."""
+    """A leaf of the batch, contiguous as programs take it; a plain tensor, whole on every rank, is laid out."""
 
     def fetch(leaves: Sequence[Any]) -> Any:
         x = leaves[at]
-        if spec is None or isinstance(x, DistTensor):
-            return x
-        return place(x, spec.mesh, spec.layout)
+        if spec is not None and not isinstance(x, DistTensor):
+            x = place(x, spec.mesh, spec.layout)
+        return x.contiguous() if isinstance(x, Tensor) else x
 
     return fetch
 

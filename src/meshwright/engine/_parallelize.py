@@ -71,7 +71,7 @@ def parallelize(
     ...     net, optimizer = mw.parallelize(net, optimizer, mesh, mw.Parallelism(plan))
     ...     return net[0].weight.placements, net(torch.ones(6, 4)).placements
     >>> mw.simulate(go, 4)[0]
-    ((Replicate(), Shard(0)), (Shard(0), Partial('sum')))
+    ((Replicate(), Shard(0)), (Shard(0), Partial()))
     """
     config = config or Parallelism()
     styles = _styles(model, config.plan)

@@ -103,7 +103,7 @@ class _Piece(torch.autograd.Function):
             return tuple(back)
         saved = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
         with local_parts(), autocast_off(), torch.no_grad():
-            out, _ = found.backward(*saved, *[grads[n] for n in found.piece.wanted])
+            out, _ = found.backward(*saved, *[grads[n].contiguous() for n in found.piece.wanted])
         for at, grad in zip(found.asks, out, strict=True):
             back[at + 1] = grad
         return tuple(back)

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, map_leaves
 
 from ._dynamic import DynamicSizes, Fits, sizes_hold
-from ._errors import SideEffectError
+from ._errors import CaptureError, SideEffectError
 from ._interception import check_hooks
 from ._node import Value
 from ._program import Program
 from ._recording import Recording
-from ._side_effects import unchanged
+from ._side_effects import settling, unchanged, undrawn
 from ._stage import Stage, called
 from .torch_hooks import FakeMode, ShapeEnv
 
@@ -80,16 +81,48 @@ def capture(
 
     `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
-    part of one program, and SideEffectError for a forward pass that changes what is no tensor.
+    part of one program, and SideEffectError for a forward pass that changes what is no tensor. What only the first pass
+    sets may stay: then the second one is captured, if it changes nothing and is the same program.
     """
+    try:
+        with unchanged(module):
+            return _captured(module, call, batch, dynamic or {})
+    except SideEffectError as error:
+        return _settled(module, lambda: _captured(module, call, batch, dynamic or {}), error)
+
+
+def _settled(module: nn.Module, capture: Callable[[], Capture], error: SideEffectError) -> Capture:
+    """The capture of a second pass behind one that was refused. Raises `error` where that is not the same again."""
+    try:
+        with settling(module):
+            with undrawn():
+                first = capture()
+            with unchanged(module):
+                second = capture()
+            if not _same(first.program, second.program):
+                raise error
+    except CaptureError:
+        raise error from None
+    return second
+
+
+def _same(one: Program, other: Program) -> bool:
+    """True when the programs have the same text, and constants of the same numbers."""
+    pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
+    return one.text(where=True) == other.text(where=True) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _captured(
+    module: nn.Module, call: Callable[..., Any], batch: Sequence[Any], dynamic: Mapping[int, Collection[int]]
+) -> Capture:
     check_hooks(module)
     slots = slots_of(module)
     recording = Recording(above=True)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic or {}))
+    stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic))
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _given_batch(stage, tuple(batch))
-    with _swapped(slots, fakes), unchanged(module):
+    with _swapped(slots, fakes):
         with stage.watching():
             out = called(call, args)
         assigned = _assigned(slots, fakes)

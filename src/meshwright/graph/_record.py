@@ -8,9 +8,10 @@ in it depends on the rank but inputs of the role "number".
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from operator import itemgetter
 from typing import Any, cast
 
@@ -44,6 +45,7 @@ from .torch_hooks import (
     Modes,
     Operator,
     ShapeEnv,
+    conditions,
     interception_off,
     next_gradient_number,
     running_gradient_number,
@@ -94,6 +96,7 @@ class Recorder(Modes):
         self.source: Source = drawing_by()
         self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
+        self._rank_symbols: dict[Any, RankNumber] = {}
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with interception_off():
@@ -180,11 +183,13 @@ class Recorder(Modes):
         if number not in self._rank_numbers:
             name = f"rank_number_{len(self._rank_numbers)}"
             symbol = self._rank_numbers[number] = symbolic_int(self.mode, name, here)
+            self._rank_symbols[symbol.node.expr] = number  # asked later, it may be the number that was decided on
             self.recording.add_number(symbol, "number", name, number)
         return self._rank_numbers[number]
 
     def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
         """The program recorded so far: `writes` are inputs, and the tensors whose values they take over."""
+        self._check_ranks()
         with interception_off():
             tree = self.recording.tree_of(outputs)
             new = [(self.recording.input_of(x), self.recording.value_of(v)) for x, v in writes]
@@ -198,6 +203,34 @@ class Recorder(Modes):
             specs=self.recording.specs(),
         )
         return Draft(program).finish()
+
+    def _check_ranks(self) -> None:
+        """Raises CaptureError where Python decided by a number that is another one on another rank."""
+        numbers = self._rank_symbols
+        asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
+        for rank in _some_ranks(self._rank_numbers) if asked else ():
+            there = Recorded(rank, self.carrier.size)
+            values = {symbol: number(there) for symbol, number in numbers.items()}
+            found = next((g for g in asked if not g.subs(values)), None)
+            if found is not None:
+                raise CaptureError(
+                    "to record what every rank runs", f"it asked whether {found}, which is not so on rank {rank}",
+                    "a program is the same on every rank: it would go the way of the rank that recorded it",
+                    "torch.where on a tensor of the number, in the form of the rule",
+                )  # fmt: skip
+
+
+_MOST_RANKS = 64
+
+
+def _some_ranks(numbers: Iterable[RankNumber]) -> list[int]:
+    """The ranks to ask for their numbers: those at the ends of the axes, where there are too many."""
+    meshes = {n.mesh if isinstance(n, RankPlace) else n.spec.mesh for n in numbers}
+    found: set[int] = set()
+    for mesh in meshes:
+        ends = product(*[(0, n - 1) for n in mesh.mesh.shape])
+        found |= set(mesh.process_ids if mesh.size <= _MOST_RANKS else (int(mesh.mesh[at]) for at in ends))
+    return sorted(found)
 
 
 def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) -> dict[Value, Any]:

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshwright.tensor import leaves_in
+
 from ._errors import SideEffectError
+from .torch_hooks import FakeTensor
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PASSED_OVER = {*_TABLES, "_non_persistent_buffers_set"}
@@ -161,6 +164,34 @@ def unchanged(module: nn.Module) -> Generator[None]:
     before.check(asked)
     if moved:
         raise side_effect(asked, f"the state of {moved[0]}'s random generator", "another", "advanced")
+
+
+@contextmanager
+def settling(module: nn.Module) -> Generator[None]:
+    """What happens inside may set Python state, which stays; it is put back where an error is raised.
+
+    Raises SideEffectError where a fake tensor is kept.
+    """
+    before = Snapshot.of(module)
+    try:
+        yield
+        for path, part in module.named_modules():
+            for key, value in _own(part):
+                if any(isinstance(x, FakeTensor) for x in leaves_in(vars(value) if _is_users(value) else value)):
+                    raise side_effect(f"to keep {path}.{key}", "it", "another", "a tensor without numbers")
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextmanager
+def undrawn() -> Generator[None]:
+    """Behind it Python's, NumPy's and torch's generators are where they were before."""
+    drawn = _generators()
+    try:
+        yield
+    finally:
+        _set_generators(drawn)
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -51,8 +51,9 @@ def record_update(
         parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
         for name, x in parameters.items():
             x.grad = grads[name]
+        moved = _moved(optimizer, names, trained)
         given: dict[StateKey, Any] = {
-            key: _stand_in(recorder, key, value, pieces.get(key[0])) for key, value in states.items()
+            key: _stand_in(recorder, key, value, pieces.get(key[0]), key[0] in moved) for key, value in states.items()
         }
         twin = _twin_of(optimizer, names, parameters, given, recorder)
         _stepped(twin)
@@ -131,12 +132,18 @@ def _gradient(parameter: Input) -> Input:
     return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
 
 
-def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None) -> Any:
+def _moved(optimizer: Optimizer, names: Mapping[int, str], trained: Sequence[Input]) -> set[str]:
+    """The parameters that lie otherwise by now than the program takes them; their states will go with them."""
+    lie = {names.get(id(p)): getattr(p, "_spec", None) for group in optimizer.param_groups for p in group["params"]}
+    return {i.name for i in trained if lie.get(i.name) is not i.spec}
+
+
+def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
     if _is_number(value):
         return recorder.add_number(".".join(key), value, key)
     if not isinstance(value, Tensor):
         return value
-    spec = value.spec if isinstance(value, DistTensor) else lies_as(value, parameter)
+    spec = value.spec if isinstance(value, DistTensor) and not moved else lies_as(value, parameter)
     name = ".".join(key)
     return recorder.add(
         Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)

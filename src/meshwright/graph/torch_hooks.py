@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._ops import OpOverload
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -42,6 +42,20 @@ unrecorded: Any = _disable_current_modes
 
 no_modes: Any = _disable_current_modes
 """Context in which no dispatch mode of the caller sees what is called."""
+
+_FAKE_KERNELS: Any = fake_impls.op_implementations_dict
+"""Operator → its kernel on fake tensors, where that of the meta device will not do."""
+
+
+def _grouped(mode: Any, op: Any, x: torch.Tensor, w: torch.Tensor, offs: Any = None, *rest: Any, **kw: Any) -> Any:
+    """The product of groups on fake tensors: torch's own refuses all dtypes but bfloat16, its kernels do not."""
+    dtype = kw.get("out_dtype") or next((r for r in rest if isinstance(r, torch.dtype)), x.dtype)
+    batch = () if x.dim() != w.dim() else (x.shape[0],) if x.dim() == 3 else (offs.shape[0],)
+    with mode:
+        return torch.empty((*batch, x.shape[-2], w.shape[-1]), dtype=dtype, device=x.device)
+
+
+_FAKE_KERNELS.setdefault(torch.ops.aten._grouped_mm.default, _grouped)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ none of them can need another one. What is collectively done goes on in the same
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar
@@ -112,11 +112,15 @@ class Foreach(Pass):
         region = _region(program)
         if not _keeps_order(program, region):
             return program
-        units = list(_units(program, region, self.least))
+        units = list(_units(program, region, self.least, {}))
+        order = list(_sorted(units))
+        if len(order) < len(units):  # groups need each other, by way of what keeps its order
+            units = list(_units(program, region, self.least, _sides(program, region)))
+            order = list(_sorted(units))
         groups = [u for u in units if len(u.nodes) > 1]
         if not groups:
             return program
-        nodes = (*(n for n in program.nodes if n not in region), *(u.node for u in _sorted(units)))
+        nodes = (*(n for n in program.nodes if n not in region), *(u.node for u in order))
         out = replace(program, nodes=nodes)
         told = [
             Change(self.name, f"{len(u.nodes)} × {name_of(u.nodes[0].op)} become {name_of(u.node.op)}", "", {})
@@ -150,6 +154,28 @@ def _keeps_order(program: Program, region: set[Node]) -> bool:
     return ordered == sorted(ordered)
 
 
+def _sides(program: Program, region: set[Node]) -> dict[Node, Any]:
+    """Whether a node of the region needs one that is ordered, and whether one that is ordered needs it.
+
+    Groups of nodes that are alike in this cannot need each other; a node of which both are true is like no other.
+    """
+    flow = [(n, n.ins, n.outs) for n in program.nodes if n in region]
+    behind, before = _reached(flow), _reached([(n, outs, ins) for n, ins, outs in reversed(flow)])
+    return {n: n if n in behind and n in before else (n in behind, n in before) for n in region}
+
+
+def _reached(flow: Iterable[tuple[Node, Iterable[Value], Iterable[Value]]]) -> set[Node]:
+    """The nodes that there is a way to from an ordered one; each comes with what leads to it and what leads on."""
+    found: set[Node] = set()
+    touched: set[Value] = set()
+    for node, to, on in flow:
+        if any(v in touched for v in to):
+            found.add(node)
+        if node in found or _is_ordered(node):
+            touched.update(on)
+    return found
+
+
 @dataclass(eq=False)
 class _Unit:
     """Nodes that become one: `node` is what stands for them, `at` the place of the first."""
@@ -161,13 +187,14 @@ class _Unit:
     feeds: list[_Unit] = field(default_factory=list["_Unit"])
 
 
-def _units(program: Program, region: set[Node], least: int) -> Iterator[_Unit]:
+def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node, Any]) -> Iterator[_Unit]:
+    """The nodes of the region, those of one formula and one side together."""
     place = {node: at for at, node in enumerate(program.nodes)}
     formulas = _Formulas({i.value: (i.role, str(i.name.rpartition(".")[2])) for i in program.inputs})
     alike: dict[Any, list[Node]] = {}
     for node in program.nodes:
         if node in region:
-            key = formulas.of(node)
+            key = formulas.of(node), sides.get(node)
             alike.setdefault(key if node.op in FOREACH and not _is_ordered(node) else node, []).append(node)
     for nodes in alike.values():
         made = _together(nodes) if len(nodes) >= max(least, 2) else None

@@ -19,7 +19,7 @@ from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
 from ._rule import Rule
-from ._table import Entry, find_rule, is_computed, register_rule
+from ._table import Entry, find_rule, is_computed, on_new_rule, register_rule
 
 __all__ = [
     "ELSEWHERE",
@@ -41,6 +41,7 @@ __all__ = [
     "factor_axes",
     "find_rule",
     "is_computed",
+    "on_new_rule",
     "parse_rule",
     "refined",
     "register_rule",

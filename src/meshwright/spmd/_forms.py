@@ -41,7 +41,7 @@ class LocalCall(Protocol):
         ...
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
-        """The local part of operand `operand`, with up to `before` and `after` neighbouring rows of `dim` beside it."""
+        """The local part of operand `operand` and rows of `dim` beside it: its neighbours', zeros beyond the ends."""
         ...
 
     def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:

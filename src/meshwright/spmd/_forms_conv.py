@@ -27,8 +27,8 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per
         for s, pad in enumerate(pads):
             at = batch + 1 + s
             if call.ranks(0, at) > 1:
-                start, size = call.start(0, at), x.shape[at]
-                x = _with_rows(call.halo(x, 0, at, pad, pad), at, x.dim(), _missing(call, at, start, size, pad))
+                rows = call.halo(x, 0, at, pad, pad)
+                x = rows if x.shape[at] else _with_one_more(rows, at)
                 left[s] = 0
         groups = max(x.shape[batch] // per_group, 1) if per_group else 1
         least = max(groups * per_group, 1)
@@ -40,16 +40,9 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per
     return form
 
 
-def _missing(call: LocalCall, at: int, start: int, size: int, pad: int) -> tuple[int, int]:
-    """How many rows of the padding lie before and behind the whole, where no neighbour has them.
-
-    A rank without rows takes one more, so that its result is not empty: torch would refuse to make that.
-    """
-    return max(pad - start, 0), max(start + size + pad - call.total(0, at), 0) + (size == 0)
-
-
-def _with_rows(x: Tensor, at: int, ndim: int, rows: tuple[int, int]) -> Tensor:
-    return F.pad(x, [0, 0] * (ndim - 1 - at) + list(rows)) if any(rows) else x
+def _with_one_more(x: Tensor, at: int) -> Tensor:
+    """A rank without rows takes one more, so that its result is not empty: torch would refuse to make that."""
+    return F.pad(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])
 
 
 def group_norm(channels: int) -> Form:

@@ -23,8 +23,9 @@ def embedding(
     mine = (local >= 0) & (local < weight.shape[0])
     if weight.shape[0] == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum() * 0
-    skip = padding_idx - call.start(0, 0) if padding_idx >= 0 else -1
-    rows = F.embedding(torch.where(mine, local, 0), weight, skip if 0 <= skip < weight.shape[0] else None)
+    rows = F.embedding(torch.where(mine, local, 0), weight)
+    if padding_idx >= 0:
+        rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return torch.where(mine.unsqueeze(-1), rows, 0)
 
 

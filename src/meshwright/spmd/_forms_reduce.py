@@ -163,10 +163,10 @@ def var(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def var_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Terms of both: the mean is counted on the first rank alone."""
+    """Terms of both: each rank has an equal share of the mean."""
     term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
-    first = all(call.index(0, d) == 0 for d in dims)
-    return squeezed(term, dims, keepdim), squeezed(mean * float(first), dims, keepdim)
+    ranks = prod(call.ranks(0, d) for d in dims)
+    return squeezed(term, dims, keepdim), squeezed(mean / ranks, dims, keepdim)
 
 
 def std(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -274,12 +274,18 @@ def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor
     """The running sum of the piece, and the totals of the pieces before it."""
     (at,) = dims_at(dim, x.dim())
     mine = x.cumsum(at, dtype=dtype)
-    before = call.gather(x.sum(at, keepdim=True, dtype=mine.dtype), 0, at)[: call.index(0, at)]
-    return mine + before.sum(0, dtype=mine.dtype)
+    totals = call.gather(x.sum(at, keepdim=True, dtype=mine.dtype), 0, at)
+    return mine + torch.where(_before(call, totals, at), totals, 0).sum(0, dtype=mine.dtype)
 
 
 def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     (at,) = dims_at(dim, x.dim())
     mine = x.cumprod(at, dtype=dtype)
-    before = call.gather(x.prod(at, keepdim=True, dtype=mine.dtype), 0, at)[: call.index(0, at)]
-    return mine * before.prod(0, dtype=mine.dtype)
+    totals = call.gather(x.prod(at, keepdim=True, dtype=mine.dtype), 0, at)
+    return mine * torch.where(_before(call, totals, at), totals, 1).prod(0, dtype=mine.dtype)
+
+
+def _before(call: LocalCall, totals: Tensor, at: int) -> Tensor:
+    """Which of the ranks' totals belong to pieces before this rank's; numbers of Python would be one rank's only."""
+    places = torch.arange(totals.shape[0], device=totals.device) - call.index(0, at)
+    return (places < 0).reshape(-1, *[1] * (totals.dim() - 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,12 @@ def register_rule(name: str, entry: Entry) -> None:
     if isinstance(entry, str):
         parse_rule(entry)
     RULES[name] = entry
+    for forget in on_new_rule:
+        forget()
+
+
+on_new_rule: list[Callable[[], None]] = []
+"""What else happens when a rule is registered: plans made by the rules before are forgotten."""
 
 
 def is_computed(op: Operator) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec
-from meshwright.spmd import is_computed
+from meshwright.spmd import is_computed, on_new_rule
 
-from . import _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
+from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, asks_sizes, capture
@@ -27,8 +27,8 @@ from ._run import replaying, run_direct, run_graph, run_identity, run_inline, ru
 from ._tree import tensors_in
 from .torch_hooks import backward_running
 
-HANDLING = (_handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
-"""The files whose import fills HANDLERS."""
+HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+"""The files whose import fills HANDLERS, or has users' functions told."""
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
@@ -125,7 +125,7 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             raise PlainInBackwardError(
                 f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
                 "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-                "save local tensors (x.to_local()) in the autograd.Function, or wrap the function with mw.local_map",
+                "save tensors that come from arguments in the autograd.Function, or wrap it with mw.local_map",
             )  # fmt: skip
 
 
@@ -226,3 +226,4 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
 
 
 DistTensor._dispatch = staticmethod(dispatch)
+on_new_rule.append(PLANS.clear)

@@ -48,7 +48,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
             grad = ones
         if backward_running() != -1 and not isinstance(grad, DistTensor):
             return grad  # a reentrant checkpoint hands on this rank's part of the gradient
-    return _as_dual_local(grad, spec)
+    return as_dual_local(grad, spec)
 
 
 def _summed(output: Tensor) -> Tensor:
@@ -189,8 +189,8 @@ def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     spec = x._spec
 
     def on_local(grad: Tensor) -> Any:
-        new = hook(dual_stamp(_alias_of(grad), spec))
-        return None if new is None else _as_dual_local(new, spec)
+        new = hook(dual_stamp(alias_of(grad), spec))
+        return None if new is None else as_dual_local(new, spec)
 
     return call_plain(func, types, (x, on_local), kwargs)
 
@@ -219,7 +219,7 @@ class _HookedNode:
     def _whole(self, grads: Any) -> Any:
         specs = self.node.metadata["meshwright.specs"]
         return tuple(
-            dual_stamp(_alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
+            dual_stamp(alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
         )
 
     def _local(self, grads: Any) -> Any:
@@ -227,16 +227,17 @@ class _HookedNode:
             return None
         specs = self.node.metadata["meshwright.specs"]
         return tuple(
-            _as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
+            as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
         )
 
 
-def _alias_of(grad: Tensor) -> Tensor:
+def alias_of(grad: Tensor) -> Tensor:
+    """The same gradient as an object of its own, which may be stamped."""
     with no_interception():
         return plain_view(grad).view_as(grad)
 
 
-def _as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
+def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
     """A gradient that a hook gave, as this rank's part of what the tensor's gradient is."""
     have = spec_of(grad, spec)
     local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))

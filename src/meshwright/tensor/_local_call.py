@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from meshwright.comm import Carrier
 from meshwright.layout import Layout, Spec, axes_of
@@ -47,12 +48,11 @@ class OnRank:
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
         spec = self._spec(operand)
-        start, size = self.here.offset(spec, dim), x.shape[dim]
         dims = tuple(() if d == dim else axes_of(c) for d, c in enumerate(spec.layout.dims))
         varying = (*spec.layout.varying, *self._axes(operand, dim))
         whole = convert_local(x, spec, spec.with_layout(Layout(dims, spec.layout.partial, varying)))
-        first, last = max(0, start - before), min(spec.shape[dim], start + size + after)
-        return whole.narrow(dim, first, max(0, last - first))
+        rows = F.pad(whole, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+        return rows.narrow(dim, self.here.offset(spec, dim), x.shape[dim] + before + after)
 
     def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:
         spec = self._terms(x, operand, dim, "sum")

@@ -113,8 +113,7 @@ def _run_foreign(step: Step) -> Run:
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
             tensors = [plain_view(t) for t in _moved(step, args, kwargs)]
-            local_args, local_kwargs = step.local_arguments(tensors, current())
-            out = _own(step.node.op(*local_args, **local_kwargs), tensors)
+            out = _own(_computed(step, tensors), tensors)
         return finish(out, func, args, kwargs)
 
     return run
@@ -172,18 +171,19 @@ def _run_local(step: Step) -> Run:
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        here = current()
         with no_interception():
             tensors = _moved(step, args, kwargs)
-            local_args, local_kwargs = step.local_arguments(tensors, here)
-            if step.form is not None:
-                out = _like(step.node.out, step.form(step.call(here), *local_args, **local_kwargs))
-            else:
-                out = _like(step.node.out, step.node.op(*local_args, **local_kwargs))
-            out = _own(out, tensors)
+            out = _own(_like(step.node.out, _computed(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
     return run
+
+
+def _computed(step: Step, tensors: Sequence[Tensor]) -> Any:
+    """What the operator, or its second form, makes of this rank's parts."""
+    here = current()
+    args, kwargs = step.local_arguments(tensors, here)
+    return step.form(step.call(here), *args, **kwargs) if step.form else step.node.op(*args, **kwargs)
 
 
 _SIZED = {

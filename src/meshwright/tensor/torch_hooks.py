@@ -49,6 +49,21 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue] - of its base in C
 
 
+def tell_functions(apply: Callable[..., Any]) -> None:
+    """From now on `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
+
+    Nothing else tells that operators belong to a function with a backward pass of its own: torch hands that one local
+    gradients, and asks no tensor.
+    """
+    function: Any = torch.autograd.Function
+    own = function.__dict__["apply"]
+
+    def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, own.__get__(None, cls), args, kwargs)
+
+    function.apply = classmethod(told)
+
+
 _META_EXTRACTOR = _default_meta_extractor.__code__
 """What `torch.utils.checkpoint` compares recomputed tensors by."""
 

@@ -1,0 +1,49 @@
+"""The table of the matrix as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+HEAD = """# Models that others wrote
+
+Models of `transformers` and `diffusers`, unmodified, with small sizes and random weights: three steps of AdamW on
+simulated ranks, beside the same steps on one device. A cell is right where every loss and every gradient is within
+1e-5 of one device's. `make matrix` measures the table and writes this page; {seconds} s on this machine.
+
+"tp" cuts weights by one rule for all models, which knows nothing of them; "auto" chooses by itself. e is eager mode,
+s a static program.
+
+"""
+SHOWN = {"ok": "yes", "n/a": "–"}
+
+
+def page(figure: Mapping[str, Any]) -> str:
+    """The page of a figure: one row a model, one column a setting and mode, and below what is not right."""
+    details = figure["details"]
+    table: Mapping[str, Mapping[str, Any]] = details["table"]
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    heads = [f"{setting} {mode[0]}" for setting, _, mode in (c.rpartition(" ") for c in columns)]
+    rows = [["", *heads], ["---"] * (len(columns) + 1)]
+    rows += [[name, *(_shown(row.get(c)) for c in columns)] for name, row in table.items()]
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in details["verdicts"].items())
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return HEAD.format(seconds=details["seconds"]) + "\n".join([*lines, "", f"{counts}.", "", *_reasons(table), ""])
+
+
+def _shown(found: Mapping[str, Any] | None) -> str:
+    return "" if found is None else SHOWN.get(found["verdict"], f"**{found['verdict']}**")
+
+
+def _reasons(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each reason, with the cells that it is true of."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, row in table.items():
+        for column, found in row.items():
+            if found["verdict"] != "ok":
+                who = column if found["verdict"] == "n/a" else f"{name} {column}"
+                cells.setdefault((found["verdict"], found.get("why", "")), []).append(who)
+    return [
+        f"* {verdict}: {', '.join(dict.fromkeys(where))}: `{why}`" if why else f"* {verdict}: {', '.join(where)}"
+        for (verdict, why), where in cells.items()
+    ]

@@ -1,0 +1,299 @@
+"""Models that others wrote, unmodified, under every kind of parallelism, eager and static, beside one device.
+
+    python -m benchmarks.matrix                                   every cell
+    python -m benchmarks.matrix --model Llama --setting tp        some of them
+    python -m benchmarks.matrix --page docs/matrix.md             the table as a page, too
+
+A cell is three steps of AdamW on simulated ranks. Losses and the gradients of each step are compared with one device's:
+it is right, not applicable for a reason, a named bug, or wrong. Each model runs in a process of its own, and a cell
+that takes too long ends it and is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from benchmarks._matrix_models import MODELS, Subject
+from benchmarks._matrix_page import page
+from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting, follow, lay_states, mark
+
+GOAL = 1e-5
+STEPS = 3
+ROUNDINGS = 4
+"""Where a model multiplies roundings, no sum in another order is closer than this times what one rounding does."""
+FLOOR = 1e-3
+"""A gradient is relative to its own norm, or to this part of the norm of all gradients where its own is smaller."""
+PATIENCE = 150
+"""Seconds that a cell may take."""
+WITHOUT_NUMBERS = "Python needs a tensor's numbers there"
+"""What is said of a forward pass that cannot be one program."""
+QUICK = ("GPT-2", "T5", "ViT", "Mixtral"), ("dp", "dp×tp")
+
+Cell = tuple[str, str]
+"""A setting and a mode."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training gave: losses, and by step the gradients by name."""
+
+    losses: Tensor
+    gradients: tuple[Mapping[str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell: its verdict ("ok", "n/a", "wrong", "bug", "slow"), why, how far from one device, and the seconds."""
+
+    verdict: str
+    why: str = ""
+    worst: float | None = None
+    seconds: float = 0.0
+
+
+def optimizer_of(model: torch.nn.Module, begun: bool = True) -> torch.optim.Optimizer:
+    """AdamW that keeps each gradient among its states; steps must not divide by what is only the error of a sum.
+
+    Where it has `begun`, all states are there before the first step, so that one program makes all steps.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+    optimizer.register_step_post_hook(_keep_gradients)
+    for p in model.parameters() if begun else ():
+        if p.requires_grad:
+            zeros = {key: torch.zeros_like(p.detach()) for key in ("exp_avg", "exp_avg_sq", "gradient")}
+            optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+    return optimizer
+
+
+def _keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                optimizer.state[p]["gradient"] = p.grad.clone()
+
+
+def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: bool = False) -> Outcome:
+    """Three steps; without a setting on one device. With `moved` each weight is a rounding away from where it was."""
+    torch.manual_seed(0)
+    model = subject.make()
+    if moved:
+        move(model)
+    step, optimizer = made(model, subject, setting, mode)
+    losses: list[float] = []
+    gradients: list[Mapping[str, Tensor]] = []
+    for seed in range(STEPS):
+        losses.append(step(subject.draw(seed)).item())
+        kept = {n: optimizer.state[p].get("gradient") for n, p in model.named_parameters() if p.requires_grad}
+        gradients.append({n: mw.unshard_dtensor(g).clone() for n, g in kept.items() if g is not None})
+    return Outcome(torch.tensor(losses, dtype=torch.float64), tuple(gradients))
+
+
+@torch.no_grad()
+def move(model: torch.nn.Module) -> None:
+    """Moves each weight by one rounding, up or down."""
+    g = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.mul_(1 + torch.finfo(p.dtype).eps * (2 * torch.randint(2, p.shape, generator=g) - 1))
+
+
+def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode: str) -> Any:
+    """What makes a step with a batch, and the optimizer."""
+    if setting is None:
+        optimizer = optimizer_of(model)
+        return eagerly(model, optimizer, tuple), optimizer
+    if setting.chosen:
+        return _chosen(model, subject, mode)
+    mark(model, setting, mode)
+    optimizer = optimizer_of(model, begun="sharding" not in setting.options)
+    if mode == STATIC:
+        options = setting.options or {"full_graph": False}
+        static = mw.to_static(model, None, None, optimizer, mw.Strategy.of(**options))
+        return (lambda batch: static(*setting.enter(batch))), optimizer
+    lay_states(optimizer, setting)
+    return eagerly(model, optimizer, setting.enter), optimizer
+
+
+def _chosen(model: torch.nn.Module, subject: Subject, mode: str) -> Any:
+    """Nothing is marked: the static step is `auto`'s, and eager mode lies as the best plan says."""
+    optimizer = optimizer_of(model)
+    static = mw.auto(model, subject.draw(0), None, optimizer)
+    if mode == STATIC:
+        return (lambda batch: static(*batch)), optimizer
+    enter = follow(model, static.strategy.layouts or {})
+    optimizer = optimizer_of(model)
+    return eagerly(model, optimizer, enter), optimizer
+
+
+def eagerly(model: torch.nn.Module, optimizer: torch.optim.Optimizer, enter: Any) -> Any:
+    def step(batch: Sequence[Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(*enter(batch))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def difference(found: Outcome, wanted: Outcome) -> tuple[float, str]:
+    """The largest relative difference, and where it is."""
+    far = (found.losses - wanted.losses).abs() / wanted.losses.abs()
+    worst = [(_number(far[s]), f"loss {s}") for s in range(STEPS)]
+    for s, (have, want) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        floor = FLOOR * float(torch.stack([g.double().norm() for g in want.values()]).norm())
+        for name in want.keys() | have.keys():
+            g, h = (x.get(name, torch.zeros(())).double() for x in (want, have))  # a missing one is zero
+            worst.append((_number((h - g).norm() / max(float(g.norm()), floor)), f"gradient {s} of {name}"))
+    return max(worst)
+
+
+def _number(x: Tensor) -> float:
+    return float("inf") if bool(x.isnan()) else float(x)
+
+
+def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
+    """The worst of all simulated ranks; right where it is no further than `close` from one device."""
+    setting, mode = SETTINGS[cell[0]], cell[1]
+    if mode in setting.only:
+        return Found("n/a", setting.only[mode])
+    start = time.perf_counter()
+    try:
+        gaps = mw.simulate(lambda: difference(train(subject, setting, mode), wanted), setting.ranks)
+    except Exception as error:
+        refused = WITHOUT_NUMBERS in str(error)
+        why = "the forward pass asks a tensor's numbers" if refused else _first_line(error)
+        return Found("n/a" if refused else "bug", why, seconds=time.perf_counter() - start)
+    worst, where = max(gaps)
+    right = worst <= close
+    return Found("ok" if right else "wrong", "" if right else where, worst, time.perf_counter() - start)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {'; '.join(lines[:3])}"[:300]
+
+
+def child(model: str, cells: Sequence[Cell]) -> None:
+    """Prints a line of JSON per cell: this process is one model's."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    subject = MODELS[model]
+    wanted = train(subject, None)
+    close = max(GOAL, ROUNDINGS * difference(train(subject, None, moved=True), wanted)[0])
+    print(json.dumps({"close": close}), flush=True)
+    for cell in cells:
+        print(json.dumps(asdict(check(subject, wanted, close, cell))), flush=True)
+
+
+def measured(model: str, cells: Sequence[Cell], patience: float) -> Iterator[tuple[Cell, Found]]:
+    """Each cell of a model; a process that hangs or dies is replaced by another one for the cells that are left."""
+    left = list(cells)
+    while left:
+        with _Child(model, left, patience) as child:
+            begun = child.next()
+            if begun is None or isinstance(begun, str):
+                yield from ((cell, Found("bug", "on one device")) for cell in left)
+                return
+            while left:
+                found = child.next()
+                yield left.pop(0), Found(**found) if isinstance(found, dict) else Found(found or "bug", "no result")
+                if not isinstance(found, dict):
+                    break
+
+
+class _Child:
+    """A process for cells of a model, and what it prints."""
+
+    def __init__(self, model: str, cells: Sequence[Cell], patience: float) -> None:
+        words = [word for cell in cells for word in cell]
+        command = [sys.executable, "-m", "benchmarks.matrix", "--child", model, *words]
+        self.process = Popen(command, stdout=PIPE, stderr=DEVNULL, text=True)
+        self.patience, self.lines = patience, Queue[str | None]()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.reader.join()
+        self.process.__exit__(None, None, None)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def next(self) -> dict[str, Any] | str | None:
+        """What it prints next; "slow" where that takes too long, None where it has ended."""
+        try:
+            line = self.lines.get(timeout=self.patience)
+        except Empty:
+            return "slow"
+        return None if line is None else json.loads(line)
+
+
+def run(
+    quick: bool = False,
+    models: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    patience: float = PATIENCE,
+) -> dict[str, Any]:
+    """The figure: how many cells are neither right nor not applicable."""
+    start = time.perf_counter()
+    models = models or (QUICK[0] if quick else tuple(MODELS))
+    settings = settings or (QUICK[1] if quick else tuple(SETTINGS))
+    cells = [(s, m) for s in settings for m in modes or MODES]
+    table: dict[str, dict[str, Any]] = {}
+    for model in models:
+        table[model] = {}
+        for cell, found in measured(model, cells, patience):
+            table[model][" ".join(cell)] = {k: v for k, v in asdict(found).items() if v not in ("", None)}
+            print(f"# {model} {' '.join(cell)}: {found}", file=sys.stderr, flush=True)
+    verdicts = Counter(found["verdict"] for row in table.values() for found in row.values())
+    open_cells = sum(n for verdict, n in verdicts.items() if verdict not in ("ok", "n/a"))
+    details = {"verdicts": dict(verdicts), "seconds": round(time.perf_counter() - start), "table": table}
+    return {"name": "matrix", "value": open_cells, "goal": 0, "ok": open_cells == 0, "details": details}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cells")
+    parser.add_argument("--model", nargs="+", default=[], choices=tuple(MODELS))
+    parser.add_argument("--setting", nargs="+", default=[], choices=tuple(SETTINGS))
+    parser.add_argument("--mode", nargs="+", default=[], choices=MODES)
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that a cell may take")
+    parser.add_argument("--page", type=Path, help="where to write the table as a page")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        model, *words = given.child
+        child(model, list(zip(words[::2], words[1::2], strict=True)))
+        return
+    figure = run(given.quick, given.model, given.setting, given.mode, given.patience)
+    if given.page:
+        given.page.write_text(page(figure))
+    print(json.dumps(figure))
+
+
+if __name__ == "__main__":
+    main()
