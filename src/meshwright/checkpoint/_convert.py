@@ -1,0 +1,43 @@
+"""One format of checkpoint made of another, by one process: tensor by tensor, so that no model is held whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from meshwright.layout import Spec, replicated
+
+from ._catalogue import Catalogue
+from ._errors import CheckpointError
+from ._format import Format
+from ._load import check_files, read_whole
+from ._manifest import check_sizes
+from ._safetensors import check_dtype
+from ._save import begun
+from ._share import shared_out
+from ._state import Table
+from ._values import encoded
+from ._world import World
+
+
+def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, only: str = "") -> Path:
+    """Writes what `source` holds in another format, into the new folder `path`.
+
+    With `only`, it is the tensors whose names begin with that, and their names without it. Raises CheckpointError for
+    what the format cannot hold, CheckpointFileError for a damaged source.
+    """
+    check_sizes(source)
+    check_files(source, sorted(source.files))
+    names = {name.removeprefix(only): name for name in source.entries if name.startswith(only)}
+    if not names:
+        raise CheckpointError(f"the tensors {only}… of {source.folder}", f"none among {len(source.entries)}",
+                              "no name begins with that", f"one of {', '.join([*source.entries][:3])}")  # fmt: skip
+    here = World(0, 1, None)
+    specs: dict[str, Spec] = {}
+    for name, old in names.items():
+        entry = source.entries[old]
+        check_dtype(name, entry.dtype)
+        specs[name] = Spec(here.mesh, replicated(len(entry.shape)), entry.shape, entry.dtype)
+    values = {} if only else {name: encoded(name, value) for name, value in source.values.items()}
+    parts = {name: lambda old=old: read_whole(source, old) for name, old in names.items()}
+    return begun(Path(path).absolute(), format, here, Table(specs, values), shared_out(specs), lambda _: parts).wait()

@@ -1,0 +1,177 @@
+"""Safetensors files as model hubs hold them: whole tensors, in one file or in several with an index.
+
+Reading takes slices of them. Writing gives every file to one rank, which asks the others for one tensor at a time: no
+rank has more than one tensor whole, and its own parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import ProcessMesh, Spec, replicated
+from meshwright.reshard import plan
+
+from ._catalogue import Catalogue, Entry, FileFacts, OpenFile, file_name
+from ._errors import CheckpointError, CheckpointFileError, bad_file, no_system
+from ._format import Job, write_new
+from ._safetensors import Item, aligned, entries_of, open_file, write_file
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGEST = 5 << 30
+"""Bytes of tensors in a file, if no tensor alone has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hub(Catalogue):
+    """Whole tensors in safetensors files."""
+
+    kind = "safetensors"
+
+    def opened(self, file: str) -> AbstractContextManager[OpenFile]:
+        return open_file(self.folder / file)
+
+
+def read_single(path: Path) -> Hub:
+    """One file."""
+    try:
+        facts = FileFacts(path.stat().st_size)
+    except OSError as error:
+        raise no_system(path, error) from error
+    return Hub(path.parent, entries_of(path), {}, {path.name: facts})
+
+
+def read_index(path: Path) -> Hub:
+    """Several files, and the index that says where each tensor is."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        placed: dict[str, str] = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
+    except CheckpointFileError:
+        raise
+    except OSError as error:
+        raise no_system(path, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise bad_file(path, "no index of safetensors files", str(error),
+                       'JSON with {"weight_map": {name: file}}') from error  # fmt: skip
+    found: dict[str, Entry] = {}
+    files: dict[str, FileFacts] = {}
+    for file in sorted(set(placed.values())):
+        single = read_single(path.parent / file)
+        files |= single.files
+        found |= {name: entry for name, entry in single.entries.items() if placed.get(name) == file}
+    if missing := placed.keys() - found.keys():
+        raise bad_file(
+            path.parent / placed[min(missing)], f"no tensor {min(missing)}", f"{path.name} says that it is there"
+        )
+    return Hub(path.parent, {name: found[name] for name in placed}, {}, files)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFormat:
+    """The format that hubs want: `model.safetensors`, or several files and an index."""
+
+    largest: int = LARGEST
+
+    def prepared(self, job: Job) -> Callable[[], Any]:
+        if job.table.values:
+            raise CheckpointError(
+                f"to save {min(job.table.values)} in safetensors files for a hub", "a value that is no tensor",
+                "such files hold tensors alone", "the model's tensors: model.state_dict()",
+            )  # fmt: skip
+        files = shared_files(job.table.specs, self.largest, job.ranks.size)
+        told = [_write(job, file, names, rank) for file, names, rank in files]
+        job.ranks.agreed(lambda: _raise(next(filter(None, told), None)))
+        return lambda: None
+
+    def finish(self, job: Job, reports: Sequence[Any]) -> None:
+        files = shared_files(job.table.specs, self.largest, job.ranks.size)
+        if len(files) == 1:
+            return
+        total = sum(spec.nbytes for spec in job.table.specs.values())
+        placed = {name: file for file, names, _ in files for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2)
+        write_new(job.folder / INDEX, text.encode())
+
+
+def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tuple[str, list[str], int]]:
+    """Every file: its name, its tensors, and the rank that writes it.
+
+    >>> from meshwright.layout import ProcessMesh, parse_spec
+    >>> spec = parse_spec("f32[4]", ProcessMesh([0]))
+    >>> for file in shared_files({"a": spec, "b": spec, "c": spec}, 32, 2): print(*file)
+    model-00001-of-00002.safetensors ['a', 'b'] 0
+    model-00002-of-00002.safetensors ['c'] 1
+    """
+    groups: list[list[str]] = [[]]
+    nbytes = 0
+    for name, spec in specs.items():
+        if groups[-1] and nbytes + spec.nbytes > largest:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(name)
+        nbytes += spec.nbytes
+    if len(groups) == 1:
+        return [(SINGLE, groups[0], 0)]
+    many = len(groups)
+    return [(f"model-{at + 1:05}-of-{many:05}.safetensors", names, at % ranks) for at, names in enumerate(groups)]
+
+
+def _write(job: Job, file: str, names: Sequence[str], rank: int) -> Exception | None:
+    """One file, by one rank; all ranks bring its tensors, one after the other, also when writing them has failed."""
+    specs = job.table.specs
+    items = aligned(Item(n, specs[n].dtype, tuple(specs[n].shape), lambda n=n: bring(n)) for n in names)
+    brought = iter(items)
+
+    def bring(name: str) -> Tensor:
+        next(brought)
+        return _whole_on(rank, name, job)
+
+    failed: Exception | None = None
+    if job.ranks.rank == rank:
+        try:
+            write_file(job.folder / file, items, {"format": "pt"})
+        except Exception as error:
+            failed = error
+    for item in brought:
+        _whole_on(rank, item.key, job)
+    return failed
+
+
+def _whole_on(rank: int, name: str, job: Job) -> Tensor:
+    """The whole tensor, on one rank; elsewhere nothing of use."""
+    ranks, spec, held = job.ranks, job.table.specs[name], job.held.get(name)
+    if ranks.carrier is None:
+        return job.parts[name]()
+    mine = held is not None and ranks.rank in spec.mesh
+    part = held.part.detach().contiguous() if held is not None else torch.empty(0, dtype=spec.dtype)
+    if spec.layout.is_replicated and rank in spec.mesh:
+        return part.cpu()
+    target = Spec(ProcessMesh([rank], ["owner"]), replicated(spec.ndim), spec.shape, spec.dtype)
+    if not mine and ranks.rank != rank:
+        return part
+    with torch.no_grad():
+        return ranks.carrier.convert(plan(spec, target), part).cpu()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def find_hub(folder: Path) -> Hub | None:
+    """The safetensors files of a folder, if there are such."""
+    with suppress(OSError):
+        indexes = sorted(folder.glob("*.safetensors.index.json"))
+        files = sorted(folder.glob("*.safetensors"))
+        if len(indexes) == 1 or (folder / INDEX) in indexes:
+            return read_index(folder / INDEX if (folder / INDEX) in indexes else indexes[0])
+        if len(files) == 1 or (folder / SINGLE) in files:
+            return read_single(folder / SINGLE if (folder / SINGLE) in files else files[0])
+    return None

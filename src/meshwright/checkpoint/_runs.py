@@ -1,0 +1,132 @@
+"""Which elements of a tensor a part holds, and where two parts meet.
+
+A part is, along every dim, a few runs of indices; a product dim has several, all others one. So any part of any
+layout meets any part of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from meshwright.layout import Product, Range, Spec
+
+Run = tuple[Range, ...]
+"""Start and length of each run of indices along one dim, ascending."""
+Runs = tuple[Run, ...]
+"""The runs along every dim."""
+Meeting = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""A box of elements as it lies in one part, and in another."""
+
+
+@lru_cache(maxsize=65536)
+def runs_of(spec: Spec, rank: int) -> Runs:
+    """What `rank` holds of a tensor.
+
+    >>> from meshwright.layout import ProcessMesh, parse_spec
+    >>> runs_of(parse_spec("f32[3 * 4@tp, 5]", ProcessMesh([0, 1], ["tp"])), 1)
+    (((2, 2), (6, 2), (10, 2)), ((0, 5),))
+    """
+    ranges = iter(spec.local_ranges(rank))
+    found: list[Run] = []
+    for dim in spec.layout.dims:
+        sizes = [size for size, _ in dim.factors] if isinstance(dim, Product) else [1]
+        found.append(_joined(sizes, [next(ranges) for _ in sizes]))
+    return tuple(found)
+
+
+def whole_runs(shape: Sequence[int]) -> Runs:
+    """All elements of a tensor."""
+    return tuple(((0, n),) for n in shape)
+
+
+def _joined(sizes: Sequence[int], ranges: Sequence[Range]) -> Run:
+    """The runs along a dim whose factors, outermost first, have these sizes and are held in these ranges."""
+    found: list[Range] = [(0, 1)]
+    for size, (start, length) in zip(sizes, ranges, strict=True):
+        if len(sizes) == 1:
+            return ((start, length),)
+        spread = [(at * size + start, length) for begin, many in found for at in range(begin, begin + many)]
+        found = _glued(spread)
+    return tuple(found)
+
+
+def _glued(ranges: Sequence[Range]) -> list[Range]:
+    """The same indices with runs that touch made one, and none that are empty."""
+    found: list[Range] = []
+    for start, length in ranges:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((start, length))
+    return found or [(0, 0)]
+
+
+def shape_of(runs: Runs) -> tuple[int, ...]:
+    """Shape of the part.
+
+    >>> shape_of((((2, 2), (6, 2)), ((0, 5),)))
+    (4, 5)
+    """
+    return tuple(sum(length for _, length in run) for run in runs)
+
+
+def volume(runs: Runs) -> int:
+    """Number of elements."""
+    return prod(shape_of(runs))
+
+
+def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
+    """Whether every element of a tensor is in exactly one of the parts.
+
+    >>> are_whole((4,), [(((0, 2),),), (((2, 2),),)]), are_whole((4,), [(((0, 3),),), (((2, 2),),)])
+    (True, False)
+    """
+    if any(len(part) != len(shape) for part in parts):
+        return False
+    edges = [sorted({0, n, *(e for p in parts for s, m in p[d] for e in (s, s + m))}) for d, n in enumerate(shape)]
+    if any(found[0] < 0 or found[-1] > n for found, n in zip(edges, shape, strict=True)):
+        return False
+    count = np.zeros([len(found) - 1 for found in edges], dtype=np.int32)  # of the parts that hold each cell
+    for part in parts:
+        for box in product(*part):
+            at = [slice(found.index(s), found.index(s + m)) for found, (s, m) in zip(edges, box, strict=True)]
+            count[tuple(at)] += 1
+    return bool((count == 1).all())
+
+
+def meetings(one: Runs, other: Runs) -> Iterator[Meeting]:
+    """The boxes that two parts share, as they lie in each.
+
+    >>> list(meetings((((2, 2), (6, 2)),), (((0, 7),),)))
+    [((slice(0, 2, None),), (slice(2, 4, None),)), ((slice(2, 3, None),), (slice(6, 7, None),))]
+    """
+    dims = [list(_meet(a, b)) for a, b in zip(one, other, strict=True)]
+    for box in product(*dims):
+        yield tuple(a for a, _ in box), tuple(b for _, b in box)
+
+
+def _meet(one: Run, other: Run) -> Iterator[tuple[slice, slice]]:
+    placed = list(_placed(other))
+    for start, end, at in _placed(one):
+        for begin, stop, there in placed:
+            low, high = max(start, begin), min(end, stop)
+            if low < high:
+                yield slice(low - start + at, high - start + at), slice(low - begin + there, high - begin + there)
+
+
+def _placed(run: Run) -> Iterator[tuple[int, int, int]]:
+    """Start and end of each run, and where it begins in the part."""
+    at = 0
+    for start, length in run:
+        yield start, start + length, at
+        at += length
+
+
+def size_of(box: Sequence[slice]) -> int:
+    """Number of elements in a box."""
+    return prod(s.stop - s.start for s in box)

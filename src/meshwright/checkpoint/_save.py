@@ -1,0 +1,242 @@
+"""Writing a checkpoint: under another name, each rank its files, and the name at the end, by one rank.
+
+Ranks meet only at the beginning (what there is to save, where) and in `wait`. In between each has a thread of its own
+that writes and then leaves a report in the folder; rank 0's thread looks for the reports, writes what describes the
+whole, and gives the folder its name. So a checkpoint is complete as soon as it can be, also where nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ._errors import CheckpointError, error_of, text_of
+from ._format import Format, Job, Parts, Shares
+from ._share import shared_out
+from ._state import Held, Table, table_of
+from ._steps import beside, leftovers, prune, sync_folder
+from ._world import World, world
+
+GRACE = 60.0
+"""Seconds that rank 0 waits for the others' reports once its own program has ended."""
+REPORTS = "reports"
+
+
+class _Nobody:
+    """Who saves where there are no ranks."""
+
+
+_nobody = _Nobody()
+_under_way: WeakKeyDictionary[Any, Saving] = WeakKeyDictionary()
+"""Carrier → what its rank saved last."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Held],
+    values: Mapping[str, Any],
+    format: Format,
+    background: bool = False,
+    keep: int | None = None,
+) -> Saving:
+    """Begins to write a checkpoint, which becomes `path`; every rank calls it. Wait for what it gives.
+
+    In the background the tensors are copied first, so that they may change at once. With `keep`, only so many steps
+    are left beside it. Raises CheckpointError, on every rank, for what cannot be saved, and for a path that is there.
+    """
+    ranks = world()
+    finish_earlier(ranks)
+    table = table_of(tensors, values, ranks)
+
+    def taken(mine: Sequence[str]) -> Parts:
+        return {name: _taken(tensors[name].part, background) for name in mine}
+
+    saving = begun(Path(path).absolute(), format, ranks, table, shared_out(table.specs), taken, tensors, keep)
+    _under_way[ranks.carrier or _nobody] = saving
+    return saving
+
+
+def begun(
+    final: Path,
+    format: Format,
+    ranks: World,
+    table: Table,
+    shares: Shares,
+    taken: Callable[[Sequence[str]], Parts],
+    held: Mapping[str, Held] | None = None,
+    keep: int | None = None,
+) -> Saving:
+    """A checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
+    name, _ = ranks.agreed(lambda: _place(final, keep) if ranks.rank == 0 else None)
+    folder = final.with_name(ranks.gathered(name)[0])
+    job = Job(folder, ranks, table, shares, {}, held or {})
+
+    def prepare() -> None:
+        _check_shared(folder)
+        job.parts.update(taken([name for name, _ in job.mine()]))
+
+    try:
+        ranks.agreed(prepare)
+        work = format.prepared(job)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Saving(final, job, format, work, keep)
+
+
+def finish_earlier(ranks: World) -> None:
+    """Waits for what this rank saved before; raises what went wrong with it."""
+    earlier = _under_way.pop(ranks.carrier or _nobody, None)
+    if earlier is not None:
+        earlier.wait()
+
+
+def _place(final: Path, keep: int | None) -> str:
+    """Name of a new folder beside the checkpoint's."""
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep={keep}", "no checkpoint that would be left", "the one just written stays",
+                              "keep=1 or more, or None for all")  # fmt: skip
+    if os.path.lexists(final):
+        raise _taken_name(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in leftovers(final):
+        shutil.rmtree(path, ignore_errors=True)
+    folder = beside(final)
+    (folder / REPORTS).mkdir(parents=True)
+    return folder.name
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"to save in {folder.parent}", "no folder that rank 0 made there", "all ranks write into one folder",
+            "a path on a file system that all ranks share",
+        )  # fmt: skip
+
+
+def _taken_name(final: Path) -> CheckpointError:
+    return CheckpointError(
+        f"to save {final}", "something of that name", "a checkpoint is never written over another",
+        "another path, or remove that one first",
+    )  # fmt: skip
+
+
+def _taken(x: Tensor, copy: bool) -> Callable[[], Tensor]:
+    """What gives the tensor on the CPU: a copy that is made now, or one that is made if it must be."""
+    if copy:
+        taken = x.detach().to("cpu", copy=True).contiguous()
+        return lambda: taken
+    return lambda: x.detach().cpu().contiguous()
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, path: Path, job: Job, format: Format, work: Callable[[], Any], keep: int | None) -> None:
+        self.path = path
+        self._job, self._format, self._work, self._keep = job, format, work, keep
+        self._error: CheckpointError | None = None
+        self._told: list[str] | None = None
+        self._waited = False
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of rank {job.ranks.rank}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has no work left; errors are told by `wait`."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The checkpoint's path, once it is complete; every rank calls it. Raises, on all, what went wrong on any."""
+        if self._waited:
+            return self._result()
+        self._waited = True
+        ranks = self._job.ranks
+        if ranks.rank != 0:
+            self._thread.join()
+        told = ranks.gathered(text_of(self._error) if ranks.rank != 0 and self._error else None)
+        self._told = next(filter(None, told), None)
+        self._thread.join()
+        told = ranks.gathered(text_of(self._error) if self._error else None)
+        first = next(filter(None, told), None)  # rank 0's, if it failed: that is the first that it met
+        if first is not None and ranks.size > 1:
+            self._error = error_of(first)
+        return self._result()
+
+    def _result(self) -> Path:
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(self) -> None:
+        rank, folder = self._job.ranks.rank, self._job.folder
+        try:
+            report = self._work()
+            _write_json(folder / REPORTS / f"{rank}.json", report)
+            if rank == 0:
+                self._commit()
+        except BaseException as error:
+            self._error = error if isinstance(error, CheckpointError) else error_of(text_of(error))
+            with suppress(OSError):
+                _write_json(folder / REPORTS / f"{rank}.failed", text_of(error))
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            self._work = _nothing
+            self._job.parts.clear()  # the copies
+
+    def _commit(self) -> None:
+        """What rank 0 does when all have written."""
+        job, final = self._job, self.path
+        self._format.finish(job, [self._report(rank) for rank in range(job.ranks.size)])
+        shutil.rmtree(job.folder / REPORTS)
+        sync_folder(job.folder)
+        if os.path.lexists(final):
+            raise _taken_name(final)
+        os.rename(job.folder, final)
+        sync_folder(final.parent)
+        if self._keep is not None:
+            prune(final.parent, self._keep)
+
+    def _report(self, rank: int) -> Any:
+        """What a rank has written, once it has."""
+        path = self._job.folder / REPORTS / f"{rank}.json"
+        pause, end = 0.001, None
+        while not path.exists():
+            failed = path.with_suffix(".failed")
+            if failed.exists():
+                raise error_of(json.loads(failed.read_text()))
+            if end is None and not threading.main_thread().is_alive():
+                end = time.monotonic() + GRACE
+            if self._told is not None:
+                raise error_of(self._told)
+            if end is not None and time.monotonic() > end:
+                raise CheckpointError(
+                    f"to save {self.path}", f"no report of rank {rank}",
+                    "it failed or ended before it had written its part", "see what that rank said",
+                )  # fmt: skip
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return json.loads(path.read_text())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """A file that is there as a whole or not at all."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(value))
+    os.replace(beside, path)

@@ -1,0 +1,87 @@
+"""The states of the random generators, saved with a run: torch's, Python's and NumPy's.
+
+They are one row of bytes where they are the same on all ranks, else a row per rank: ranks of a static pipeline draw for
+their own stage alone, and with `random_source("rank")` each draws for itself. A run on the same meshes takes its own
+rows. On other meshes all ranks take the first one, since what they draw together must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import Catalogue, Held, World
+from meshwright.layout import Layout, ProcessMesh, Spec
+from meshwright.tensor import drawing_by
+
+NAME = "random"
+
+
+def random_of(ranks: World) -> dict[str, Held]:
+    """The states on this rank, as bytes."""
+    data = _written()
+    told: list[Any] = ranks.gathered([sha256(data).hexdigest(), len(data)])
+    if all(digest == told[0][0] for digest, _ in told):
+        return {NAME: Held(_bytes(data))}
+    longest = max(length for _, length in told)
+    spec = Spec(ranks.mesh, Layout((("world",), ())), (ranks.size, longest), torch.uint8)
+    return {NAME: Held(_bytes(data.ljust(longest)).unsqueeze(0), spec)}
+
+
+def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, Held]:
+    """A place for the row that this rank takes; `same` tells that the meshes are those that were saved."""
+    shape = catalogue.entries[NAME].shape
+    if len(shape) == 1:
+        return {NAME: Held(torch.empty(shape, dtype=torch.uint8))}
+    row = ranks.rank if _has_own(shape, ranks, same) else 0
+    others = iter(range(ranks.rank + 1, ranks.rank + 1 + shape[0]))
+    mesh = ProcessMesh([ranks.rank if at == row else next(others) for at in range(shape[0])], ["world"])
+    spec = Spec(mesh, Layout((("world",), ())), shape, torch.uint8)  # as if this were the rank of that row
+    return {NAME: Held(torch.empty(1, shape[1], dtype=torch.uint8), spec)}
+
+
+def put_back_random(found: Mapping[str, Held], ranks: World, same: bool) -> None:
+    """Sets the generators. Ranks that draw by themselves, and have no row of their own, go on with new numbers."""
+    held = found[NAME]
+    data = held.part.numpy().tobytes()
+    _read(data)
+    if held.spec is not None and drawing_by() == "rank" and not _has_own(held.spec.shape, ranks, same):
+        torch.manual_seed(int.from_bytes(sha256(data + str(ranks.rank).encode()).digest()[:8], "little"))
+
+
+def _has_own(shape: Sequence[int], ranks: World, same: bool) -> bool:
+    return same and shape[0] == ranks.size
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _written() -> bytes:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return json.dumps(states).encode()
+
+
+def _read(data: bytes) -> None:
+    states = json.loads(data)
+    torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(bytes.fromhex(states["cuda"])))

@@ -1,0 +1,209 @@
+"""All that a training run needs to go on: model, optimizer, learning rates, place in the data, randomness, step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint import (
+    Catalogue,
+    CheckpointError,
+    Entry,
+    Held,
+    Saving,
+    format_of,
+    load,
+    open_together,
+    save,
+    step_name,
+    world,
+)
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, absent, local_parts, stamp
+
+from ._checkpoint import Where, held
+from ._checkpoint_random import place_for_random, put_back_random, random_of
+from ._optimizer import lay_states
+from ._static import DistModel
+
+Model = nn.Module | DistModel
+States = list[tuple[str, Tensor, dict[str, Tensor]]]
+"""Name and parameter, and its states by key."""
+MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run goes on: the step that was saved, what was said of the data, and the folder that was read."""
+
+    step: int
+    data: Any
+    path: Path
+
+
+def save_checkpoint(
+    folder: Where,
+    step: int,
+    model: Model,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    data: Any = None,
+    async_save: bool = False,
+    keep: int | None = None,
+) -> Saving:
+    """Writes all that training needs to go on into the new folder `step_…` of `folder`; every rank calls it.
+
+    That is parameters, buffers, the optimizer's states and options, the scheduler, the place in the data (anything with
+    `state_dict`, or a Python value), the states of torch's, Python's and NumPy's generators, and the step. A static
+    model brings its own optimizer. What else is as in `save_state_dict`.
+    """
+    network, optimizer = _parts(model, optimizer)
+    tensors: dict[str, Held] = {}
+    values: dict[str, Any] = {"step": step, "data": _state_of(data), "scheduler": _state_of(scheduler)}
+    model_leaves = ((f"{MODEL}{name}", value) for name, value in network.state_dict().items())
+    for name, value in (*model_leaves, *_optimizer_leaves(network, optimizer)):
+        if isinstance(value, Tensor):
+            tensors[name] = held(value)
+        else:
+            values[name] = value
+    tensors |= random_of(world())
+    saving = save(Path(folder) / step_name(step), tensors, values, format_of("meshwright"), async_save, keep)
+    if not async_save:
+        saving.wait()
+    return saving
+
+
+def load_checkpoint(
+    path: Where, model: Model, optimizer: Optimizer | None = None, scheduler: Any = None, *, data: Any = None
+) -> Resumed:
+    """Puts back all that `save_checkpoint` wrote, on any mesh; every rank calls it.
+
+    `path` is the folder of a step, or one of steps: then the latest complete one is read.
+    On the same mesh training goes on to the bit. `data` with `load_state_dict` is put where it was; other places in the
+    data are only given back. Raises CheckpointError before anything is changed.
+    """
+    network, optimizer = _parts(model, optimizer)
+    catalogue = open_together(path)
+    _check(catalogue, optimizer)
+    tensors = {f"{MODEL}{name}": held(x) for name, x in network.state_dict().items() if isinstance(x, Tensor)}
+    same = _lie_on_the_same_meshes(catalogue, tensors)
+    states = [] if optimizer is None else _states_for(catalogue, network, optimizer)
+    tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
+    random = place_for_random(catalogue, world(), same)
+    load(catalogue, {**tensors, **random})
+    if extra := {name: v for name, v in catalogue.values.items() if name.startswith(MODEL)}:
+        network.load_state_dict({name.removeprefix(MODEL): v for name, v in extra.items()}, strict=False)
+    if optimizer is not None:
+        _put_back(catalogue, optimizer, states)
+    for thing, name in ((scheduler, "scheduler"), (data, "data")):
+        if hasattr(thing, "load_state_dict"):
+            thing.load_state_dict(catalogue.values[name])
+    put_back_random(random, world(), same)
+    return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder)
+
+
+def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    return (model.network, optimizer or model.optimizer) if isinstance(model, DistModel) else (model, optimizer)
+
+
+def _state_of(thing: Any) -> Any:
+    return thing.state_dict() if hasattr(thing, "state_dict") else thing
+
+
+def _named(network: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's parameters by their names in the network, or by their place where they have none there."""
+    names = {id(p): name for name, p in network.named_parameters()}
+    for at, group in enumerate(optimizer.param_groups):
+        for n, p in enumerate(group["params"]):
+            yield names.get(id(p), f"{at}.{n}"), p
+
+
+def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """States by parameter and key, options by group."""
+    if optimizer is None:
+        return
+    for name, p in _named(network, optimizer):
+        for key, value in optimizer.state.get(p, {}).items():
+            yield f"{STATE}{name}.{key}", value
+    yield GROUPS, [_options(group) for group in optimizer.param_groups]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of its parameters; numbers in tensors as numbers."""
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _check(catalogue: Catalogue, optimizer: Optimizer | None) -> None:
+    """Raises CheckpointError for a checkpoint of something else."""
+    groups = catalogue.values.get(GROUPS, [])
+    if "step" not in catalogue.values or "random" not in catalogue.entries:
+        found, why = "no step and no states of random generators in it", "it was not written by mw.save_checkpoint"
+    elif optimizer is not None and len(groups) != len(optimizer.param_groups):
+        found = f"options of {len(groups)} groups of parameters"
+        why = f"the optimizer has {len(optimizer.param_groups)}"
+    else:
+        return
+    raise CheckpointError(
+        f"to go on from {catalogue.folder}", found, why,
+        "mw.load_state_dict(state, path) for what is in it, or the optimizer that was saved",
+    )  # fmt: skip
+
+
+def _lie_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:
+    """Whether each distributed tensor of the model lies on the mesh on which it was saved."""
+    meshes = {name: held.spec.mesh for name, held in tensors.items() if held.spec is not None}
+    return all(name in catalogue.entries and catalogue.entries[name].mesh is mesh for name, mesh in meshes.items())
+
+
+def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer) -> States:
+    """A tensor for every state that was saved: what is there already, or a new one that lies as its parameter."""
+    keys: dict[str, list[str]] = {}
+    for entry in catalogue.entries:
+        name, _, key = entry.removeprefix(STATE).rpartition(".")
+        if entry.startswith(STATE):
+            keys.setdefault(name, []).append(key)
+    found: States = []
+    for name, p in _named(network, optimizer):
+        there = optimizer.state.get(p, {})
+        entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
+        kept = {key: there[key] for key, entry in entries.items() if _fits(entry, there.get(key))}
+        new = {key: _new_state(entry, p) for key, entry in entries.items() if key not in kept}
+        lay_states(optimizer, p, new)
+        found.append((name, p, {**new, **kept}))
+    return found
+
+
+def _fits(entry: Entry, there: Any) -> bool:
+    return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
+
+
+def _new_state(entry: Entry, p: Tensor) -> Tensor:
+    """A new state that lies as its parameter."""
+    if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
+        return torch.zeros(entry.shape, dtype=entry.dtype)
+    spec = Spec(p.mesh, p.spec.layout.with_varying(()), p.shape, entry.dtype)
+    rank = world().rank
+    with local_parts():
+        local = torch.zeros(spec.local_shape(rank), dtype=entry.dtype, device=p.device)
+    return stamp(local, spec) if rank in spec.mesh else absent(local, spec)
+
+
+def _put_back(catalogue: Catalogue, optimizer: Optimizer, states: States) -> None:
+    """States and options."""
+    for name, p, found in states:
+        prefix = f"{STATE}{name}."
+        plain = {n.removeprefix(prefix): v for n, v in catalogue.values.items() if n.startswith(prefix)}
+        optimizer.state[p] = {**found, **{key: value for key, value in plain.items() if "." not in key}}
+    for group, options in zip(optimizer.param_groups, catalogue.values[GROUPS], strict=True):
+        for key, value in options.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

@@ -1,0 +1,107 @@
+"""Saving beside the training, folders of steps, and what is left when a writer is killed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.checkpoint import CheckpointError, _format, open_checkpoint, steps_in
+from meshwright.layout import ProcessMesh, parse_layout
+
+from .oracle import laid, numbered
+
+PAIR = ProcessMesh([0, 1], ["x"])
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written once the event is set."""
+    real, go = _format.write_file, threading.Event()
+
+    def write(*args: Any) -> Any:
+        assert go.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(_format, "write_file", write)
+    return go
+
+
+def test_tensors_may_change_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_up(monkeypatch)
+
+    def save() -> bool:
+        x, plain = laid(numbered((4, 3)), (PAIR, parse_layout("[@x, :]"))), torch.ones(3)
+        saving = mw.save_state_dict({"x": x, "plain": plain}, tmp_path / "one", async_save=True)
+        done = saving.done
+        with torch.no_grad():
+            x.zero_()
+            plain.zero_()
+        go.set()
+        assert saving.wait() == tmp_path / "one"
+        return done
+
+    assert mw.simulate(save, 2) == [False, False]
+    state = {"x": torch.zeros(4, 3), "plain": torch.zeros(3)}
+    mw.load_state_dict(state, tmp_path / "one")
+    assert torch.equal(state["x"], numbered((4, 3)))
+    assert state["plain"].tolist() == [1, 1, 1]
+
+
+def test_a_checkpoint_is_complete_also_where_nobody_waits(tmp_path: Path) -> None:
+    saving = mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "one", async_save=True)
+    while not saving.done:
+        pass
+    assert open_checkpoint(tmp_path / "one").entries.keys() == {"x"}
+
+
+def test_a_second_save_waits_for_the_first_and_tells_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = held_up(monkeypatch)
+    mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "one", async_save=True)
+    (tmp_path / "one").mkdir()
+    go.set()
+    with pytest.raises(CheckpointError, match="never written over"):
+        mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "two")
+    assert mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "two").path.is_dir()
+
+
+def test_loading_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    state = {"x": torch.ones(3)}
+    mw.save_state_dict(state, tmp_path / "one", async_save=True)
+    state["x"].zero_()
+    mw.load_state_dict(state, tmp_path / "one")
+    assert state["x"].tolist() == [1, 1, 1]
+
+
+def test_only_the_latest_steps_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        mw.save_state_dict({"x": torch.ones(3)}, tmp_path / f"step_{step:08}", keep=2)
+    assert [step for step, _ in steps_in(tmp_path)] == [5, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
+    with pytest.raises(CheckpointError, match="keep=1"):
+        mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "step_00000006", keep=0)
+
+
+def test_the_latest_complete_step_is_found(tmp_path: Path) -> None:
+    assert mw.latest_checkpoint(tmp_path / "nowhere") is None
+    for step in (1, 2, 3):
+        mw.save_state_dict({"step": step}, tmp_path / f"step_{step:08}")
+    (tmp_path / "step_00000003" / "manifest.json").write_text("{")
+    (tmp_path / ".step_00000004.0123.writing").mkdir()
+    (tmp_path / "step_00000009").mkdir()
+    assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
+    state = {"step": 0}
+    mw.load_state_dict(state, tmp_path)
+    assert state["step"] == 2
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_save_of_that_name(tmp_path: Path) -> None:
+    left = tmp_path / ".step_00000004.0123.writing"
+    (left / "reports").mkdir(parents=True)
+    mw.save_state_dict({"step": 4}, tmp_path / "step_00000004")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
