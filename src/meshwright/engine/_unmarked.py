@@ -1,0 +1,92 @@
+"""A script without a mark: each module that it calls is planned at its first call, and laid over all ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from meshwright.comm import current
+from meshwright.cost import Cluster
+from meshwright.graph import capture
+from meshwright.layout import Spec, replicated
+from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
+
+from ._auto import fastest, machines_of
+
+
+@contextmanager
+def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
+    """Inside, modules whose parameters lie on no mesh are laid as the best plan for their first inputs says.
+
+    The outermost module of a call is the one that is planned; its inputs are laid from then on. Parameters stay the
+    same objects, so that optimizers made before go on. Every rank makes the same calls. Raises SearchError and
+    CaptureError as `auto` does, at the first call.
+    """
+    planner, plain = _Planner(cluster), nn.Module.__call__
+
+    @wraps(plain)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with planner.entered(module, args, kwargs) as (args, kwargs):
+            return plain(module, *args, **kwargs)
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain
+
+
+class _Depth(threading.local):
+    """How many modules a thread's call is inside of."""
+
+    value = 0
+
+
+class _Planner:
+    def __init__(self, cluster: Cluster | str | None) -> None:
+        self._machines = machines_of(cluster)
+        self._known: WeakKeyDictionary[nn.Module, Mapping[int, Spec]] = WeakKeyDictionary()
+        self._depth = _Depth()
+
+    @contextmanager
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> Generator[tuple[Any, Any]]:
+        """Arguments as the module takes them, inside the call of it."""
+        self._depth.value += 1
+        try:
+            yield self._arguments(module, args, kwargs) if self._depth.value == 1 else (args, kwargs)
+        finally:
+            self._depth.value -= 1
+
+    def _arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module not in self._known:
+            parameters = list(module.parameters())
+            is_ours = parameters and not any(isinstance(p, DistTensor) for p in parameters)
+            self._known[module] = self._laid(module, args, kwargs) if is_ours else {}
+        batch = self._known[module]
+        numbers = iter(range(len(list(leaves_in((args, kwargs))))))
+        return map_leaves(lambda x: _placed(x, batch.get(next(numbers))), (args, kwargs))
+
+    def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
+        """The module becomes what its plan says; gives how its inputs lie, by their numbers."""
+        program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs)).program
+        plan = fastest(program, self._machines)
+        if current().rank == 0:
+            print(f"{type(module).__name__} on {str(plan).splitlines()[0]}", file=sys.stderr)
+        for name, x in [*module.named_parameters(), *module.named_buffers()]:
+            whole = Spec(plan.mesh, replicated(x.dim()), x.shape, x.dtype)
+            lay(x, plan.layouts.get(name, whole))
+        return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
+
+
+def _placed(x: Any, spec: Spec | None) -> Any:
+    """A plain input as the plan has it; one of other sizes lies likewise."""
+    if spec is None or not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != spec.ndim:
+        return x
+    return place(x, spec.mesh, spec.layout)
