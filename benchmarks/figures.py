@@ -24,6 +24,8 @@ ORDER = (
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("predict", "rank_plans", "memory", "plan_speed", "plan_quality"),
+    "matrix",
+    "checkpoint_faults",
 )
 MARK = "<!-- figures -->"
 

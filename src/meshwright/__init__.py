@@ -36,12 +36,17 @@ if TYPE_CHECKING:
     from meshwright.engine import from_torch_dtensor as from_torch_dtensor
     from meshwright.engine import get_mesh as get_mesh
     from meshwright.engine import get_rank as get_rank
+    from meshwright.engine import latest_checkpoint as latest_checkpoint
+    from meshwright.engine import load_checkpoint as load_checkpoint
+    from meshwright.engine import load_state_dict as load_state_dict
     from meshwright.engine import local_map as local_map
     from meshwright.engine import microbatched as microbatched
     from meshwright.engine import parallelize as parallelize
     from meshwright.engine import pipe_split as pipe_split
     from meshwright.engine import plan as plan
     from meshwright.engine import reshard as reshard
+    from meshwright.engine import save_checkpoint as save_checkpoint
+    from meshwright.engine import save_state_dict as save_state_dict
     from meshwright.engine import set_mesh as set_mesh
     from meshwright.engine import shard_dataloader as shard_dataloader
     from meshwright.engine import shard_layer as shard_layer
@@ -99,6 +104,9 @@ __all__ = [
     "get_mesh",
     "get_rank",
     "init_process",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_state_dict",
     "local_map",
     "microbatched",
     "parallelize",
@@ -107,6 +115,8 @@ __all__ = [
     "random_source",
     "register_rule",
     "reshard",
+    "save_checkpoint",
+    "save_state_dict",
     "set_mesh",
     "shard_dataloader",
     "shard_layer",
@@ -127,14 +137,15 @@ _ROOMS = {
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "engine": [
-        "auto", "clip_grad_norm_", "ColwiseParallel", "DistModel", "dtensor_from_fn", "dtensor_from_local",
-        "explain", "from_torch_dtensor", "get_mesh", "get_rank", "local_map", "LocalLayer", "microbatched",
-        "Parallelism", "parallelize", "pipe_split", "plan", "PrepareLayerInput", "PrepareLayerOutput",
-        "reshard", "RowwiseParallel", "SequenceParallelBegin", "SequenceParallelDisable",
-        "SequenceParallelEnable", "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer",
-        "shard_optimizer", "shard_tensor", "ShardingStage1", "ShardingStage2", "ShardingStage3",
-        "split_pipeline", "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor",
-        "unshard_dtensor", "VocabParallel",
+        "auto", "clip_grad_norm_", "ColwiseParallel", "DistModel", "dtensor_from_fn", "dtensor_from_local", "explain",
+        "from_torch_dtensor", "get_mesh", "get_rank", "latest_checkpoint", "load_checkpoint", "load_state_dict",
+        "local_map", "LocalLayer", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
+        "PrepareLayerInput", "PrepareLayerOutput", "reshard", "RowwiseParallel", "save_checkpoint",
+        "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable", "SequenceParallelEnable",
+        "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
+        "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline", "Strategy",
+        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "unshard_dtensor",
+        "VocabParallel",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

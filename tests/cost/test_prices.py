@@ -10,7 +10,7 @@ import torch
 
 from meshwright.cost import DEVICES, LINKS, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
 from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.reshard import AllGather, AllReduce, Relabel, plan
+from meshwright.reshard import AllGather, AllReduce, Exchange, Relabel, plan
 
 TOY = Device("toy", {torch.float32: 1e9}, bandwidth=1e6, memory=1e9, overhead=0.0, reach=1.0)
 WIRE = Link("wire", 1e6, 1e-3, start=0.0, reach=1.0)
@@ -31,6 +31,13 @@ def test_a_ring_has_a_hop_per_other_rank_and_the_bytes_that_are_received() -> No
     assert cluster.seconds(AllReduce(("tp",)), pending) == pytest.approx(6e-3 + 6000 / 1e6)
     assert cluster.seconds(AllGather((("tp", 0),)), cut) == pytest.approx(3e-3 + 3000 / 1e6)
     assert cluster.seconds(Relabel(cut.layout), cut) == 0
+
+
+def test_a_message_to_another_mesh_takes_as_long_as_its_bytes() -> None:
+    """The ranks that receive are others than those that send."""
+    here, there = ProcessMesh([0, 1], ["dp"]), ProcessMesh([2, 3], ["dp"])
+    sent = Exchange(parse_spec("f32[1000@dp]", there))
+    assert Cluster(TOY, WIRE).seconds(sent, parse_spec("f32[1000@dp]", here)) == pytest.approx(1e-3 + 2000 / 1e6)
 
 
 @pytest.mark.parametrize(("axes", "bandwidth"), [(["tp"], 1e6), (["dp"], 1e5), (["dp", "tp"], 4e5)])

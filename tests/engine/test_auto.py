@@ -13,7 +13,7 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import MeshPlan, SearchError
+from meshwright.search import MeshPlan, SearchError, parse_mesh_plan
 
 STEPS = 3
 
@@ -104,3 +104,62 @@ def test_a_batch_that_nothing_divides_is_refused() -> None:
 
     found = mw.plan(Odd(), [torch.ones(5, 3)], cluster="4xA100")
     assert [(p.dp, p.tp) for p in found] == [(1, 4)]
+
+
+WRITTEN = """
+[mesh]
+dp = 2
+tp = 2
+[layouts]
+"0.weight" = "f32[32@tp, 8]"
+"2.weight" = "f32[8, 32@tp]"
+batch_0 = "f32[16@dp, 8]"
+"""
+
+
+def losses_under(plan: MeshPlan | None) -> tuple[list[float], dict[str, Any], MeshPlan | None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    step = mw.auto(model, (x, y), nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    losses = [step(x, y).item() for _ in range(STEPS)]
+    return (
+        losses,
+        {name: repr(p.spec) for name, p in model.named_parameters() if isinstance(p, mw.DistTensor)},
+        step.plan,
+    )
+
+
+def test_a_plan_that_a_person_wrote_is_taken_as_it_is() -> None:
+    plan = parse_mesh_plan(WRITTEN)
+    wanted = mw.simulate(lambda: losses_under(None), 1)[0][0]
+    for losses, specs, taken in mw.simulate(lambda: losses_under(plan), 4):
+        assert taken == plan
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert specs["0.weight"] == "f32[32@tp, 8]"
+        assert specs["2.weight"] == "f32[8, 32@tp]"
+        assert specs["0.bias"] == "f32[32@tp]"  # what the plan leaves out follows from what it says
+
+
+def test_a_plan_that_was_found_trains_after_it_was_written_and_read() -> None:
+    def found() -> MeshPlan:
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        batch = torch.randn(16, 8), torch.randn(16, 8)
+        return mw.plan(model, batch, nn.functional.mse_loss, cluster=machines(4e9), ranks=4)[-1]
+
+    plan = found()
+    losses, *_ = mw.simulate(lambda: losses_under(parse_mesh_plan(plan.text())), 4)[0]
+    assert losses == pytest.approx(mw.simulate(lambda: losses_under(plan), 4)[0][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "said"),
+    [
+        (WRITTEN, 2, "its mesh has 4"),
+        (WRITTEN.replace("0.weight", "0.weigth"), 4, "write: 0.weight"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(text: str, ranks: int, said: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        mw.simulate(lambda: losses_under(parse_mesh_plan(text)), ranks)
+    assert said in str(caught.value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import comm, cost, engine, graph, layout, pipeline, search, spmd, tensor
+from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, search, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -29,11 +29,11 @@ def on_ranks(fn: Callable[[], Any], ranks: int = 4) -> Callable[[], Any]:
     return lambda: mw.simulate(fn, ranks)
 
 
-def saves_a_distributed_tensor() -> None:
+def saves_a_plain_tensor() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, a: Tensor) -> Tensor:
-            ctx.save_for_backward(a)
+            ctx.save_for_backward(a.to_local())
             return a * a
 
         @staticmethod
@@ -134,7 +134,7 @@ CASES: list[Case] = [
     ("parts that do not fit", on_ranks(lambda: mw.dtensor_from_local(torch.ones(3), MESH, ROWS, shape=(4,))),
      tensor.LocalShapeError, "shape="),
     ("shapes torch refuses", on_ranks(lambda: x(4, 3) + x(2, 3)), tensor.OperationError, "whole tensors"),
-    ("plain in backward", on_ranks(saves_a_distributed_tensor), tensor.PlainInBackwardError, "local_map"),
+    ("plain in backward", on_ranks(saves_a_plain_tensor), tensor.PlainInBackwardError, "local_map"),
     ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("asked outside", on_ranks(lambda: x(at=ROWS, mesh=PAIR)[x(mesh=PAIR) > 0]), tensor.AbsentError, r"mw\.reshard"),
@@ -176,6 +176,10 @@ CASES: list[Case] = [
     ("a static model that was not called", lambda: mw.to_static(Asks(3, 2)).program, engine.StaticError, "first"),
     ("a value that nothing makes", a_value_that_nothing_makes, graph.ProgramError, "Draft"),
     ("no file of a program", lambda: graph.load_program("nowhere"), graph.ProgramFileError, "save_program"),
+    ("a state that no file can hold", lambda: mw.save_state_dict({"f": print}, "/tmp/none"),
+     checkpoint.CheckpointError, "tensors, numbers"),
+    ("no checkpoint", lambda: mw.load_state_dict({}, "nowhere"),
+     checkpoint.CheckpointFileError, "path of a checkpoint"),
     ("an option that is not there", lambda: mw.Strategy.of(shardings=1), engine.StrategyError, "sharding"),
     ("a pass without a name", lambda: graph.register_pass(graph.Pass), graph.RewriteError, "frozen"),
     ("a device that nobody knows", lambda: cost.device_of("abacus"), cost.CostError, "Device"),
@@ -192,6 +196,8 @@ CASES: list[Case] = [
         search.SearchError,
         "recompute",
     ),
+    ("a plan without a mesh", lambda: search.parse_mesh_plan("layouts = {}"), search.SearchError, "mesh"),
+    ("a plan in no language", lambda: search.parse_plan("dp: 8"), search.SearchError, "dp = 8"),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),

@@ -1,4 +1,4 @@
-"""The command line: `meshwright train` and `meshwright run`.
+"""The command line: `meshwright --help` lists the commands.
 
 Nothing here imports torch before a command runs, so that `--help` answers at once.
 """

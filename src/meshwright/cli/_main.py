@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshwright.cli._plan import plan as carry_out
         elif settings.command == "predict":
             from meshwright.cli._plan import foretell as carry_out
+        elif settings.command == "explain":
+            from meshwright.cli._explain import explain as carry_out
+        elif settings.command == "checkpoint":
+            from meshwright.cli._checkpoint import checkpoint as carry_out
         else:
             from meshwright.cli._schedule import schedule as carry_out
         return carry_out(settings, given)

@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 AXES = ("pp", "dp", "tp")
-EXIT_CODES = """\
+RUN_FAILED = "the run failed, or the losses of the two runs differ by more than --tolerance"
+EXIT_CODES = f"""\
 exit codes:
   0    all went well
-  1    the run failed, or the losses of the two runs differ by more than --tolerance
+  1    {RUN_FAILED}
   2    the command line was not understood
   130  interrupted (128 + the signal's number)
   else the exit code of the script, or of the process that failed first
@@ -21,7 +22,9 @@ COMMANDS = {
     "run": "run a script on several ranks of this machine",
     "schedule": "draw a pipeline schedule, known by name or read from a file, and say how long it takes",
     "plan": "find the fastest plan for a model on a cluster that nobody has to rent for it",
+    "explain": "say why a training step takes what it takes under a plan, and what other plans would take",
     "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
+    "checkpoint": "say what is in a checkpoint, verify it, compare two, or write it in another format",
 }
 
 
@@ -77,7 +80,7 @@ def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
 
 
 def top_parser() -> Parser:
-    commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = Parser(
         "meshwright",
         "Automatic parallel training on PyTorch.",
@@ -118,9 +121,10 @@ def train_parser() -> Parser:
 
 def run_parser() -> Parser:
     parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
-    parser.usage = "meshwright run [--ranks N] [--processes] SCRIPT [ARGUMENT ...]"
+    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] SCRIPT [ARGUMENT ...]"
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
     parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
@@ -172,6 +176,39 @@ def predict_parser() -> Parser:
     return parser
 
 
+def explain_parser() -> Parser:
+    parser = Parser("meshwright explain", f"{COMMANDS['explain'].capitalize()}.", EXIT_CODES)
+    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
+    add_cluster(parser)
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (those of the plan)")
+    parser.add_argument("--sequence", type=positive, metavar="N", help="tokens in a sequence (those of the plan)")
+    parser.add_argument("--measured", metavar="FILE", help="what was measured, in JSON: seconds, bytes")
+    parser.add_argument("--alone", action="store_true", help="look for no other plans")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def checkpoint_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "a checkpoint is damaged or not there, or two are not the same")
+    parser = Parser("meshwright checkpoint", f"{COMMANDS['checkpoint'].capitalize()}.", codes)
+    parser.usage = "meshwright checkpoint inspect|verify PATH, diff PATH OTHER, convert PATH NEW --to FORMAT"
+    actions = ("inspect", "verify", "diff", "convert")
+    parser.add_argument("action", choices=actions, metavar="ACTION", help=", ".join(actions))
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="a checkpoint, a folder of steps, safetensors files, or torch's"
+    )
+    parser.add_argument(
+        "--to", choices=("meshwright", "safetensors", "dcp"), default="meshwright", metavar="FORMAT",
+        help="of what convert writes: meshwright (the default), safetensors, dcp",
+    )  # fmt: skip
+    parser.add_argument("--only", default="", metavar="PREFIX", help="of the names that convert writes; taken away")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="what diff takes for the same (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -180,7 +217,8 @@ def add_cluster(parser: Parser) -> None:
 
 PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
-    "predict": predict_parser,
+    "predict": predict_parser, "explain": explain_parser,
+    "checkpoint": checkpoint_parser,
 }  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from meshwright.search import (
     Plan,
     Transformer,
     choose,
+    differences,
     hold,
     parse_plan,
     plan_of,
     predict,
     share_of_peak,
+    shown,
     simulated,
     transformer_of,
 )
@@ -36,14 +38,16 @@ GIGA = 1e9
 def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the best plan with what it takes, and those that come next. 1 where nothing fits."""
     try:
-        model, machines = _model(settings.model), cluster(settings.cluster)
+        model, machines = read_model(settings.model), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
         if ranks is None:
             raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  write: --{doubled[0]}")
         plan_of(settings.given)
-        found = choose(model, machines, ranks, settings.batch, settings.sequence, settings.precision, **settings.given)
+        with shown(f"plans for {ranks} ranks", silent=settings.json) as on_step:
+            asked = (settings.batch, settings.sequence, settings.precision)
+            found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
@@ -65,8 +69,9 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
 def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints what a step takes under a plan, and whether it fits."""
     try:
-        model, machines = _model(settings.model), cluster(settings.cluster)
-        told = priced(model, parse_plan(_read(settings.plan)), machines)
+        model, machines = read_model(settings.model), cluster(settings.cluster)
+        with shown("the step, action by action", silent=settings.json):
+            told = priced(model, parse_plan(read_text(settings.plan)), machines)
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
@@ -111,14 +116,8 @@ def written(told: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def differences(best: Plan, other: Plan) -> str:
-    """What another plan has different."""
-    one, two = asdict(best), asdict(other)
-    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
-
-
-def _model(path: str) -> Transformer:
-    text = _read(path)
+def read_model(path: str) -> Transformer:
+    text = read_text(path)
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -126,7 +125,7 @@ def _model(path: str) -> Transformer:
     return transformer_of(config)
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType
 
@@ -22,9 +22,19 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
     script = Path(settings.script)
     if not script.is_file():
         raise UsageError(f"meshwright run: there is no file {script}\n  write: meshwright run SCRIPT [ARGUMENT ...]")
-    if settings.processes:
-        return run_processes(settings.ranks, argv, script, settings.arguments)
-    return run_simulated(settings.ranks, script, settings.arguments)
+    with planned() if settings.auto else nullcontext():
+        if settings.processes:
+            return run_processes(settings.ranks, argv, script, settings.arguments)
+        return run_simulated(settings.ranks, script, settings.arguments)
+
+
+@contextmanager
+def planned() -> Generator[None]:
+    """Inside, the modules of scripts are planned when they are called."""
+    from meshwright.engine import unmarked
+
+    with unmarked():
+        yield
 
 
 def is_one_rank() -> bool:

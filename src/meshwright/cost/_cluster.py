@@ -106,7 +106,7 @@ class Cluster:
         """Seconds of a step that is applied to a tensor of the given spec: a price for `reshard.plan`."""
         if not step.rounds(x):
             return 0.0
-        ranks = x.mesh.process_ids[:LOOKED_AT]
+        ranks = dict.fromkeys((*x.mesh.process_ids[:LOOKED_AT], *step.apply(x).mesh.process_ids[:LOOKED_AT]))
         busiest = max(ranks, key=lambda rank: step.received(x, rank))
         group = step.group(x, busiest)
         return self.link(group).seconds(step.received(x, busiest), _hops(step, len(group)))

@@ -3,6 +3,8 @@
 from meshwright.tensor import pipe_split
 
 from ._auto import auto, plan
+from ._checkpoint import latest_checkpoint, load_state_dict, save_state_dict
+from ._checkpoint_training import Resumed, load_checkpoint, save_checkpoint
 from ._clip import clip_grad_norm_
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
@@ -31,6 +33,7 @@ from ._styles import (
 )
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
+from ._unmarked import unmarked
 
 __all__ = [
     "BatchError",
@@ -42,6 +45,7 @@ __all__ = [
     "Parallelism",
     "PrepareLayerInput",
     "PrepareLayerOutput",
+    "Resumed",
     "RowwiseParallel",
     "SequenceParallelBegin",
     "SequenceParallelDisable",
@@ -64,12 +68,17 @@ __all__ = [
     "from_torch_dtensor",
     "get_mesh",
     "get_rank",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_state_dict",
     "local_map",
     "microbatched",
     "parallelize",
     "pipe_split",
     "plan",
     "reshard",
+    "save_checkpoint",
+    "save_state_dict",
     "set_mesh",
     "shard_dataloader",
     "shard_layer",
@@ -80,5 +89,6 @@ __all__ = [
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "unmarked",
     "unshard_dtensor",
 ]

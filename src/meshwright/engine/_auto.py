@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.cost import Cluster, cluster_of
 from meshwright.cost import cluster as read_cluster
-from meshwright.graph import capture
-from meshwright.search import MeshPlan, plan_mesh
+from meshwright.graph import Program, capture
+from meshwright.search import MeshPlan, SearchError, plan_mesh, shown
 
 from ._static import DistModel
 from ._strategy import Strategy
@@ -34,13 +34,23 @@ def plan(
     its text ("64xH100"); by default the cores of this machine. Raises SearchError where nothing fits into memory, with
     what is missing, and CaptureError for a model that cannot be captured, with the line at fault.
     """
-    machines = read_cluster(cluster) if isinstance(cluster, str) else cluster or cluster_of("cpu core")
+    machines = machines_of(cluster)
     devices = ranks or machines.devices or current().size
+    with shown(f"plans for {devices} ranks") as on_step:
+        return plan_mesh(_captured(model, batch, loss), machines, devices, on_step)
+
+
+def machines_of(cluster: Cluster | str | None) -> Cluster:
+    return read_cluster(cluster) if isinstance(cluster, str) else cluster or cluster_of("cpu core")
+
+
+def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None) -> Program:
+    """The forward pass with the loss."""
 
     def call(*args: Any) -> Any:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
 
-    return plan_mesh(capture(model, call, batch).program, machines, devices)
+    return capture(model, call, batch).program
 
 
 def auto(
@@ -52,8 +62,13 @@ def auto(
     *,
     cluster: Cluster | str | None = None,
     strategy: Strategy | None = None,
+    plan: MeshPlan | None = None,
 ) -> DistModel:
-    """`to_static` on the ranks there are, with the mesh and the cuts that `plan` finds; every rank must call it.
+    """`to_static` on the ranks there are, with the mesh and the cuts that are best; every rank must call it.
+
+    A `plan` is taken as it is, and nothing is searched: one of those that the function `plan` gives, or one that a
+    person wrote (`meshwright.search.parse_mesh_plan`). Raises SearchError for a plan that is none for this model, or
+    for another number of ranks.
 
     >>> import meshwright as mw, torch
     >>> from torch.nn.functional import mse_loss
@@ -66,10 +81,21 @@ def auto(
     >>> then < first
     True
     """
-    best = plan(model, batch, loss, cluster=cluster, ranks=current().size)[0]
-    options = strategy or Strategy()
-    step = DistModel(
-        model, loader, loss, optimizer, replace(options, layouts={**best.specs(), **(options.layouts or {})})
-    )
-    step.plan = best
+    program, options = _captured(model, batch, loss), strategy or Strategy()
+    chosen = plan or fastest(program, machines_of(cluster))
+    if chosen.mesh.size != current().size:
+        raise SearchError(
+            f"a plan of {chosen.how}", f"{current().size} ranks", f"its mesh has {chosen.mesh.size}",
+            f"as many ranks, or sizes of the mesh that make {current().size}",
+        )  # fmt: skip
+    layouts = {**chosen.specs(program), **(options.layouts or {})}
+    step = DistModel(model, loader, loss, optimizer, replace(options, layouts=layouts))
+    step.plan = chosen
     return step
+
+
+def fastest(program: Program, machines: Cluster) -> MeshPlan:
+    """The best plan for the ranks there are; the first of them shows how far it is."""
+    here = current()
+    with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
+        return plan_mesh(program, machines, here.size, on_step)[0]

@@ -1,5 +1,6 @@
 """Choosing: the schedule of a pipeline with a proof of how good it is, and what a plan takes."""
 
+from ._account import Account, Curve, Laid, Rival, Sent
 from ._bounds import lower_bound
 from ._choose import Choice, Priced, choose
 from ._config import transformer_of
@@ -9,10 +10,15 @@ from ._errors import SearchError
 from ._find import Found, find_placement, find_schedule
 from ._held import Held, hold
 from ._hints import hints
-from ._meshes import MeshPlan, plan_mesh
+from ._mesh_plan import MeshPlan
+from ._mesh_plan_text import parse_mesh_plan
+from ._meshes import plan_mesh
 from ._plan import Plan, parse_plan, plan_of
+from ._plan_account import account, differences
 from ._predict import Prediction, predict, share_of_peak, work
 from ._problem import Objective, Problem
+from ._program_account import program_account
+from ._shown import OnStep, shown
 from ._simulated import simulated
 from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
 from ._transformer import Experts, Latent, Transformer, Window
@@ -24,41 +30,52 @@ __all__ = [
     "MEGATRON",
     "MEGATRON_2021",
     "OURS",
+    "Account",
     "Choice",
+    "Curve",
     "Cuts",
     "Degrees",
     "Experts",
     "Form",
     "Found",
     "Held",
+    "Laid",
     "Latent",
     "Meeting",
     "MeshPlan",
     "Objective",
+    "OnStep",
     "Plan",
     "Plans",
     "Prediction",
     "Priced",
     "Prices",
     "Problem",
+    "Rival",
     "SearchError",
+    "Sent",
     "Software",
     "Transformer",
     "Window",
+    "account",
     "choose",
     "columns",
     "cut",
+    "differences",
     "every_cut",
     "find_placement",
     "find_schedule",
     "hints",
     "hold",
     "lower_bound",
+    "parse_mesh_plan",
     "parse_plan",
     "plan_mesh",
     "plan_of",
     "predict",
+    "program_account",
     "share_of_peak",
+    "shown",
     "simulated",
     "transformer_of",
     "work",

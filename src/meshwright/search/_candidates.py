@@ -27,12 +27,20 @@ def candidates(
     """
     plan_of(given)
     rows = np.array(list(_rows(model, ranks, batch, sequence, per_node, given)), dtype=float).reshape(-1, len(NUMBERS))
-    words = product(_allowed(given, "schedule", SCHEDULES), _allowed(given, "recompute", get_args(Recompute)))
-    for schedule, recompute in words:
+    for schedule, recompute in _words(given):
         own = rows[_has_schedule(rows, schedule)]
         if len(own):
             numbers = dict(zip(NUMBERS, own.T, strict=True))
             yield Plans(**numbers, schedule=schedule, recompute=recompute, precision=precision)
+
+
+def count_bundles(given: Mapping[str, Any]) -> int:
+    """How many bundles there are at most."""
+    return len(_words(given))
+
+
+def _words(given: Mapping[str, Any]) -> list[tuple[str, Recompute]]:
+    return list(product(_allowed(given, "schedule", SCHEDULES), _allowed(given, "recompute", get_args(Recompute))))
 
 
 def _has_schedule(rows: Any, schedule: str) -> Any:

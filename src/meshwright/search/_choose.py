@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +13,14 @@ import numpy as np
 from meshwright.cost import Cluster
 from meshwright.pipeline import ScheduleError
 
-from ._candidates import candidates
+from ._candidates import candidates, count_bundles
 from ._degrees import NUMBERS, Plans
 from ._errors import SearchError
 from ._held import hold
 from ._plan import Plan
 from ._predict import predict
-from ._simulated import simulated
+from ._shown import OnStep
+from ._simulated import has_short_table, simulated
 from ._software import OURS, Software
 from ._transformer import Transformer
 
@@ -44,13 +45,17 @@ class Priced:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best plan, those that come next, and how many were looked at."""
+    """The best plan, those that come next, and how many were looked at.
+
+    `beyond` is the fastest that does not fit into memory, where it is faster than the best.
+    """
 
     best: Priced
     next: tuple[Priced, ...]
     considered: int
     fitting: int
     seconds: float
+    beyond: Priced | None = None
 
 
 def choose(
@@ -62,32 +67,49 @@ def choose(
     precision: str = "bf16",
     software: Software = OURS,
     keep: int = KEPT,
+    on_step: OnStep | None = None,
     **given: Any,
 ) -> Choice:
     """The fastest plan for `ranks` devices of a cluster; `given` fixes what is decided already, as `tp=8`.
 
-    `keep` is how many plans are told. Of plans that take equally long, the one with fewer ways of dividing comes first.
+    `keep` is how many plans are told; `on_step` hears how far it is. Of plans that take equally long, the one with
+    fewer ways of dividing comes first.
 
     Raises SearchError where nothing fits, with what is missing.
     """
     begin = time.monotonic()
     room = cluster.device.memory * USABLE
     found: list[Priced] = []
+    too_large: list[Priced] = []
     considered = fitting = 0
     smallest: Priced | None = None
-    for plans in candidates(model, ranks, batch, sequence, precision, cluster.per_node, given):
+    tell, bundles = on_step or (lambda done, of: None), count_bundles(given)
+    for n, plans in enumerate(candidates(model, ranks, batch, sequence, precision, cluster.per_node, given)):
+        tell(n, bundles + keep)
         seconds = np.asarray(predict(model, plans, cluster, software).seconds)
         nbytes = np.asarray(hold(model, plans, software).nbytes)
         fits = nbytes <= room
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
         found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
+        too_large += _best(plans, np.where(fits, np.inf, seconds), nbytes, 1)
         least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
     found.sort(key=_order)
-    found = _rehearsed(found[:keep], model, cluster, software)
+    found = _rehearsed(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
         raise _none(model, ranks, batch, room, smallest)
-    return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin)
+    beyond = _faster(sorted(too_large, key=_order)[:1], found[0], model, cluster, software)
+    return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
+
+
+def _faster(
+    too_large: list[Priced], best: Priced, model: Transformer, cluster: Cluster, software: Software
+) -> Priced | None:
+    """The fastest that does not fit, where it is faster than the best; also by its table, where that is short."""
+    found = [p for p in too_large if p.seconds < best.seconds]
+    if found and has_short_table(found[0].plan):
+        found = _rehearsed(found, model, cluster, software)
+    return next((p for p in found if p.seconds < best.seconds), None)
 
 
 def _order(priced: Priced) -> tuple[float, int, float]:
@@ -95,10 +117,17 @@ def _order(priced: Priced) -> tuple[float, int, float]:
     return float(f"{priced.seconds:.6g}"), priced.plan.tp * priced.plan.cp * priced.plan.pp, priced.nbytes
 
 
-def _rehearsed(found: list[Priced], model: Transformer, cluster: Cluster, software: Software) -> list[Priced]:
+def _rehearsed(
+    found: list[Priced],
+    model: Transformer,
+    cluster: Cluster,
+    software: Software,
+    tell: Callable[[int], None] = lambda n: None,
+) -> list[Priced]:
     """The same in the order of their tables run action by action, as far as there is time; those without are out."""
     until, told = time.monotonic() + REHEARSAL, list[Priced]()
     for n, priced in enumerate(found):
+        tell(n)
         if time.monotonic() > until:
             return sorted(told, key=_order) + found[n:]
         with suppress(ScheduleError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from ._eliminate import Table, aligned, least, order_of
 from ._errors import SearchError
 
 T = TypeVar("T")
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 
 AXIS = "axis"
 EXPOSED = 0.3
@@ -79,6 +80,12 @@ class Meeting:
     nbytes: float
     seconds: float
     layer: str
+    source: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The collective that carries it out: forward, or, where nothing meets there, backward."""
+        return _collective(self.have, self.need) or _collective(_dual(self.need), _dual(self.have)) or "none"
 
     def __str__(self) -> str:
         return (
@@ -134,13 +141,17 @@ class Prices:
         return self._one(have, need, nbytes) + (self._one(_dual(need), _dual(have), nbytes) if trains else 0.0)
 
     def _one(self, have: Form, need: Form, nbytes: float) -> float:
-        if have == need or have in (WHOLE, VARYING):
-            return 0.0
-        if have.kind == "cut":
-            kind = "all-gather" if need.kind != "cut" else "all-to-all"
-        else:
-            kind = "reduce-scatter" if need.kind == "cut" else "all-reduce"
-        return float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
+        kind = _collective(have, need)
+        return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
+
+
+def _collective(have: Form, need: Form) -> Collective | None:
+    """What ranks do for a conversion; nothing where each has what it needs."""
+    if have == need or have in (WHOLE, VARYING):
+        return None
+    if have.kind == "cut":
+        return "all-gather" if need.kind != "cut" else "all-to-all"
+    return "reduce-scatter" if need.kind == "cut" else "all-reduce"
 
 
 def _dual(form: Form) -> Form:
@@ -220,16 +231,16 @@ class _Problem:
                 yield from self._costly(given.value, form if form.kind == "cut" else WHOLE, form, given.name)
         for node, option in options.items():
             for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
-                yield from self._costly(v, have, forms[v], node.origin.layer)
+                yield from self._costly(v, have, forms[v], node.origin.layer, node.origin.where)
             for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
-                yield from self._costly(v, forms[v], need, node.origin.layer)
+                yield from self._costly(v, forms[v], need, node.origin.layer, node.origin.where)
         for v in self._results & set(forms):
             yield from self._costly(v, forms[v], WHOLE, "the end")
 
-    def _costly(self, v: Value, have: Form, need: Form, layer: str) -> Iterator[Meeting]:
+    def _costly(self, v: Value, have: Form, need: Form, layer: str, source: str = "") -> Iterator[Meeting]:
         seconds = float(self._conversions(v, (have,), (need,))[0, 0])
         if seconds > 0:
-            yield Meeting(v, have, need, self._bytes(v), seconds, layer)
+            yield Meeting(v, have, need, self._bytes(v), seconds, layer, source)
 
     def smallest(self, byte: float) -> float:
         """The least sum, found by looking at every combination at once."""

@@ -6,4 +6,4 @@ from meshwright.layout import MeshwrightError
 
 
 class SearchError(MeshwrightError, ValueError):
-    """A search that has no solution, or that cannot be carried out."""
+    """A search that has no solution or cannot be carried out, or a plan that is none."""

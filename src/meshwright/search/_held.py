@@ -14,6 +14,7 @@ from meshwright.cost import Numbers
 
 from ._degrees import Degrees, microbatches, tokens
 from ._layer import HALF
+from ._plan import Plan
 from ._software import OURS, Software
 from ._stages import Share, shares
 from ._transformer import Transformer
@@ -39,6 +40,11 @@ def hold(model: Transformer, plan: Degrees, software: Software = OURS) -> Held:
     return _Peak(model, plan, software).held()
 
 
+def hold_each(model: Transformer, plan: Plan, software: Software = OURS) -> list[dict[str, Numbers]]:
+    """What each rank of a plan's pipeline holds at its peak, by kind."""
+    return _Peak(model, plan, software).each(plan.pp)
+
+
 @dataclass(frozen=True)
 class _Peak:
     model: Transformer
@@ -59,6 +65,12 @@ class _Peak:
         names = candidates[0]
         parts = {n: np.choose(fullest, [np.broadcast_to(c[n], np.shape(pp)) for c in candidates]) for n in names}
         return Held(np.max(totals, axis=0), parts)
+
+    def each(self, ranks: int) -> list[dict[str, Numbers]]:
+        """All ranks of one plan's pipeline, from the first to the last."""
+        first, other, last = shares(self.model.layers, self.model.dense_layers, float(ranks))
+        layers = [first, *[other] * (ranks - 2), last] if ranks > 1 else [first]
+        return [self._rank(own, float(r), r == 0, r == ranks - 1) for r, own in enumerate(layers)]
 
     def _rank(self, layers: Share, rank: Numbers, first: Numbers, last: Numbers) -> dict[str, Numbers]:
         m = self.model

@@ -129,10 +129,11 @@ class Layers:
         nbytes = np.multiply(tokens(p), HALF * h)
         one = self.cluster.meeting("all-reduce", nbytes, p.tp, np.minimum(p.tp, self.node))
         seconds = 2 * one * self.software.tensor
-        ring = self._ring()
+        ring = self.ring()
         return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
 
-    def _ring(self) -> Numbers:
+    def ring(self) -> Numbers:
+        """Seconds of passing keys and values on that attention does not hide."""
         m, p = self.model, self.plan
         if np.all(np.asarray(p.cp) == 1):
             return 0.0

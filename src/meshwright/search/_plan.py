@@ -6,11 +6,13 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from ._errors import SearchError
 
 Recompute = Literal["none", "selective", "full"]
+EXAMPLE = "dp = 8\ntp = 4\nbatch = 256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Plan:
         >>> parse_plan(Plan(dp=4, schedule="ZB-1p").text()) == Plan(dp=4, schedule="ZB-1p")
         True
         """
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in asdict(self).items())
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in asdict(self).items())
 
 
 def parse_plan(text: str) -> Plan:
@@ -75,18 +77,32 @@ def parse_plan(text: str) -> Plan:
 
     Raises SearchError for names that a plan has not, and for values of another kind.
     """
+    return plan_of(read_text(text, "a plan with a text", EXAMPLE))
+
+
+def _toml(value: Any) -> str:
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quoted(text: str) -> str:
+    """A text as TOML has it: any character, without a line's end in it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
+    """What a text in TOML or JSON says. Raises SearchError for a text that is neither."""
     try:
-        given: dict[str, Any] = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        return json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except ValueError as error:
-        raise _refused("a text", str(error), "it is neither TOML nor JSON") from error
-    return plan_of(given)
+        raise SearchError(asked, str(error), "it is neither TOML nor JSON", write) from error
 
 
 def plan_of(given: Mapping[str, Any]) -> Plan:
     """The plan in which this is decided, and all else as it is by default. Raises SearchError as `parse_plan` does."""
     kinds = {f.name: f.type for f in fields(Plan)}
     if unknown := sorted(set(given) - set(kinds)):
-        raise _refused(", ".join(unknown), f"a plan has {', '.join(kinds)}", "names are those of a plan")
+        near = get_close_matches(unknown[0], kinds, n=1, cutoff=0.0)[0]
+        raise _refused(", ".join(unknown), f"a plan has {', '.join(kinds)}", f"it has none of that name: {near}?")
     for name, value in given.items():
         kind = "str" if kinds[name] == "Recompute" else kinds[name]
         if type(value).__name__ != kind:
@@ -95,4 +111,4 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
 
 
 def _refused(asked: str, found: str, why: str) -> SearchError:
-    return SearchError(f"a plan with {asked}", found, why, "dp = 8\ntp = 4\nbatch = 256")
+    return SearchError(f"a plan with {asked}", found, why, EXAMPLE)

@@ -66,7 +66,7 @@ def predict(
             f"a plan with the schedule {plan.schedule!r}", f"known are {', '.join(FILLING)}",
             "its bubble is in no table here", 'Plan(schedule="1F1B")',
         )  # fmt: skip
-    return _Step(model, plan, cluster, software, habits or Habits()).prediction()
+    return Step(model, plan, cluster, software, habits or Habits()).prediction()
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,25 @@ def stages_of(
     model: Transformer, plan: Degrees, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
 ) -> Stages:
     """What the ranks of a plan's pipeline compute for one microbatch."""
-    return _Step(model, plan, cluster, software, habits or Habits()).stages()
+    return Step(model, plan, cluster, software, habits or Habits()).stages()
 
 
 @dataclass(frozen=True)
-class _Step:
+class Gathers:
+    """What ZeRO-3 moves for a layer and for a table of tokens: bytes, and seconds of each collective."""
+
+    layer: Numbers
+    reduced: Numbers
+    table: Numbers
+    gather: Numbers
+    scatter: Numbers
+    tables: Numbers
+
+
+@dataclass(frozen=True)
+class Step:
+    """The parts of a step under a plan, or under each of many."""
+
     model: Transformer
     plan: Degrees
     cluster: Cluster
@@ -208,26 +222,35 @@ class _Step:
         inside = np.multiply(np.multiply(self.plan.dp, self.plan.cp), np.multiply(self.plan.tp, self.plan.pp))
         return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
 
+    def gathers(self) -> Gathers:
+        """The collectives of ZeRO-3."""
+        m, p = self.model, self.plan
+        ranks, together = self.replicas()
+        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
+        layer, reduced = parameters * HALF, parameters * self.software.reduced
+        table = np.divide(m.embedding_parameters * HALF, p.tp)
+        return Gathers(
+            layer, reduced, table,
+            self.cluster.meeting("all-gather", layer, ranks, together),
+            self.cluster.meeting("reduce-scatter", reduced, ranks, together),
+            self.cluster.meeting("all-gather", table, ranks, together),
+        )  # fmt: skip
+
     def gathering(self) -> Numbers:
         """ZeRO-3: the parameters of a layer are gathered beside the computation of another, forward and backward."""
-        m, p = self.model, self.plan
-        ranks, together = self._replicas()
+        m, p, each = self.model, self.plan, self.gathers()
         everything = Share(m.dense_layers, m.layers - m.dense_layers)
         spent = self._stage(everything) * (1 / m.layers)
-        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
-        gather = self.cluster.meeting("all-gather", parameters * HALF, ranks, together)
-        scatter = self.cluster.meeting("reduce-scatter", parameters * self.software.reduced, ranks, together)
-        forward = _beside(spent.forward, gather)
-        backward = _beside(spent.backward, np.add(gather, scatter))
+        forward = _beside(spent.forward, each.gather)
+        backward = _beside(spent.backward, np.add(each.gather, each.scatter))
         ends = self.head + self.embedding
-        table = self.cluster.meeting("all-gather", np.divide(m.embedding_parameters * HALF, p.tp), ranks, together)
         once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
             p.pp
         )
         filling = (np.asarray(p.pp) - 1) / np.asarray(p.chunks)
-        return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(table)
+        return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(each.tables)
 
-    def _replicas(self) -> tuple[Numbers, Numbers]:
+    def replicas(self) -> tuple[Numbers, Numbers]:
         """The ranks that have the same parameters, and how many of them share a node."""
         ranks = np.multiply(self.plan.dp, self.plan.cp)
         return ranks, np.clip(self.cluster.per_node / np.asarray(self.plan.tp), 1, ranks)
@@ -245,7 +268,7 @@ class _Step:
 
     def synchronised(self) -> Numbers:
         """Gradients, and with ZeRO the updated parameters, between replicas; what is not hidden of it."""
-        ranks, together = self._replicas()
+        ranks, together = self.replicas()
         gradient = np.asarray(self.parameters) * self.software.reduced
         whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
         parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from meshwright.cost import Cluster, Habits, Numbers
@@ -12,6 +14,9 @@ from ._plan import Plan
 from ._predict import Stages, predict, stages_of
 from ._software import OURS, Software
 from ._transformer import Transformer
+
+SHORT = 2**11
+"""Chunks times microbatches of a table that is made and run at once."""
 
 
 def simulated(
@@ -31,10 +36,21 @@ def simulated(
     return simulate(table, times_of(stages, plan)).makespan + others
 
 
+def has_short_table(plan: Plan) -> bool:
+    """Whether it is no long work to make the plan's table and to run it."""
+    return plan.pp == 1 or plan.pp * plan.chunks * plan.microbatches <= SHORT
+
+
 def table_of(plan: Plan) -> Schedule:
     """The table that a plan's schedule names. Raises ScheduleError where there is none."""
-    how, m = known(plan.schedule), int(np.asarray(microbatches(plan)))
-    return how.make(plan.pp, m, plan.chunks) if how.takes else how.make(plan.pp, m)
+    return _table(plan.schedule, plan.pp, int(np.asarray(microbatches(plan))), plan.chunks)
+
+
+@lru_cache(maxsize=32)
+def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
+    """One object for one name and shape: large tables take seconds to make."""
+    how = known(schedule)
+    return how.make(ranks, count, chunks) if how.takes else how.make(ranks, count)
 
 
 def times_of(stages: Stages, plan: Plan) -> Times:

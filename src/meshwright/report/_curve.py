@@ -1,0 +1,52 @@
+"""A rank's memory over time, as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from meshwright.search import Curve
+
+from ._html import Markup
+from ._units import seconds, size
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1200, 170, 70, 1192, 14, 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Moments and bytes to places in the picture."""
+
+    end: float
+    top: float
+
+    def x(self, when: float) -> str:
+        return f"{LEFT + (RIGHT - LEFT) * when / self.end:.1f}"
+
+    def y(self, held: float) -> str:
+        return f"{TOP + (HEIGHT - TOP - BOTTOM) * (1 - held / self.top):.1f}"
+
+
+def drawn(curve: Curve, room: float) -> Markup:
+    """The bytes that live from moment to moment, and a line for what there may be, where that is not far above."""
+    end = max((when for when, _ in curve.points), default=0.0) or 1.0
+    most = max((held for _, held in curve.points), default=0.0)
+    near = room <= 2 * most
+    scale = _Scale(end, 1.05 * (max(most, room) if near else most) or 1.0)
+    said = escape(f"{curve.rank}: at most {size(most)} of {size(room)}")
+    across = f'x1="{LEFT}" x2="{RIGHT}"'
+    limit = f'<line class="room" {across} y1="{scale.y(room)}" y2="{scale.y(room)}"/>' if near else ""
+    return Markup(
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}"><title>{said}</title>'
+        f'<path class="area" d="{_steps(curve, scale)}"/>'
+        f'<line class="axis" {across} y1="{scale.y(0.0)}" y2="{scale.y(0.0)}"/>{limit}'
+        f'<text x="{LEFT - 6}" y="{scale.y(most)}" dy="4" text-anchor="end">{escape(size(most))}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 8}">{said}</text>'
+        f'<text x="{RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{escape(seconds(end))}</text></svg>'
+    )
+
+
+def _steps(curve: Curve, scale: _Scale) -> str:
+    """From each change to the next the same height."""
+    body = "".join(f"H{scale.x(when)}V{scale.y(held)}" for when, held in curve.points)
+    return f"M{scale.x(0.0)} {scale.y(0.0)}{body}V{scale.y(0.0)}Z"

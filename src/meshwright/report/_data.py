@@ -1,0 +1,44 @@
+"""An account as plain data: what `json.dumps` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.pipeline import Timeline
+from meshwright.search import Account
+
+
+def data(account: Account, measured: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The same for programs; numbers are seconds and bytes."""
+    found: dict[str, Any] = {
+        "what": account.what,
+        "how": account.how,
+        "where": account.where,
+        "plan": dict(account.decided),
+        "seconds": account.seconds,
+        "bytes": account.nbytes,
+        "room": account.room,
+        "fits": account.fits,
+        "why": list(account.why),
+        "spent": dict(account.spent),
+        "held": {rank: dict(parts) for rank, parts in account.held.items()},
+        "tensors": [asdict(row) for row in account.laid],
+        "communications": [asdict(row) for row in account.sent],
+        "instead": [asdict(row) for row in account.rivals],
+        "memory": [asdict(curve) for curve in account.curves],
+    }
+    if account.timeline is not None:
+        found["timeline"] = _timeline(account.timeline)
+    return {**found, "measured": dict(measured)} if measured else found
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "schedule": timeline.schedule.name,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "busy": list(timeline.busy),
+        "rows": [[(str(t.action), t.start, t.end) for t in row] for row in timeline.rows],
+    }

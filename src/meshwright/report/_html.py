@@ -1,0 +1,64 @@
+"""HTML that cannot be broken by what is written into it: every text is escaped, unless an element made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def element(name: str, *inside: str, **attributes: str | int | None) -> Markup:
+    """An element; an attribute that is None is left out, and a trailing `_` of its name.
+
+    >>> element("p", "1 < 2 ", element("b", "bold"), class_="note")
+    '<p class="note">1 &lt; 2 <b>bold</b></p>'
+    """
+    told = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{told}>{joined(inside)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Markup:
+    """One after the other, what is no HTML yet escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Markup:
+    """A table whose first column names its rows; columns in `numbers` are set to the right.
+
+    It scrolls by itself where the window is narrow, also by the keyboard.
+    """
+    right = set(numbers)
+
+    def kind(at: int) -> str | None:
+        return "number" if at in right else None
+
+    top = element("tr", *(element("th", name, scope="col", class_=kind(at)) for at, name in enumerate(head)))
+    body = [
+        element(
+            "tr",
+            element("th", row[0], scope="row", class_=kind(0)),
+            *(element("td", cell, class_=kind(at)) for at, cell in enumerate(row[1:], 1)),
+        )
+        for row in rows
+    ]
+    inner = element("table", element("caption", caption), element("thead", top), element("tbody", *body))
+    return scrolled(caption, inner)
+
+
+def scrolled(label: str, inside: Markup) -> Markup:
+    """Something wide, in a part of the page that can be scrolled sideways."""
+    return element("div", inside, class_="wide", role="region", aria_label=label, tabindex=0)
+
+
+def folded(summary: str | Markup, *inside: str, is_open: bool = False) -> Markup:
+    """What is shown when its summary is chosen."""
+    return element("details", element("summary", summary), *inside, open="open" if is_open else None)

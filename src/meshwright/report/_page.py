@@ -1,0 +1,174 @@
+"""One page that needs nothing else: no script, no file, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from meshwright.pipeline import Timeline, svg
+from meshwright.search import Account
+
+from ._curve import drawn
+from ._html import Markup, element, folded, joined, scrolled, table
+from ._measured import beside
+from ._style import STYLE
+from ._tree import tree
+from ._units import count, seconds, share, size
+
+DRAWN = 4000
+"""So many actions of a time line are drawn; of more, those that come first."""
+CURVES = 16
+"""So many ranks' memory is drawn."""
+OPEN = 60
+"""Tables of so many rows are open from the start."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+FORBIDDEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), 127])
+"""Characters that no page may hold."""
+
+
+def page(account: Account, measured: Mapping[str, float] | None = None) -> str:
+    """The account as HTML; `measured` are seconds and bytes by name, to stand beside what was predicted."""
+    parts = [(title, body) for title, body in _parts(account, measured) if body]
+    links = [element("li", element("a", title, href=f"#part-{n}")) for n, (title, _) in enumerate(parts)]
+    sections = [
+        element("section", element("h2", title, id=f"part-{n}"), body, aria_labelledby=f"part-{n}")
+        for n, (title, body) in enumerate(parts)
+    ]
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        element("title", f"Meshwright: {account.what}"),
+        element("style", Markup(STYLE)),
+    )
+    body = element(
+        "body",
+        element("header", *_header(account), element("nav", element("ul", *links), aria_label="parts of this page")),
+        element("main", *sections),
+        element("footer", "Written by Meshwright. This page needs no network."),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n".translate(FORBIDDEN)
+
+
+def _header(account: Account) -> Iterator[Markup]:
+    yield element("h1", account.what)
+    verdict = element("span", " It does not fit.", class_="wrong") if not account.fits else Markup()
+    told = (
+        ("plan", account.how),
+        ("where", account.where),
+        ("a step", seconds(account.seconds)),
+        ("fullest rank", joined([f"{size(account.nbytes)} of {size(account.room)}", verdict])),
+    )
+    rows = [joined([element("dt", name), element("dd", value)]) for name, value in told]
+    yield element("dl", *rows)
+
+
+def _parts(account: Account, measured: Mapping[str, float] | None) -> Iterator[tuple[str, Markup]]:
+    yield "Why it takes so long", _why(account)
+    yield "Predicted and measured", _measured(account, measured) if measured else Markup()
+    yield "How tensors lie", tree(account.laid)
+    yield "Communications", _sent(account)
+    yield "The pipeline", _timeline(account.timeline) if account.timeline else Markup()
+    yield "Memory", _memory(account)
+    yield "Other plans", _rivals(account)
+    yield "The plan in full", _decided(account)
+
+
+def _why(account: Account) -> Markup:
+    whole = sum(account.spent.values())
+    kinds = {name: f"k{n % 6}" for n, name in enumerate(account.spent)}
+    bar = [
+        element("span", class_=kinds[name], style=f"flex-grow:{s / whole:.4f}", title=f"{name}: {seconds(s)}")
+        for name, s in account.spent.items()
+        if s > 0 and whole
+    ]
+    rows = [
+        (joined([element("span", class_=f"key {kinds[name]}"), name]), seconds(s), share(s, whole))
+        for name, s in account.spent.items()
+    ]
+    return joined(
+        [
+            element("ul", *(element("li", line) for line in account.why)),
+            element("div", *bar, class_="bar", aria_hidden="true"),
+            table("where the seconds of a step go", ("part", "seconds", "of the step"), rows, {1, 2}),
+        ]
+    )
+
+
+def _measured(account: Account, measured: Mapping[str, float]) -> Markup:
+    head = ("what", "predicted", "measured", "off by")
+    return table("what was predicted, beside what was measured", head, beside(account, measured), {1, 2, 3})
+
+
+def _sent(account: Account) -> Markup:
+    if not account.sent:
+        return element("p", "Nothing is sent.")
+    sourced = any(row.source for row in account.sent)
+    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed")
+    rows = [
+        [
+            s.kind, element("code", s.what) if sourced else s.what, s.where, s.link, count(s.count), size(s.nbytes),
+            seconds(s.seconds), "" if s.exposed is None else seconds(s.exposed),
+            *([element("code", s.source)] if sourced else []),
+        ]
+        for s in account.sent
+    ]  # fmt: skip
+    caption = "in order: how often in a step, the bytes of one, the seconds of all, and those that nothing hides"
+    shown = table(caption, (*head, *(["line"] if sourced else [])), rows, {4, 5, 6, 7})
+    total = f"{count(len(rows))} rows, {seconds(sum(s.seconds for s in account.sent))} in all"
+    return folded(total, shown, is_open=len(rows) <= OPEN)
+
+
+def _timeline(timeline: Timeline) -> Markup:
+    picture, cut = timeline, ""
+    if sum(map(len, timeline.rows)) > DRAWN:
+        most = DRAWN // len(timeline.rows)
+        named = replace(timeline.schedule, name=f"{timeline.schedule.name}, its beginning")
+        picture = replace(timeline, schedule=named, rows=tuple(row[:most] for row in timeline.rows))
+        cut = f" Of {count(sum(map(len, timeline.rows)))} actions, those that come first are drawn."
+    said = (
+        f"{timeline.schedule.name}: {seconds(timeline.makespan)}, of which ranks wait "
+        f"{share(timeline.bubble, 1.0)} on the average.{cut}"
+    )
+    rows = [
+        (f"rank {rank}", count(len(row)), seconds(busy), seconds(timeline.makespan - busy), f"{held:g}")
+        for rank, (row, busy, held) in enumerate(zip(timeline.rows, timeline.busy, timeline.peaks(), strict=True))
+    ]
+    head = ("rank", "actions", "computes", "waits", "chunks of microbatches held")
+    return joined(
+        [
+            element("p", said),
+            element("div", scrolled("time line of the pipeline", Markup(svg(picture))), class_="drawing"),
+            table("what each rank of the pipeline does", head, rows, {1, 2, 3, 4}),
+        ]
+    )
+
+
+def _memory(account: Account) -> Markup:
+    kinds = list(dict.fromkeys(kind for parts in account.held.values() for kind in parts))
+    rows = [
+        [rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values()))]
+        for rank, parts in account.held.items()
+    ]
+    pictures = [
+        element("div", scrolled(f"memory of {curve.rank}", drawn(curve, account.room)), class_="curve")
+        for curve in account.curves[:CURVES]
+    ]
+    shown = table("bytes at the peak, by kind", ("rank", *kinds, "in all"), rows, set(range(1, len(kinds) + 2)))
+    return joined([shown, *pictures])
+
+
+def _rivals(account: Account) -> Markup:
+    if not account.rivals:
+        return Markup()
+    own = [("this one", seconds(account.seconds), "1.000", size(account.nbytes), "")]
+    rows = [
+        (r.how, seconds(r.seconds), f"{r.seconds / account.seconds:.3f}", size(r.nbytes), r.why) for r in account.rivals
+    ]
+    head = ("plan", "a step", "times", "a rank", "against this one")
+    return table("the plan, and others that were looked at", head, [*own, *rows], {1, 2, 3})
+
+
+def _decided(account: Account) -> Markup:
+    rows = [(name, str(value)) for name, value in account.decided.items()]
+    return table("what was decided", ("name", "value"), rows) if rows else Markup()

@@ -1,0 +1,96 @@
+"""An account for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from meshwright.search import Account, Laid
+
+from ._measured import beside
+from ._units import count, seconds, share, size
+
+MOST = 40
+"""So many rows of a table are shown; the page has them all."""
+
+
+def text(account: Account, measured: Mapping[str, float] | None = None) -> str:
+    """What there is to say, part after part, each with its table."""
+    parts = [_head(account), _tensors(account), _sent(account), _spent(account), _held(account)]
+    parts += [_measured(account, measured)] if measured else []
+    parts.append(["why", *(f"  {line}" for line in account.why)])
+    parts += [_rivals(account)] if account.rivals else []
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _head(account: Account) -> list[str]:
+    fits = "" if account.fits else "  DOES NOT FIT"
+    held = f"{size(account.nbytes)} of {size(account.room)} on the fullest rank{fits}"
+    return [
+        account.what, f"  {account.how}", f"  {account.where}", f"  {seconds(account.seconds)} a step; {held}",
+    ]  # fmt: skip
+
+
+def _tensors(account: Account) -> list[str]:
+    rows = [(layer, row.name, row.layout, size(row.nbytes), row.note) for layer, row in _alike(account)]
+    return _table("tensors and how they lie", ("layer", "tensor", "layout", "a rank's part", ""), rows, {3})
+
+
+def _alike(account: Account) -> Iterator[tuple[str, Laid]]:
+    """A row for all tensors of one name and layout, with the first layer that has it, and how many others do."""
+    found: dict[tuple[str, str], list[Laid]] = {}
+    for row in account.laid:
+        found.setdefault((row.name, row.layout), []).append(row)
+    for first, *others in found.values():
+        yield (first.layer or "the model") + (f" and {len(others)} more" if others else ""), first
+
+
+def _sent(account: Account) -> list[str]:
+    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed")
+    rows = [
+        (
+            s.kind, s.what, s.where, s.link, count(s.count), size(s.nbytes), seconds(s.seconds),
+            "" if s.exposed is None else seconds(s.exposed),
+        )
+        for s in account.sent
+    ]  # fmt: skip
+    return _table("communications of a step", head, rows, {4, 5, 6, 7}) if rows else ["no communication"]
+
+
+def _spent(account: Account) -> list[str]:
+    rows = [(name, seconds(s), share(s, account.seconds)) for name, s in account.spent.items()]
+    return _table("where the time goes", ("part", "seconds", "of the step"), rows, {1, 2})
+
+
+def _held(account: Account) -> list[str]:
+    kinds = list(dict.fromkeys(kind for parts in account.held.values() for kind in parts))
+    rows = [
+        (rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values())))
+        for rank, parts in account.held.items()
+    ]
+    return _table("memory", ("rank", *kinds, "in all"), rows, set(range(1, len(kinds) + 2)))
+
+
+def _measured(account: Account, measured: Mapping[str, float]) -> list[str]:
+    return _table(
+        "predicted and measured", ("", "predicted", "measured", "off by"), beside(account, measured), {1, 2, 3}
+    )
+
+
+def _rivals(account: Account) -> list[str]:
+    rows = [(r.how, f"{r.seconds / account.seconds:.3f} x", size(r.nbytes), r.why) for r in account.rivals]
+    return _table("instead", ("plan", "step", "a rank", "against this one"), rows, {1, 2})
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:
+    """Columns two blanks apart; numbers end together, texts begin together."""
+    every = [tuple(row) for row in rows]
+    shown = [tuple(head), *every[:MOST]]
+    widths = [max(len(row[at]) for row in shown) for at in range(len(head))]
+    lines = [
+        "  " + "  ".join(
+            cell.rjust(width) if at in numbers else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in shown
+    ]  # fmt: skip
+    return [title, *lines, *([f"  and {len(every) - MOST} more"] if len(every) > MOST else [])]

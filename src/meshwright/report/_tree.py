@@ -1,0 +1,64 @@
+"""Layers as a tree: each can be opened, and shows its tensors and how they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from meshwright.search import Laid
+
+from ._html import Markup, element, folded, joined, table
+from ._units import count, size
+
+SMALL = 2
+"""Layers of so few tensors are rows of the layer above."""
+FEW = 12
+"""Trees of so few layers are open from the start."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    rows: list[Laid] = field(default_factory=list[Laid])
+    below: dict[str, _Layer] = field(default_factory=dict[str, "_Layer"])
+
+    def all_rows(self) -> list[Laid]:
+        return [*self.rows, *(row for layer in self.below.values() for row in layer.all_rows())]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its tensors stand better among those of the layer above."""
+        return not self.below and len(self.rows) <= SMALL
+
+
+def tree(rows: Iterable[Laid]) -> Markup:
+    """The layers of these rows, outermost first."""
+    top = _Layer()
+    for row in rows:
+        at = top
+        for part in filter(None, row.layer.split(".")):
+            at = at.below.setdefault(part, _Layer())
+        at.rows.append(row)
+    is_open = len(top.below) <= FEW and len(top.all_rows()) <= 5 * FEW
+    return joined(_inside("the model", top, is_open))
+
+
+def _inside(name: str, layer: _Layer, is_open: bool) -> Iterator[Markup]:
+    """The tensors of a layer and of small ones in it, then the others, each to be opened."""
+    own = [(row.name, row) for row in layer.rows]
+    own += [(f"{n}.{row.name}", row) for n, below in layer.below.items() if below.is_small for row in below.rows]
+    if own:
+        yield _tensors(name, own)
+    for n, below in layer.below.items():
+        if not below.is_small:
+            yield folded(_summary(n, below.all_rows()), *_inside(n, below, is_open), is_open=is_open)
+
+
+def _summary(name: str, rows: list[Laid]) -> Markup:
+    number, nbytes = sum(row.count for row in rows), sum(row.count * row.nbytes for row in rows)
+    many = f"{count(number)} tensor{'s' if number != 1 else ''}, {size(nbytes)} on a rank"
+    return joined([f"{name} ", element("span", many)])
+
+
+def _tensors(name: str, rows: list[tuple[str, Laid]]) -> Markup:
+    cells = [(own, element("code", row.layout), size(row.nbytes), row.note) for own, row in rows]
+    return table(f"tensors of {name}", ("tensor", "layout", "a rank's part", "note"), cells, {2})

@@ -1,0 +1,35 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def seconds(x: float) -> str:
+    """Seconds with a unit of the right size.
+
+    >>> seconds(0.0123), seconds(2.5), seconds(0.0)
+    ('12.3 ms', '2.5 s', '0 s')
+    """
+    if x == 0 or abs(x) >= 1:
+        return f"{x:.4g} s"
+    return f"{1e3 * x:.3g} ms" if abs(x) >= 1e-3 else f"{1e6 * x:.3g} µs"
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a unit of the right size.
+
+    >>> size(512), size(2.5e9)
+    ('512 B', '2.5 GB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.3g} {name}" if abs(nbytes) < 1e3 * unit else f"{nbytes / unit:,.0f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def share(part: float, whole: float) -> str:
+    """A part as percent of the whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def count(x: float) -> str:
+    return f"{x:,.0f}" if x == round(x) else f"{x:,.4g}"

@@ -1,0 +1,191 @@
+"""A plan for a module: a mesh, and how parameters, buffers and the batch lie on it; data, and a text to edit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import prod
+
+from meshwright.cost import Cluster
+from meshwright.graph import Input, Program, tensor_dtype, type_text
+from meshwright.layout import ProcessMesh, Spec, hint
+
+from ._account import Account, Laid, Rival, Sent, loses
+from ._choose import USABLE
+from ._cuts import STATE, Cuts, Meeting
+from ._errors import SearchError
+from ._plan import quoted
+from ._sent import level
+
+REPLICAS, SHARES = "dp", "tp"
+ROLES = "parameter", "buffer", "batch"
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
+
+    `seconds` of a step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search found it.
+    """
+
+    mesh: ProcessMesh
+    layouts: Mapping[str, Spec] = field(repr=False)
+    seconds: float = 0.0
+    nbytes: float = 0.0
+    cuts: Cuts | None = field(default=None, repr=False, compare=False)
+    cluster: Cluster | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def dp(self) -> int:
+        """How many replicas there are."""
+        return self.mesh.sizes.get(REPLICAS, 1)
+
+    @property
+    def tp(self) -> int:
+        """How many ranks share a replica."""
+        return self.mesh.sizes.get(SHARES, 1)
+
+    @property
+    def how(self) -> str:
+        if set(self.mesh.dim_names) == {REPLICAS, SHARES}:
+            return f"{self.dp} replicas of {self.tp} ranks"
+        return " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+
+    def specs(self, program: Program) -> dict[str, Spec]:
+        """The layouts by the names of a captured program's values: what its completion has to be told.
+
+        Raises SearchError for a name that the model has not, with the nearest, and for another shape or dtype.
+        """
+        known = named_inputs(program)
+        return {_found(name, spec, known).value.name: spec for name, spec in self.layouts.items()}
+
+    def text(self) -> str:
+        """Lines of TOML that `parse_mesh_plan` reads."""
+        return "\n".join(
+            [
+                f"# {self}".splitlines()[0],
+                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", "",
+                "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
+                "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
+            ]
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        head = f"{self.how}: {self.seconds:.4g} s a step, {self.nbytes / 1e9:.3g} GB a rank"
+        return "\n".join([head, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
+
+    def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
+        """Why it takes so long: what computes, what meets and where, what the next plans would take.
+
+        Raises SearchError for a plan that was written and not searched: nobody knows what it costs.
+        """
+        self._searched("to explain")
+        longest = sorted(self._meetings, key=lambda m: -m.seconds)
+        spent = self._spent()
+        rows = [
+            str(self).splitlines()[0],
+            f"  operators {spent['computation']:.4g} s, {len(longest)} conversions {spent['conversions']:.4g} s, "
+            f"gradients of replicas {spent['gradients of replicas']:.4g} s",
+            *(f"  {m}" for m in longest[:most]),
+            *([f"  and {len(longest) - most} shorter ones"] if len(longest) > most else []),
+            *(
+                f"instead {p.how}: {p.seconds / self.seconds:.3f} times as long, {p.nbytes / 1e9:.3g} GB a rank"
+                for p in others
+            ),
+        ]
+        return "\n".join(rows)
+
+    def account(self, others: Sequence[MeshPlan] = ()) -> Account:
+        """What `explain` says, as data: every tensor and how it lies, every conversion, and what `others` lose by.
+
+        Raises SearchError as `explain` does.
+        """
+        cuts, cluster = self._searched("the account of")
+        spent, sizes, room = self._spent(), self._held(cuts), cluster.device.memory * USABLE
+        rivals = [Rival(p.how, p.seconds, p.nbytes, loses(spent, p._spent())) for p in others]
+        return Account(
+            f"a module of {sizes.pop('elements') / 1e9:.3g} billion parameters", self.how,
+            f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
+            tuple(_why(self.seconds, spent, self._meetings)), spent, {"every rank": sizes}, tuple(self._laid()),
+            tuple(self._sent(cluster)), tuple(rivals), dict(self.mesh.sizes),
+        )  # fmt: skip
+
+    def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
+        """What the search found, where there was one."""
+        if self.cuts is None or self.cluster is None:
+            raise SearchError(
+                f"{asked} a plan of {self.how}", "a plan that was read from a text",
+                "a text says how tensors lie, and not why", "mw.plan(model, batch, cluster=...)[0]",
+            )  # fmt: skip
+        return self.cuts, self.cluster
+
+    @property
+    def _meetings(self) -> tuple[Meeting, ...]:
+        return self.cuts.meetings if self.cuts else ()
+
+    def _spent(self) -> dict[str, float]:
+        """Seconds of a step by what they go to."""
+        met, own = sum(m.seconds for m in self._meetings), self.cuts.seconds if self.cuts else self.seconds
+        return {"computation": own - met, "conversions": met, "gradients of replicas": self.seconds - own}
+
+    def _held(self, cuts: Cuts) -> dict[str, float]:
+        """Bytes of a rank by kind, and how many elements all parameters have."""
+        own = [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
+        parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in own)
+        state = min(self.nbytes, sum(nbytes * (1 + STATE) / ranks for nbytes, ranks in parts))
+        return {
+            "elements": float(sum(prod(map(hint, i.value.shape)) for i in own)),
+            "parameters, gradients, optimizer": state,
+            "activations and batch": self.nbytes - state,
+        }
+
+    def _laid(self) -> Iterator[Laid]:
+        for name, spec in self.layouts.items():
+            layer, _, own = name.rpartition(".")
+            part = prod(spec.local_shape(self.mesh.process_ids[0])) * spec.dtype.itemsize
+            yield Laid(layer, own, repr(spec), float(part))
+
+    def _sent(self, cluster: Cluster) -> Iterator[Sent]:
+        link = level(cluster, self.tp, min(self.tp, cluster.per_node))
+        for m in self._meetings:
+            what = f"{m.value!r} from {m.have!r} to {m.need!r}"
+            yield Sent(m.kind, what, m.layer or "the model", link, 1, m.nbytes, m.seconds, m.seconds, m.source)
+        if self.dp > 1:
+            link = level(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
+            seconds = self._spent()["gradients of replicas"]
+            nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
+            yield Sent("all-reduce", "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
+
+
+def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]) -> Iterator[str]:
+    name = max(spent, key=lambda n: spent[n])
+    yield f"{name}: {100 * spent[name] / (seconds or 1.0):.1f} % of the step"
+    if meetings:
+        yield f"the longest conversion: {max(meetings, key=lambda m: m.seconds)}".replace("  ", " ")
+
+
+def named_inputs(program: Program) -> dict[str, Input]:
+    """Parameters, buffers and the tensors of the batch, by their names outside."""
+    found: dict[str, Input] = {}
+    for given in program.inputs:
+        if given.role in ROLES and given.value.is_tensor:
+            found[given.name if given.name not in found else given.value.name] = given
+    return found
+
+
+def _found(name: str, spec: Spec, known: Mapping[str, Input]) -> Input:
+    """The input of that name, of that shape and dtype."""
+    if name not in known:
+        near = get_close_matches(name, known, n=1, cutoff=0.0)
+        raise SearchError(
+            f"a plan for {name!r}", f"a model with {', '.join([*known][:6])}{' ...' if len(known) > 6 else ''}",
+            "it has no parameter, buffer or input of that name", near[0] if near else "a plan without layouts",
+        )  # fmt: skip
+    v = known[name].value
+    if tuple(spec.shape) != tuple(map(hint, v.shape)) or spec.dtype != tensor_dtype(v):
+        raise SearchError(
+            f"a plan with {name!r} as {spec!r}", f"{name} is {type_text(v)}", "a layout is that of the whole tensor",
+            f"{type_text(v)}, with @ and an axis behind the sizes that are cut",
+        )  # fmt: skip
+    return known[name]

@@ -1,0 +1,73 @@
+"""Reading a mesh plan: what a person wrote, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_spec
+
+from ._errors import SearchError
+from ._mesh_plan import MeshPlan
+from ._plan import read_text
+
+EXAMPLE = '[mesh]\ndp = 4\ntp = 2\n\n[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
+KNOWN = "mesh", "layouts", "seconds", "bytes"
+MOST = 2**24
+"""So many ranks a mesh may have."""
+
+
+def parse_mesh_plan(text: str) -> MeshPlan:
+    """The plan in TOML or JSON: axes of the mesh with their sizes, and layouts by name.
+
+    Raises SearchError for a text that is none, and LayoutError for a layout that its mesh cannot have.
+
+    >>> plan = parse_mesh_plan('[mesh]\\ndp = 2\\n[layouts]\\nbatch_0 = "f32[8@dp, 4]"')
+    >>> parse_mesh_plan(plan.text()) == plan
+    True
+    """
+    given = read_text(text, "a plan with a text", EXAMPLE)
+    for name in sorted(set(given) - set(KNOWN)):
+        near = get_close_matches(name, KNOWN, n=1, cutoff=0.0)
+        raise _refused(name, f"a plan has {', '.join(KNOWN)}", f"{near[0]} is meant?")
+    mesh = _mesh(given.get("mesh"))
+    layouts = _table(given.get("layouts", {}), str, "layouts", "texts such as f32[16@dp, 8]")
+    numbers = [given.get(name, 0.0) for name in ("seconds", "bytes")]
+    if not all(type(n) in (int, float) for n in numbers):
+        raise _refused(f"seconds and bytes {numbers}", "predictions are numbers", "one of them is none")
+    specs = {name: _spec(name, line, mesh) for name, line in layouts.items()}
+    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]))
+
+
+def _table(given: Any, kind: type, name: str, what: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not all(type(value) is kind for value in given.values()):
+        raise _refused(f"{name} = {given!r}", f"a table of {what}, by name", "this is none")
+    return dict(given)
+
+
+def _mesh(given: Any) -> ProcessMesh:
+    sizes = _table(given, int, "mesh", "ranks")
+    if not sizes or min(sizes.values()) < 1 or prod(sizes.values()) > MOST:
+        raise _refused(f"mesh = {sizes}", f"{prod(sizes.values())} ranks", f"a mesh has axes, of 1 to {MOST} ranks")
+    try:
+        return ProcessMesh(np.arange(prod(sizes.values())).reshape(*sizes.values()), list(sizes))
+    except MeshError as error:
+        raise _refused(f"mesh = {sizes}", error.found, error.why) from error
+
+
+def _spec(name: str, line: str, mesh: ProcessMesh) -> Spec:
+    try:
+        spec = parse_spec(line, mesh)
+    except LayoutError as error:
+        raise LayoutError(f"the layout of {name}: {error.asked}", error.found, error.why, error.write) from error
+    if spec.layout.partial or spec.layout.varying:
+        raise _refused(f"{name} = {line!r}", f"{spec.layout.marks().strip()}", "what is given is cut or repeated")
+    return spec
+
+
+def _refused(asked: str, found: str, why: str) -> SearchError:
+    return SearchError(f"a plan with {asked}", found, why, EXAMPLE)

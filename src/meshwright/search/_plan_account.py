@@ -1,0 +1,169 @@
+"""The account of a plan for a model that is described by its sizes: what it takes, why, and what others would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from meshwright.cost import Cluster, Link
+from meshwright.pipeline import Timeline, simulate
+
+from ._account import Account, Curve, Rival, Sent, loses, rising
+from ._choose import USABLE, Choice, Priced
+from ._degrees import microbatches
+from ._held import hold, hold_each
+from ._laid import laid, stages
+from ._plan import Plan
+from ._predict import predict, stages_of
+from ._sent import sent
+from ._shown import OnStep
+from ._simulated import has_short_table, simulated, table_of, times_of
+from ._software import OURS, Software
+from ._transformer import Transformer
+
+OTHERS = "accumulation", "optimizer", "host"
+PARTS = {
+    "communication": "ranks wait for links",
+    "bubble": "ranks of the pipeline wait for others",
+    "accumulation": "gradients of microbatches are added up",
+    "optimizer": "parameters are updated",
+    "host": "the host prepares the step",
+}
+"""Part of a step that is no computation → what happens in it."""
+
+
+def account(
+    model: Transformer,
+    plan: Plan,
+    cluster: Cluster,
+    choice: Choice | None = None,
+    software: Software = OURS,
+    on_step: OnStep | None = None,
+) -> Account:
+    """Why a step takes what it takes under `plan`, beside the plans of `choice`. `on_step` is told (done, of).
+
+    Raises SearchError and ScheduleError as `predict` and `simulated` do.
+    """
+    spent, nbytes = _spent(model, plan, cluster, software), float(np.asarray(hold(model, plan, software).nbytes))
+    others = [p for p in (choice.best, *choice.next) if p.plan != plan] if choice else []
+    told = tuple(_rivals(model, plan, cluster, software, nbytes, others, on_step))
+    rows, timeline = sent(model, plan, cluster, software), _timeline(model, plan, cluster, software)
+    seconds = sum(spent.values())
+    each = {
+        s.name: {kind: float(np.asarray(x)) for kind, x in parts.items()}
+        for s, parts in zip(stages(model, plan), hold_each(model, plan, software), strict=True)
+    }
+    return Account(
+        what=f"a transformer of {model.parameters / 1e9:.3g} billion parameters, {model.layers} layers",
+        how=", ".join(f"{name} = {value}" for name, value in asdict(plan).items() if value != USUAL[name]),
+        where=f"{plan.ranks} ranks of {cluster!r}",
+        seconds=seconds, nbytes=nbytes, room=cluster.device.memory * USABLE,
+        why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
+        spent=spent, held=each, laid=tuple(laid(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
+        timeline=timeline, curves=tuple(_curves(timeline, each)) if timeline else (),
+    )  # fmt: skip
+
+
+USUAL = asdict(Plan())
+
+
+def _spent(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, by_table: bool = True
+) -> dict[str, float]:
+    """Where the seconds of a step go, on the average of the ranks; what it takes longer than where all links are free
+    is communication. Without tables, by closed forms.
+    """
+
+    def step(on: Cluster) -> float:
+        if by_table:
+            return simulated(model, plan, on, software)
+        return float(np.asarray(predict(model, plan, on, software).seconds))
+
+    free = replace(cluster, inside=_free(cluster.inside), outside=None)
+    whole, alone = step(cluster), step(free)
+    parts = {name: float(np.asarray(x)) for name, x in predict(model, plan, free, software).parts.items()}
+    others = {name: parts[name] for name in OTHERS}
+    computation = _computed(model, plan, free, software)
+    bubble = max(0.0, alone - sum(others.values()) - computation)
+    return {"computation": computation, "communication": whole - alone, "bubble": bubble, **others}
+
+
+def _free(link: Link) -> Link:
+    """A link on which everything arrives at once."""
+    return replace(link, bandwidth=1e30, latency=0.0, start=0.0)
+
+
+def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
+    """Seconds that the ranks of the pipeline compute in a step, on the average."""
+    s = stages_of(model, plan, cluster, software)
+    ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
+    spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
+    whole = sum(float(np.asarray(np.add(x.forward, x.backward))) for x in spent)
+    return whole / plan.pp * float(np.asarray(microbatches(plan)))
+
+
+def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
+    """The step of the pipeline, action by action, where its table is what prices it."""
+    if plan.pp == 1 or plan.zero == 3:
+        return None
+    return simulate(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
+
+
+def _why(
+    plan: Plan, spent: dict[str, float], rows: tuple[Sent, ...], nbytes: float, cluster: Cluster, choice: Choice | None
+) -> Iterator[str]:
+    """What limits: the memory that a faster plan would take, or the largest part of the step that is no computation."""
+    whole, room = sum(spent.values()), cluster.device.memory * USABLE
+    if nbytes > room:
+        yield f"memory: it takes {nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB"
+    if choice is not None:
+        yield from _better(plan, choice, whole, room)
+    name = max((n for n in spent if n != "computation"), key=lambda n: spent[n])
+    if spent[name] < 0.02 * whole:
+        yield "computation: only faster devices or fewer operations make the step shorter"
+        return
+    yield f"{name}: {PARTS[name]} for {100 * spent[name] / whole:.1f} % of the step"
+    if name == "communication" and rows:
+        most = max(rows, key=lambda r: r.seconds if r.exposed is None else r.exposed)
+        yield f"most of it {most.kind} of {most.what}, {most.where}, on {most.link}"
+
+
+def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[str]:
+    """The plan that a search prefers; of the one that it prefers, the memory that stands in the way of a faster one."""
+    best, beyond = choice.best, choice.beyond
+    if best.plan != plan and best.seconds < whole * (1 - 1e-6):
+        yield f"another plan takes {best.seconds / whole:.3f} of the time: {differences(plan, best.plan)}"
+    if best.plan == plan and beyond is not None:
+        yield (
+            f"memory: {differences(plan, beyond.plan)} would take {beyond.seconds / whole:.3f} of the time, and "
+            f"{beyond.nbytes / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+        )
+
+
+def _rivals(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[Priced],
+    on_step: OnStep | None,
+) -> Iterator[Rival]:  # fmt: skip
+    """The others, and by what they lose: by their tables, where those are no long work."""
+    for n, other in enumerate(others):
+        if on_step:
+            on_step(n, len(others))
+        by_table = has_short_table(plan) and has_short_table(other.plan)
+        own, theirs = (_spent(model, p, cluster, software, by_table) for p in (plan, other.plan))
+        why = loses(own, theirs) or f"as fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB a rank"
+        yield Rival(differences(plan, other.plan), other.seconds, other.nbytes, why)
+
+
+def differences(best: Plan, other: Plan) -> str:
+    """What another plan has different."""
+    one, two = asdict(best), asdict(other)
+    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
+
+
+def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[Curve]:
+    """Bytes over time: state, and the activations of microbatches that are alive by the table."""
+    for rank, (name, parts) in enumerate(held.items()):
+        base, most = sum(parts.values()) - parts["activations"], timeline.peaks()[rank]
+        yield rising(name, timeline, rank, base, parts["activations"] / (most or 1.0))

@@ -1,0 +1,62 @@
+"""What a person sees on a terminal while something takes longer than a second."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from threading import Lock, Timer
+from typing import TextIO
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+OnStep = Callable[[int, int], None]
+"""Is told how much is done, and of how much."""
+PATIENCE = 1.0
+"""Seconds before anything is shown."""
+
+
+@contextmanager
+def shown(what: str, silent: bool = False, file: TextIO | None = None, patience: float = PATIENCE) -> Generator[OnStep]:
+    """A bar on the standard error that is gone at the end; gives the function to call on the way.
+
+    Nothing is shown where `silent` asks for that, or where nobody watches: a file is no terminal.
+    """
+    out = file or sys.stderr
+    if silent or not out.isatty():
+        yield lambda done, of: None
+        return
+    bar = _Bar(what, Console(file=out))
+    timer = Timer(patience, bar.begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield bar.on_step
+    finally:
+        timer.cancel()
+        bar.end()
+
+
+class _Bar:
+    """A bar that begins late, from another thread, or never."""
+
+    def __init__(self, what: str, console: Console) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(what, total=None)
+        self._lock, self._ended = Lock(), False
+
+    def begin(self) -> None:
+        with self._lock, suppress(LiveError):  # someone else draws on this terminal already
+            if not self._ended:
+                self._bar.start()
+
+    def on_step(self, done: int, of: int) -> None:
+        self._bar.update(self._task, completed=done, total=of)
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._bar.stop()

@@ -1,0 +1,109 @@
+"""`meshwright explain`: an account in a terminal, as data, and as a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli import main
+
+LLAMA = {
+    "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "intermediate_size": 4096, "vocab_size": 32000, "hidden_act": "silu",
+}  # fmt: skip
+ON = ["--cluster", "8xA100, 4 per node, 100G"]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    config, plan = tmp_path / "config.json", tmp_path / "plan.toml"
+    config.write_text(json.dumps(LLAMA))
+    plan.write_text("dp = 2\ntp = 2\npp = 2\nsequence_parallel = true\nbatch = 32\nsequence = 2048\n")
+    return ["explain", str(config), str(plan), *ON]
+
+
+def test_an_account_is_printed(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "tensors and how they lie", "bf16[32000@tp, 1024]", "communications of a step", "over tp",
+        "100G, between nodes", "NVLink3, inside a node", "where the time goes", "bubble", "pipeline rank 1",
+        "why", "instead", " x ",
+    ):  # fmt: skip
+        assert part in said
+
+
+def test_data_and_page_say_the_same(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, measured = tmp_path / "report.html", tmp_path / "measured.json"
+    measured.write_text('{"seconds": 2, "bytes": 1e10}')
+    assert main([*asked, "--json", "--html", str(out), "--measured", str(measured)]) == 0
+    streams = capsys.readouterr()
+    told: dict[str, Any] = json.loads(streams.out)
+    assert streams.err == ""
+    assert told["seconds"] == pytest.approx(sum(told["spent"].values()))
+    assert told["plan"]["pp"] == 2
+    assert told["instead"]
+    assert told["measured"]["seconds"] == 2
+    made = out.read_text()
+    assert made.startswith("<!DOCTYPE html>")
+    assert "Predicted and measured" in made
+    assert all(row["how"] in made for row in told["instead"])
+
+
+def test_batch_and_sequence_can_be_named(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*asked, "--batch", "64", "--sequence", "1024", "--alone", "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (told["plan"]["batch"], told["plan"]["sequence"]) == (64, 1024)
+    assert told["instead"] == []
+
+
+def test_the_plan_that_was_found_is_explained_by_what_limits_it(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, config, _, *on = asked
+    out = str(tmp_path / "best.toml")
+    assert main(["plan", config, *on, "--batch", "32", "--sequence", "2048", "--out", out]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["explain", config, out, *on, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert not told["why"][0].startswith("another plan")
+    assert min(row["seconds"] for row in told["instead"]) >= told["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--html", "/nowhere/report.html"], 2, "can be written to"),
+        (["--measured", "/nowhere.json"], 2, "can be read"),
+        (["--cluster", "many"], 1, "no count of devices"),
+        (["--sequence", "0"], 2, "positive"),
+        (["--htlm", "x"], 2, "--html"),
+    ],
+)
+def test_what_cannot_be_is_answered(
+    more: list[str], code: int, said: str, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*asked, "--alone", *more]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"seconds": "soon"}', '{"seconds": null}'])
+def test_measured_numbers_are_numbers(
+    text: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(text)
+    assert main([*asked, "--alone", "--measured", str(path)]) == 2
+    assert "write:" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from meshwright.cli import main; main(['explain', '--help']); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("False\n")
+    assert "--html" in found.stdout

@@ -1,0 +1,209 @@
+"""Accounts: parts make up the whole, communications cost what the prediction says, rivals lose by what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.cost import Cluster, cluster
+from meshwright.graph import capture
+from meshwright.models import Llama, LlamaConfig
+from meshwright.search import (
+    Experts,
+    Plan,
+    SearchError,
+    Transformer,
+    account,
+    choose,
+    hold,
+    plan_mesh,
+    predict,
+    program_account,
+    simulated,
+)
+
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+SPARSE = Transformer(12, 2048, 16, 16, 128, 8192, 32000, experts=Experts(64, 6, 1408, 2816, 1))
+MACHINES = cluster("64xH100, 8 per node, 400G")
+WORK: dict[str, Any] = {"batch": 64, "sequence": 8192}
+PLANS = {
+    "replicas": Plan(dp=64, zero=1, **WORK),
+    "tensor parallel": Plan(dp=8, tp=8, sequence_parallel=True, **WORK),
+    "ZeRO-3": Plan(dp=64, zero=3, **WORK),
+    "context": Plan(dp=8, tp=2, cp=4, sequence_parallel=True, **WORK),
+    "computed again": Plan(dp=8, tp=4, cp=2, recompute="full", **WORK),
+    "1F1B": Plan(dp=8, tp=2, pp=4, sequence_parallel=True, **WORK),
+    "interleaved": Plan(dp=8, tp=2, pp=4, chunks=2, schedule="Interleaved 1F1B", **WORK),
+    "ZB-2p": Plan(dp=4, tp=2, pp=8, zero=1, schedule="ZB-2p", **WORK),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("model", [LLAMA, SPARSE], ids=["llama", "experts"])
+def test_the_parts_make_up_the_step(name: str, model: Transformer) -> None:
+    plan = PLANS[name] if model.experts is None else replace(PLANS[name], ep=4)
+    if model is SPARSE and plan.chunks > 1:
+        pytest.skip("12 layers are no 8 chunks")
+    told = account(model, plan, MACHINES)
+    assert sum(told.spent.values()) == pytest.approx(simulated(model, plan, MACHINES))
+    assert min(told.spent.values()) >= -1e-9
+    assert (told.spent["bubble"] > 1e-9) == (plan.pp > 1)
+    fullest = max(sum(parts.values()) for parts in told.held.values())
+    assert fullest == pytest.approx(told.nbytes) == float(np.asarray(hold(model, plan).nbytes))
+    assert len(told.held) == plan.pp
+
+
+def slow_hosts_aside(machines: Cluster) -> Cluster:
+    """The same links with devices so slow that no host is waited for."""
+    slower = {dtype: rate / 50 for dtype, rate in machines.device.flops.items()}
+    return replace(machines, device=replace(machines.device, flops=slower))
+
+
+@pytest.mark.parametrize("name", ["replicas", "tensor parallel", "context", "computed again"])
+@pytest.mark.parametrize("model", [LLAMA, SPARSE], ids=["llama", "experts"])
+def test_what_is_exposed_is_what_links_make_longer(name: str, model: Transformer) -> None:
+    plan = PLANS[name] if model.experts is None else replace(PLANS[name], ep=4)
+    told = account(model, plan, slow_hosts_aside(MACHINES))
+    exposed = sum(row.exposed or 0.0 for row in told.sent)
+    assert exposed == pytest.approx(told.spent["communication"], rel=2e-3)
+    assert exposed > 0
+
+
+def test_gathers_of_zero_3_are_hidden_where_computation_is_long() -> None:
+    told = account(LLAMA, PLANS["ZeRO-3"], MACHINES)
+    assert {row.kind for row in told.sent} == {"all-gather", "reduce-scatter"}
+    assert 0 < told.spent["communication"] < 0.5 * sum(row.seconds for row in told.sent)
+
+
+def test_every_parameter_is_told_once() -> None:
+    for model in (LLAMA, SPARSE, replace(LLAMA, tied=False, layers=30)):
+        for plan in (Plan(batch=8), Plan(pp=4, batch=8), Plan(pp=2, chunks=3, schedule="Interleaved 1F1B", batch=8)):
+            rows = [row for row in account_rows(model, plan) if row.layer != "one microbatch"]
+            elements = sum(row.nbytes / 2 * row.count for row in rows)
+            assert elements == pytest.approx(model.parameters)
+
+
+def account_rows(model: Transformer, plan: Plan) -> Any:
+    return account(model, plan, MACHINES).laid
+
+
+def test_parts_get_smaller_by_the_axes_that_cut_them() -> None:
+    whole = {row.name: row for row in account_rows(LLAMA, Plan(**WORK))}
+    cut = {row.name: row for row in account_rows(LLAMA, Plan(dp=4, tp=2, zero=3, sequence_parallel=True, **WORK))}
+    assert cut["gate"].layout == "bf16[14336@tp@dp, 4096]"
+    assert cut["gate"].nbytes == whole["gate"].nbytes / 8
+    assert cut["residual"].layout == "bf16[4@dp, 8192@tp, 4096]"
+
+
+def test_others_are_told_by_what_they_lose() -> None:
+    found = choose(LLAMA, MACHINES, 64, 64, 8192, keep=3)
+    steps: list[tuple[int, int]] = []
+    told = account(LLAMA, found.best.plan, MACHINES, found, on_step=lambda done, of: steps.append((done, of)))
+    assert [r.seconds for r in told.rivals] == pytest.approx([p.seconds for p in found.next])
+    assert told.rivals[0].seconds >= told.seconds * (1 - 1e-9)
+    assert all(r.why for r in told.rivals)
+    slow = account(LLAMA, PLANS["tensor parallel"], MACHINES, found)
+    assert "communication -" in slow.rivals[0].why
+    assert steps == [(0, 2), (1, 2)]
+
+
+def test_memory_is_the_reason_where_the_fastest_does_not_fit() -> None:
+    tight = replace(MACHINES, device=replace(MACHINES.device, memory=24e9))
+    found = choose(LLAMA, tight, 64, 64, 8192)
+    assert found.beyond is not None
+    assert found.beyond.seconds < found.best.seconds
+    assert found.beyond.nbytes > 24e9 * 0.94
+    assert account(LLAMA, found.best.plan, tight, found).why[0].startswith("memory:")
+    slow = account(LLAMA, PLANS["tensor parallel"], MACHINES, choose(LLAMA, MACHINES, 64, 64, 8192))
+    assert slow.why[0].startswith("another plan takes 0.")
+    assert slow.why[1].startswith("communication:")
+    alone = account(LLAMA, Plan(batch=64, sequence=8192), MACHINES)
+    assert not alone.fits
+    assert alone.why[0].startswith("memory: it takes")
+    assert alone.why[1].startswith("computation:")
+
+
+def test_a_search_tells_how_far_it_is() -> None:
+    steps: list[float] = []
+    choose(LLAMA, MACHINES, 8, 8, 2048, on_step=lambda done, of: steps.append(done / of))
+    assert steps == sorted(steps)
+    assert 0 <= steps[0]
+    assert 0.5 < steps[-1] < 1
+
+
+def test_curves_reach_what_ranks_hold() -> None:
+    told = account(LLAMA, PLANS["1F1B"], MACHINES)
+    assert told.timeline is not None
+    for curve, (rank, parts) in zip(told.curves, told.held.items(), strict=True):
+        assert curve.rank == rank
+        assert max(held for _, held in curve.points) == pytest.approx(sum(parts.values()))
+        assert [when for when, _ in curve.points] == sorted(when for when, _ in curve.points)
+
+
+def llama() -> tuple[Llama, list[torch.Tensor]]:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=2, feed_forward=512))
+        return model, [torch.empty(16, 128, dtype=torch.long) for _ in range(2)]
+
+
+def test_a_mesh_plan_says_as_data_what_it_explains() -> None:
+    model, batch = llama()
+    program = capture(model, model, batch).program
+    steps: list[tuple[int, int]] = []
+    best, *others = plan_mesh(program, cluster("8xH100"), 8, lambda done, of: steps.append((done, of)))
+    assert steps == [(n, 4) for n in range(4)]
+    for plan in (best, *others):
+        told = plan.account(others)
+        assert sum(told.spent.values()) == pytest.approx(plan.seconds) == told.seconds
+        assert sum(told.held["every rank"].values()) == pytest.approx(plan.nbytes)
+        assert len(told.laid) == len([*model.parameters()]) + len(batch)
+        assert len(told.rivals) == len(others)
+        conversions = [row for row in told.sent if row.where != "behind the backward pass"]
+        assert sum(row.seconds for row in conversions) == pytest.approx(told.spent["conversions"])
+        assert all(row.kind != "none" for row in conversions)
+    cut = next(p for p in (best, *others) if p.tp == 8)
+    assert any("_llama.py" in row.source for row in cut.account().sent)
+
+
+def test_a_written_plan_explains_nothing() -> None:
+    model, batch = llama()
+    found = plan_mesh(capture(model, model, batch).program, cluster("8xH100"), 8)[0]
+    for ask in (lambda: replace(found, cuts=None).account(), lambda: replace(found, cuts=None).explain()):
+        with pytest.raises(SearchError, match="not why"):
+            ask()
+
+
+def test_a_program_is_priced_node_by_node() -> None:
+    def step() -> Any:
+        torch.manual_seed(0)
+        mesh = mw.ProcessMesh([0, 1], ["tp"])
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        model[0].weight = mw.shard_tensor(model[0].weight, mesh, [mw.Shard(0)])
+        made = mw.to_static(
+            model, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        made(torch.ones(4, 8), torch.ones(4, 8))
+        return made.program
+
+    program = mw.simulate(step, 2)[0]
+    machines = cluster("2xH100")
+    told = program_account(program, machines, 2)
+    assert told.seconds == pytest.approx(sum(told.spent.values()))
+    assert [row.kind for row in told.sent] == ["AllReduce(tp)"]
+    assert told.sent[0].seconds == pytest.approx(told.spent["communication"])
+    assert "test_accounts.py" in told.sent[0].source
+    assert {row.layout for row in told.laid} >= {"f32[16@tp, 8]", "f32[8, 16@tp]"}
+    (curve,) = told.curves
+    assert max(held for _, held in curve.points) == told.nbytes
+
+
+def test_closed_forms_and_tables_price_the_same_plan() -> None:
+    """The account's parts come from both: where there is no pipeline they are one."""
+    for name in ("replicas", "tensor parallel", "ZeRO-3"):
+        told = account(LLAMA, PLANS[name], MACHINES)
+        assert told.seconds == pytest.approx(float(np.asarray(predict(LLAMA, PLANS[name], MACHINES).seconds)))

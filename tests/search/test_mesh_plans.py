@@ -1,0 +1,136 @@
+"""Mesh plans in text: what was found is written, read back, edited, and refused where it is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshwright.cost import cluster
+from meshwright.graph import capture
+from meshwright.layout import LayoutError, MeshwrightError
+from meshwright.search import MeshPlan, Plan, SearchError, parse_mesh_plan, parse_plan, plan_mesh
+
+TEXT = """
+[mesh]
+dp = 2
+tp = 2
+[layouts]
+"0.weight" = "f32[32@tp, 8]"
+batch_0 = "f32[16@dp, 8]"
+"""
+
+
+class Odd(nn.Module):
+    """Parameters whose names are no plain words."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.parameters():
+            x = x @ parameter
+        return x.sum()
+
+
+def found(model: nn.Module, batch: list[torch.Tensor], ranks: int = 4) -> tuple[MeshPlan, ...]:
+    return plan_mesh(capture(model, model, batch).program, cluster(f"{ranks}xA100"), ranks)
+
+
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters=".\0"), min_size=1), min_size=1, max_size=3, unique=True
+    )
+)
+def test_a_plan_that_was_found_is_read_back(names: list[str]) -> None:
+    names = [name for name in names if not hasattr(nn.Module(), name)]
+    for plan in found(Odd(names or ["w"]), [torch.ones(8, 8)]):
+        again = parse_mesh_plan(plan.text())
+        assert again == plan
+        assert again.text() == plan.text()
+
+
+@given(st.builds(Plan, dp=st.integers(1, 9), schedule=st.text(), precision=st.text(st.characters(codec="utf-8"))))
+def test_a_plan_by_sizes_is_read_back(plan: Plan) -> None:
+    try:
+        plan.schedule.encode()
+    except UnicodeEncodeError:
+        return
+    assert parse_plan(plan.text()) == plan
+    assert parse_plan(json.dumps(asdict(plan))) == plan
+
+
+def test_json_says_the_same_as_toml() -> None:
+    layouts = {"0.weight": "f32[32@tp, 8]", "batch_0": "f32[16@dp, 8]"}
+    assert parse_mesh_plan(json.dumps({"mesh": {"dp": 2, "tp": 2}, "layouts": layouts})) == parse_mesh_plan(TEXT)
+
+
+def test_a_plan_by_sizes_names_the_nearest_word() -> None:
+    with pytest.raises(SearchError, match=r"schedule\?"):
+        parse_plan('schedul = "1F1B"')
+
+
+def test_any_axes_will_do() -> None:
+    plan = parse_mesh_plan('[mesh]\nrows = 2\ncolumns = 3\n[layouts]\nw = "f32[6@columns@rows, 4]"')
+    assert plan.how == "rows 2 x columns 3"
+    assert plan.mesh.size == 6
+    assert (plan.dp, plan.tp) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mesh", "neither TOML nor JSON"),
+        ("{", "neither TOML nor JSON"),
+        ("layouts = {}", "mesh = None"),
+        ("[mesh]", "a mesh has axes"),
+        ("[mesh]\ndp = 0", "a mesh has axes"),
+        ("[mesh]\ndp = 1000000000000", "a mesh has axes"),
+        ("[mesh]\ndp = true", "mesh = {'dp': True}"),
+        ('[mesh]\n"d p" = 2', "identifier"),
+        ("[mesh]\ndp = 2\n[layout]\nx = 'f32[4]'", "layouts is meant"),
+        ("[mesh]\ndp = 2\n[layouts]\nx = 4", "texts such as"),
+        ("seconds = 'soon'\n[mesh]\ndp = 2", "predictions are numbers"),
+        ("[mesh]\ndp = 2\n[layouts]\nx = 'f32[4] +dp'", "cut or repeated"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        parse_mesh_plan(text)
+    assert said in str(caught.value)
+
+
+def test_a_layout_that_the_mesh_cannot_have_is_told_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"the layout of 0\.weight"):
+        parse_mesh_plan(TEXT.replace("32@tp", "32@pp"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "write"),
+    [
+        ("0.weight", "0.wieght", "write: 0.weight"),
+        ("batch_0", "batch", "write: batch_0"),
+        ("f32[32@tp, 8]", "f32[8, 32@tp]", "f32[32, 8]"),
+        ("f32[16@dp, 8]", "i64[16@dp, 8]", "f32[16, 8]"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused_by_name(old: str, new: str, write: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    program = capture(model, model, [torch.ones(16, 8)]).program
+    assert {*parse_mesh_plan(TEXT).specs(program)} == {"0_weight", "batch_0"}
+    with pytest.raises(MeshwrightError) as caught:
+        parse_mesh_plan(TEXT.replace(old, new)).specs(program)
+    assert write in str(caught.value)
+
+
+def test_a_parameter_called_as_an_input_is_another_tensor() -> None:
+    model, batch = Odd(["batch_0"]), [torch.ones(8, 8)]
+    plan = found(model, batch)[0]
+    assert len(plan.layouts) == len(plan.specs(capture(model, model, batch).program)) == 2
