@@ -6,22 +6,19 @@ optimizer's step alone; in stages 2 and 3 it always is one, and the modules that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from meshwright.layout import Layout, MeshError, Spec
+from meshwright.layout import MeshError, Spec
 from meshwright.passes import sharded
-from meshwright.tensor import DistTensor, lay, local_parts, place
+from meshwright.tensor import DistTensor, lay, place
 
+from ._regather import Regather
 from ._stand_in import stand_in
-from .torch_hooks import top_saved_hooks
 
 Axes = str | tuple[str, ...]
 Cut = Mapping[Tensor, Spec]
@@ -134,7 +131,7 @@ def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
     wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
     for p, spec in cut.items():
         _lay_with_gradient(p, spec)
-    regather = _Regather() if again else None
+    regather = Regather() if again else None
     for module in model.modules():
         owned = {name: wholes[p] for name, p in module._parameters.items() if p is not None and p in wholes}
         stand_in(module, owned, regather)
@@ -144,63 +141,3 @@ def _varying(whole: Spec, cut: Spec) -> Spec:
     """Whole, and used differently by each rank along the axes that cut it: so its gradient is scattered to them."""
     axes = tuple(a for a in cut.layout.cut_axes if a not in whole.layout.axes)
     return whole.with_layout(replace(whole.layout, varying=(*whole.layout.varying, *axes)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    """What is saved for the backward pass instead of a whole parameter: how to have it again."""
-
-    part: DistTensor
-    layout: Layout
-    view: tuple[Any, ...]
-
-    def redeem(self) -> Tensor:
-        with torch.no_grad():
-            whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
-            with local_parts():
-                return torch.as_strided(whole.as_subclass(Tensor), *self.view)
-
-
-class _Regather:
-    """Saves parts in the place of whole parameters while the modules run that own them.
-
-    Where others watch what is saved, such as `torch.utils.checkpoint`, it is left to them: a checkpointed part saves
-    nothing, and gathers again when it is run again.
-    """
-
-    def __init__(self) -> None:
-        self._live: dict[int, tuple[DistTensor, Layout]] = {}
-        self._open: list[tuple[Any, list[int]]] = []
-
-    def enter(self, stand_ins: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """A module runs, with these parts and what they were gathered to; nothing is saved while it is captured."""
-        real = [(p, w) for p, w in stand_ins if isinstance(p, DistTensor) and isinstance(w, DistTensor)]
-        top = top_saved_hooks(True)
-        free = real and (top is None or top[1] is _unpack)
-        hooks = saved_tensors_hooks(self._pack, _unpack) if free else nullcontext()
-        found = {_memory(whole): (part, whole.spec.layout) for part, whole in real}
-        self._live |= found
-        self._open.append((hooks, list(found)))
-        hooks.__enter__()
-
-    def leave(self) -> None:
-        hooks, memory = self._open.pop()
-        hooks.__exit__(None, None, None)
-        for at in memory:
-            self._live.pop(at, None)
-
-    def _pack(self, saved: Tensor) -> Any:
-        found = self._live.get(_memory(saved))
-        if found is None:
-            return saved
-        with local_parts():
-            return _Ticket(*found, (saved.shape, saved.stride(), saved.storage_offset()))
-
-
-def _unpack(saved: Any) -> Tensor:
-    return saved.redeem() if isinstance(saved, _Ticket) else saved
-
-
-def _memory(x: Tensor) -> int:
-    with local_parts():
-        return x.untyped_storage().data_ptr()

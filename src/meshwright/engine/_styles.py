@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard
 from meshwright.tensor import DistTensor, map_tensors
 
+from ._regather import gather_inputs
 from ._tensors import reshard, shard_tensor
 
 LayerFn = Callable[[Any, ProcessMesh], Any]
@@ -78,12 +79,12 @@ class SequenceParallelBegin:
 
 @dataclass(frozen=True)
 class SequenceParallelEnd:
-    """What the layer takes is whole along the axis from here on."""
+    """What the layer takes is whole along the axis from here on; it saves this rank's part, to be gathered again."""
 
     axis: str = "tp"
 
     def mark(self, layer: nn.Module, mesh: ProcessMesh) -> None:
-        _on_inputs(layer, mesh, lambda x: along(x, self.axis, Replicate()))
+        gather_inputs(layer, lambda x: along(x, self.axis, Replicate()))
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,16 @@ class SequenceParallelEnable:
 
 @dataclass(frozen=True)
 class SequenceParallelDisable:
-    """The layer works on the whole sequence; what it gives is cut again along dim `dim`."""
+    """The layer works on the whole sequence; what it gives is cut again along dim `dim`.
+
+    Of what it takes it saves this rank's part, which is gathered again in the backward pass.
+    """
 
     dim: int = 1
     axis: str = "tp"
 
     def mark(self, layer: nn.Module, mesh: ProcessMesh) -> None:
-        _on_inputs(layer, mesh, lambda x: along(x, self.axis, Replicate()))
+        gather_inputs(layer, lambda x: along(x, self.axis, Replicate()))
         _on_outputs(layer, mesh, lambda x: along(x, self.axis, Shard(self.dim)))
 
 

@@ -77,7 +77,7 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
         out = how.now(x)
-        return x.view_as(x) if out is x else _owned(out)
+        return x.detach() if out is x else _owned(out)  # a view would keep `x`, which may keep it
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -32,7 +32,13 @@ class _Pending:
 
     leaf: Any
     spec: Spec
-    terms: Tensor
+    terms: Tensor | None
+
+    def take(self) -> Tensor:
+        """The terms, which nobody keeps any longer."""
+        terms, self.terms = self.terms, None
+        assert terms is not None
+        return terms
 
 
 class _State(threading.local):
@@ -85,7 +91,7 @@ def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
     if found is None:
         _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach())
     else:
-        found.terms = found.terms + grad
+        found.terms = found.take() + grad
 
 
 @contextmanager
@@ -120,23 +126,27 @@ def flush() -> None:
 def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     """Items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
     groups: dict[Any, list[_Pending]] = {}
+    filled: dict[Any, int] = {}
     for item in waiting:
         key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
-        bucket = groups.setdefault(key, [])
-        bucket.append(item)
-        if sum(i.terms.numel() * i.terms.element_size() for i in bucket) >= BUCKET_BYTES:
+        groups.setdefault(key, []).append(item)
+        filled[key] = filled.get(key, 0) + (0 if item.terms is None else item.terms.nbytes)
+        if filled[key] >= BUCKET_BYTES:
+            del filled[key]
             yield groups.pop(key)
     yield from groups.values()
 
 
 def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:
-    """The sums of a bucket's terms, by one all-reduce."""
+    """The sums of a bucket's terms, by one all-reduce; the terms are let go."""
     first = bucket[0].spec
     axes = first.layout.partial_axes
+    found = [item.take() for item in bucket]
     if current().rank not in first.mesh:
-        return [i.terms for i in bucket]
-    flat = torch.cat([i.terms.reshape(-1) for i in bucket])
+        return found
+    shapes = [terms.shape for terms in found]
+    flat = torch.cat([terms.reshape(-1) for terms in found]) if len(found) > 1 else found[0].reshape(-1)
+    found.clear()
     terms = Spec(first.mesh, Layout(((),), tuple((a, "sum") for a in axes)), flat.shape, flat.dtype)
     whole = convert_local(flat, terms, terms.with_layout(Layout(((),))))
-    sizes = [i.terms.numel() for i in bucket]
-    return [p.view(i.terms.shape) for p, i in zip(whole.split(sizes), bucket, strict=True)]
+    return [part.view(shape) for part, shape in zip(whole.split([s.numel() for s in shapes]), shapes, strict=True)]

@@ -1,0 +1,121 @@
+"""Saved for the backward pass: parts, in the place of the tensors that were gathered from them for a module.
+
+A gathered parameter (ZeRO-3) or sequence (Korthikanti et al. 2022) is let go behind its module's forward pass and
+gathered again when a gradient needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.layout import Layout
+from meshwright.tensor import DistTensor, local_parts, map_tensors, place
+
+from .torch_hooks import top_saved_hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A tensor that was gathered, from what, and the number of times it had been written to."""
+
+    part: DistTensor
+    whole: DistTensor
+    version: int
+
+
+class _Live(threading.local):
+    def __init__(self) -> None:
+        self.found: dict[int, _Gathered] = {}
+
+
+_live = _Live()
+"""Address → what was gathered there, while a module runs that uses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What is saved in the place of a gathered tensor: how to have it again."""
+
+    part: DistTensor
+    layout: Layout
+    view: tuple[Any, ...]
+
+    def redeem(self) -> Tensor:
+        with torch.no_grad():
+            whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
+            with local_parts():
+                return torch.as_strided(whole.as_subclass(Tensor), *self.view)
+
+
+class Regather:
+    """Saves parts in the place of gathered tensors, from `enter` to `leave`.
+
+    Where others watch what is saved, such as `torch.utils.checkpoint`, it is left to them: a checkpointed module saves
+    nothing, and gathers again when it is run again.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Any, list[int]]] = []
+
+    def enter(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """A module runs, with these parts and what was gathered from them; nothing is saved while it is captured."""
+        real = [(p, w) for p, w in pairs if isinstance(p, DistTensor) and isinstance(w, DistTensor) and p is not w]
+        top = top_saved_hooks(True)
+        free = real and (top is None or top[1] is _unpack)
+        hooks = saved_tensors_hooks(_pack, _unpack) if free else nullcontext()
+        found = {_address(whole): _Gathered(part, whole, whole._version) for part, whole in real}
+        _live.found |= found
+        self._open.append((hooks, list(found)))
+        hooks.__enter__()
+
+    def leave(self) -> None:
+        if not self._open:
+            return
+        hooks, addresses = self._open.pop()
+        hooks.__exit__(None, None, None)
+        for at in addresses:
+            _live.found.pop(at, None)
+
+
+def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
+    """From now on the layer's inputs are gathered so, and parts of them are what it saves."""
+    watch = Regather()
+
+    def before(_: nn.Module, inputs: Any, named: Any) -> Any:
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def gathered(x: Tensor) -> Tensor:
+            pairs.append((x, gather(x)))
+            return pairs[-1][1]
+
+        out = map_tensors(gathered, inputs), map_tensors(gathered, named)
+        watch.enter(pairs)
+        return out
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(lambda *_: watch.leave(), always_call=True)
+
+
+def _pack(saved: Tensor) -> Any:
+    found = _live.found.get(_address(saved))
+    if found is None or found.whole._version != found.version:
+        return saved
+    with local_parts():
+        return _Ticket(found.part, found.whole.spec.layout, (saved.shape, saved.stride(), saved.storage_offset()))
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.redeem() if isinstance(saved, _Ticket) else saved
+
+
+def _address(x: Tensor) -> int:
+    with local_parts():
+        return x.untyped_storage().data_ptr()
