@@ -231,5 +231,50 @@ MODELS: dict[str, Subject] = {
         "state space", "RwkvForCausalLM", "RwkvConfig", hidden_size=16, num_hidden_layers=2, context_length=32,
         attention_hidden_size=16, intermediate_size=32,
     ),
+    "Gemma-3": text(
+        "decoder", "Gemma3ForCausalLM", "Gemma3TextConfig", **LLAMA, head_dim=8, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "OLMo-2": text("decoder", "Olmo2ForCausalLM", "Olmo2Config", **LLAMA),
+    "StableLM": text("decoder", "StableLmForCausalLM", "StableLmConfig", **LLAMA, use_qkv_bias=True),
+    "ELECTRA": encoder("ElectraForMaskedLM", "ElectraConfig", **BERT, embedding_size=16),
+    "SegFormer": vision(
+        "SegformerForImageClassification", "SegformerConfig", 32, num_encoder_blocks=2, depths=(1, 1),
+        hidden_sizes=(16, 32), num_attention_heads=(2, 4), sr_ratios=(2, 1), patch_sizes=(7, 3), strides=(4, 2),
+        mlp_ratios=(2, 2), drop_path_rate=0.0,
+    ),
+    "MobileViT": vision(
+        "MobileViTForImageClassification", "MobileViTConfig", 64, image_size=64, hidden_sizes=(16, 24, 32),
+        neck_hidden_sizes=(8, 8, 16, 16, 24, 32, 32), num_attention_heads=4, expand_ratio=2.0,
+    ),
+    "HuBERT": Subject(
+        "speech", "HubertForCTC", {"vocab_size": 16, **SPEECH, "num_feat_extract_layers": 2},
+        {"input_values": Noise((160,)), "labels": Numbers(15, (4,))}, {}, "HubertConfig",
+    ),
+    "UNet2D-Condition": Subject(
+        "diffusion", "UNet2DConditionModel",
+        {**UNET, "in_channels": 3, "out_channels": 3, "cross_attention_dim": 16, "attention_head_dim": 4,
+         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")},
+        {**DIFFUSION, "encoder_hidden_states": Noise((5, 16))}, library="diffusers",
+    ),
+    "AutoencoderKL": Subject(
+        "diffusion", "AutoencoderKL",
+        {"block_out_channels": (8, 16), "down_block_types": ("DownEncoderBlock2D",) * 2,
+         "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4, "latent_channels": 2},
+        {"sample": Noise((3, 16, 16)), "wanted": Noise((3, 16, 16))}, library="diffusers",
+    ),
+    "Granite-MoE": text(
+        "experts", "GraniteMoeForCausalLM", "GraniteMoeConfig", **LLAMA, num_local_experts=4, num_experts_per_tok=2,
+    ),
+    "Jamba": text(
+        "state space", "JambaForCausalLM", "JambaConfig", **LLAMA, num_experts=4, num_experts_per_tok=2,
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
+        mamba_dt_rank=4, use_mamba_kernels=False,
+    ),
+    "Falcon-Mamba": text(
+        "state space", "FalconMambaForCausalLM", "FalconMambaConfig", hidden_size=16, state_size=4,
+        num_hidden_layers=2,
+    ),
 }  # fmt: skip
 """Name in the table → architecture."""

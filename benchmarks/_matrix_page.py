@@ -9,10 +9,12 @@ HEAD = """# Models that others wrote
 
 Models of `transformers` and `diffusers`, unmodified, with small sizes and random weights: three steps of AdamW on
 simulated ranks, beside the same steps on one device. A cell is right where every loss and every gradient is within
-1e-5 of one device's. `make matrix` measures the table and writes this page; {seconds} s on this machine.
+1e-5 of one device's, or within four times what moving each weight by one rounding does there, where that is more.
+`python -m benchmarks.matrix --page docs/matrix.md` measures the table and writes this page; the cells took {seconds} s.
 
-"tp" cuts weights by one rule for all models, which knows nothing of them; "auto" chooses by itself. e is eager mode,
-s a static program.
+"tp" cuts weights by one rule for all models, which knows nothing of them, "cp" batches along the sequence, "ep"
+weights of experts along their first dim; in "pp" layers are shared out to two stages; "auto" chooses by itself. e is
+eager mode, s a static program. An empty cell was not measured.
 
 """
 SHOWN = {"ok": "yes", "n/a": "–"}

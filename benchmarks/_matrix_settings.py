@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+from math import prod
 from typing import Any
 
 import torch
@@ -19,35 +21,34 @@ import meshwright as mw
 STATIC, EAGER = "static", "eager"
 MODES = (EAGER, STATIC)
 SMALL = 16
-"""Tensors of fewer elements are not cut by ZeRO in static programs."""
+"""Tensors of fewer elements are not cut by ZeRO."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """A mesh, what its axes cut, and what else either mode is told.
 
-    `rows` cut the batch, `weights` the parameters by the rule, `first` each parameter along its first dim, `states` the
-    optimizer's states along theirs, `sequence` what comes into a block, along its second dim. Where a
-    static program is told by `options`, the marks that say the same to eager mode are left out.
+    `rows` cut the batch, `positions` its inputs along their second dim, `weights` the parameters by the rule, `first`
+    each parameter along its first dim, `experts` those of three dims along theirs, `sequence` what comes into a block,
+    along its second dim. Layers go to `stages`. Where a static program is told by `options`, eager mode is told the
+    same by `zero`, a stage of ZeRO, or by marks.
     """
 
     axes: Mapping[str, int]
     rows: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
+    stages: str = ""
+    zero: int = 0
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: bool = False
-    only: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Mode → why the setting is not for it."""
 
     @property
     def ranks(self) -> int:
-        size = 1
-        for n in self.axes.values():
-            size *= n
-        return size
+        return prod(self.axes.values())
 
     @property
     def mesh(self) -> mw.ProcessMesh:
@@ -59,37 +60,64 @@ class Setting:
         return [mw.Shard(cuts[a]) if a in cuts else mw.Replicate() for a in self.axes]
 
     def enter(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The batch laid over the mesh."""
-        cuts = dict.fromkeys(self.rows, 0)
-        return tuple(mw.shard_tensor(x, self.mesh, self.places(cuts)) for x in batch)
+        """The batch laid over the mesh; stages take theirs themselves."""
+        if self.stages:
+            return tuple(batch)
+        rows = dict.fromkeys(self.rows, 0)
+        cuts = [rows | (dict.fromkeys(self.positions, 1) if is_sequence(x) else {}) for x in batch]
+        return tuple(mw.shard_tensor(x, self.mesh, self.places(c)) for x, c in zip(batch, cuts, strict=True))
+
+    def unfit(self, model: nn.Module, batch: Sequence[Tensor]) -> str:
+        """Why the setting is not for such a model, if it is not."""
+        if self.positions and not any(map(is_sequence, batch)):
+            return "the batch has no sequence"
+        if self.stages and not any(len(part) > 1 for part in model.modules() if isinstance(part, nn.ModuleList)):
+            return "the model is no chain of layers"
+        if self.experts and not any(is_experts(m, p) for m in model.modules() for p in m.parameters(recurse=False)):
+            return "the model has no experts"
+        return ""
 
 
-def zero(stage: int, **marks: Any) -> Setting:
+def zero(stage: int) -> Setting:
     options = {"sharding": {"enable": True, "stage": stage, "least": SMALL}}
-    return Setting({"dp": 4}, rows=("dp",), options=options, **marks)
+    return Setting({"dp": 4}, rows=("dp",), zero=stage, options=options)
 
 
 SETTINGS: dict[str, Setting] = {
     "dp": Setting({"dp": 4}, rows=("dp",)),
     "tp": Setting({"tp": 4}, weights=("tp",)),
     "dp×tp": Setting({"dp": 2, "tp": 2}, rows=("dp",), weights=("tp",)),
-    "ZeRO-1": zero(1, states=("dp",)),
-    "ZeRO-2": zero(2, only={EAGER: "eager gradients lie as their parameters do"}),
-    "ZeRO-3": zero(3, first=("dp",)),
+    "ZeRO-1": zero(1),
+    "ZeRO-2": zero(2),
+    "ZeRO-3": zero(3),
     "sp": Setting(
         {"dp": 2, "tp": 2}, rows=("dp",), weights=("tp",), sequence=("tp",),
         options={"sp_optimization": {"enable": True}},
     ),
+    "cp": Setting({"dp": 2, "cp": 2}, rows=("dp",), positions=("cp",)),
+    "pp": Setting({"dp": 2, "pp": 2}, rows=("dp",), stages="pp"),
+    "ep": Setting({"dp": 2, "ep": 2}, rows=("dp", "ep"), experts=("ep",)),
     "3-D": Setting({"dp": 2, "zero": 2, "tp": 2}, rows=("dp", "zero"), weights=("tp",), first=("zero",)),
     "auto": Setting({"dp": 4}, chosen=True),
 }  # fmt: skip
-"""Name in the table → setting; ZeRO and sequence parallelism are options of static programs, marks in eager mode."""
+"""Name in the table → setting; ZeRO and sequence parallelism are options of static programs."""
+
+
+def is_sequence(x: Tensor) -> bool:
+    """An input of rows and positions."""
+    return x.dim() == 2
+
+
+def is_experts(owner: nn.Module, p: Tensor) -> bool:
+    """A weight of several experts: a matrix for each, in a module that is none of torch's."""
+    return p.dim() == 3 and min(p.shape) > 1 and not type(owner).__module__.startswith("torch.")
 
 
 def mark(model: nn.Module, setting: Setting, mode: str) -> nn.Module:
     """Lays parameters and buffers over the mesh; in eager mode also what static programs are told by options."""
-    first = () if mode == STATIC and setting.options else setting.first
-    turn = iter(_turns())
+    if setting.stages:
+        return mw.parallelize(model, None, setting.mesh, mw.Parallelism(batch=setting.rows, pp=setting.stages))[0]
+    turn = cycle((0, 1))
 
     def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
         del name
@@ -98,20 +126,16 @@ def mark(model: nn.Module, setting: Setting, mode: str) -> nn.Module:
         if any(p.dim() > 1 for _, p in held):
             dim = 0 if isinstance(layer, nn.Embedding) else next(turn)
         for key, p in held:
-            cuts = dict.fromkeys(first, 0) if p.dim() else {}
+            cuts = dict.fromkeys(setting.first, 0) if p.dim() else {}
             if dim is not None and dim < p.dim():
                 cuts |= dict.fromkeys(setting.weights, dim)
+            cuts |= dict.fromkeys(setting.experts, 0) if is_experts(layer, p) else {}
             setattr(layer, key, mw.shard_tensor(p, mesh, setting.places(cuts)))
 
     mw.shard_layer(model, setting.mesh, cut)
     if setting.sequence and mode == EAGER:
         _cut_sequences(model, setting)
     return model
-
-
-def _turns() -> Any:
-    while True:
-        yield from (0, 1)
 
 
 def _cut_sequences(model: nn.Module, setting: Setting) -> None:
@@ -121,28 +145,26 @@ def _cut_sequences(model: nn.Module, setting: Setting) -> None:
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         del layer
-        args = tuple(mw.reshard(x, setting.mesh, places) if _is_sequence(x) else x for x in args)
-        return args, {k: mw.reshard(x, setting.mesh, places) if _is_sequence(x) else x for k, x in kwargs.items()}
+        args = tuple(mw.reshard(x, setting.mesh, places) if _is_hidden(x) else x for x in args)
+        return args, {k: mw.reshard(x, setting.mesh, places) if _is_hidden(x) else x for k, x in kwargs.items()}
 
     for part in model.modules():
         for layer in part if isinstance(part, nn.ModuleList) else ():
             layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _is_sequence(x: Any) -> bool:
+def _is_hidden(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()
 
 
-def lay_states(optimizer: torch.optim.Optimizer, setting: Setting) -> None:
-    """In eager mode the states of the optimizer are cut along `states`."""
-    cuts = dict.fromkeys(setting.states, 0)
-
-    def along(key: str, parameter: mw.DistTensor, state: mw.DistTensor) -> list[mw.Placement] | None:
-        del key, parameter
-        return setting.places(cuts) if state.dim() else None
-
-    if cuts:
-        mw.shard_optimizer(optimizer, along)
+def shard_states(optimizer: torch.optim.Optimizer, model: nn.Module, setting: Setting) -> None:
+    """The stage of ZeRO that eager mode is told."""
+    stages = {
+        1: mw.ShardingStage1("dp", SMALL), 2: mw.ShardingStage2("dp", model, SMALL),
+        3: mw.ShardingStage3("dp", model, SMALL),
+    }  # fmt: skip
+    if setting.zero:
+        mw.shard_optimizer(optimizer, stages[setting.zero])
 
 
 def follow(model: nn.Module, plan: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:

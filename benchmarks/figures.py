@@ -19,13 +19,12 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.json"
 ORDER = (
-    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
+    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("predict", "rank_plans", "memory", "plan_speed", "plan_quality"),
-    "matrix",
-    "checkpoint_faults",
+    *("code_lines", "zero_memory", "checkpoint_faults", "versus_torch"),
 )
 MARK = "<!-- figures -->"
 

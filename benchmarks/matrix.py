@@ -3,6 +3,7 @@
     python -m benchmarks.matrix                                   every cell
     python -m benchmarks.matrix --model Llama --setting tp        some of them
     python -m benchmarks.matrix --page docs/matrix.md             the table as a page, too
+    python -m benchmarks.matrix --kept cells.json --model Llama   beside the cells that other runs kept in that file
 
 A cell is three steps of AdamW on simulated ranks. Losses and the gradients of each step are compared with one device's:
 it is right, not applicable for a reason, a named bug, or wrong. Each model runs in a process of its own, and a cell
@@ -31,7 +32,7 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks._matrix_models import MODELS, Subject
 from benchmarks._matrix_page import page
-from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting, follow, lay_states, mark
+from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting, follow, mark, shard_states
 
 GOAL = 1e-5
 STEPS = 3
@@ -47,6 +48,8 @@ QUICK = ("GPT-2", "T5", "ViT", "Mixtral"), ("dp", "dp×tp")
 
 Cell = tuple[str, str]
 """A setting and a mode."""
+Table = dict[str, dict[str, Any]]
+"""Model → its cells by setting and mode, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,12 @@ def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode
     if setting.chosen:
         return _chosen(model, subject, mode)
     mark(model, setting, mode)
-    optimizer = optimizer_of(model, begun="sharding" not in setting.options)
+    optimizer = optimizer_of(model, begun=not setting.zero)
     if mode == STATIC:
-        options = setting.options or {"full_graph": False}
+        options = {"pipeline": {"enable": True}} if setting.stages else setting.options or {"full_graph": False}
         static = mw.to_static(model, None, None, optimizer, mw.Strategy.of(**options))
         return (lambda batch: static(*setting.enter(batch))), optimizer
-    lay_states(optimizer, setting)
+    shard_states(optimizer, model, setting)
     return eagerly(model, optimizer, setting.enter), optimizer
 
 
@@ -170,8 +173,9 @@ def _number(x: Tensor) -> float:
 def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
     """The worst of all simulated ranks; right where it is no further than `close` from one device."""
     setting, mode = SETTINGS[cell[0]], cell[1]
-    if mode in setting.only:
-        return Found("n/a", setting.only[mode])
+    unfit = setting.unfit(subject.make(), subject.draw(0))
+    if unfit:
+        return Found("n/a", unfit)
     start = time.perf_counter()
     try:
         gaps = mw.simulate(lambda: difference(train(subject, setting, mode), wanted), setting.ranks)
@@ -257,21 +261,32 @@ def run(
     settings: Sequence[str] = (),
     modes: Sequence[str] = (),
     patience: float = PATIENCE,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
-    """The figure: how many cells are neither right nor not applicable."""
-    start = time.perf_counter()
+    """The figure: how many cells are neither right nor not applicable, among these and those that a file has `kept`."""
     models = models or (QUICK[0] if quick else tuple(MODELS))
     settings = settings or (QUICK[1] if quick else tuple(SETTINGS))
     cells = [(s, m) for s in settings for m in modes or MODES]
-    table: dict[str, dict[str, Any]] = {}
+    table: Table = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     for model in models:
-        table[model] = {}
         for cell, found in measured(model, cells, patience):
-            table[model][" ".join(cell)] = {k: v for k, v in asdict(found).items() if v not in ("", None)}
+            row = table.setdefault(model, {})
+            row[" ".join(cell)] = {k: v for k, v in asdict(found).items() if v not in ("", None)}
             print(f"# {model} {' '.join(cell)}: {found}", file=sys.stderr, flush=True)
-    verdicts = Counter(found["verdict"] for row in table.values() for found in row.values())
+            if kept is not None:
+                kept.write_text(json.dumps(table))
+    return figure_of(table)
+
+
+def figure_of(table: Table) -> dict[str, Any]:
+    """The figure of a table, whose rows and columns it puts in order."""
+    names = [f"{setting} {mode}" for setting in SETTINGS for mode in MODES]
+    table = {model: {n: table[model][n] for n in names if n in table[model]} for model in MODELS if model in table}
+    found = [cell for row in table.values() for cell in row.values()]
+    verdicts = Counter(cell["verdict"] for cell in found)
     open_cells = sum(n for verdict, n in verdicts.items() if verdict not in ("ok", "n/a"))
-    details = {"verdicts": dict(verdicts), "seconds": round(time.perf_counter() - start), "table": table}
+    seconds = round(sum(cell["seconds"] for cell in found))
+    details = {"verdicts": dict(verdicts), "seconds": seconds, "table": table}
     return {"name": "matrix", "value": open_cells, "goal": 0, "ok": open_cells == 0, "details": details}
 
 
@@ -282,6 +297,7 @@ def main() -> None:
     parser.add_argument("--setting", nargs="+", default=[], choices=tuple(SETTINGS))
     parser.add_argument("--mode", nargs="+", default=[], choices=MODES)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that a cell may take")
+    parser.add_argument("--kept", type=Path, help="a file of cells: those that are measured are put there")
     parser.add_argument("--page", type=Path, help="where to write the table as a page")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -289,7 +305,7 @@ def main() -> None:
         model, *words = given.child
         child(model, list(zip(words[::2], words[1::2], strict=True)))
         return
-    figure = run(given.quick, given.model, given.setting, given.mode, given.patience)
+    figure = run(given.quick, given.model, given.setting, given.mode, given.patience, given.kept)
     if given.page:
         given.page.write_text(page(figure))
     print(json.dumps(figure))

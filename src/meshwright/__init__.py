@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.comm import simulate as simulate
     from meshwright.engine import ColwiseParallel as ColwiseParallel
     from meshwright.engine import DistModel as DistModel
+    from meshwright.engine import GlobalSampler as GlobalSampler
     from meshwright.engine import LocalLayer as LocalLayer
     from meshwright.engine import Parallelism as Parallelism
     from meshwright.engine import PrepareLayerInput as PrepareLayerInput
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from meshwright.engine import ShardingStage2 as ShardingStage2
     from meshwright.engine import ShardingStage3 as ShardingStage3
     from meshwright.engine import Strategy as Strategy
+    from meshwright.engine import Training as Training
+    from meshwright.engine import TrainingEnd as TrainingEnd
     from meshwright.engine import VocabParallel as VocabParallel
     from meshwright.engine import auto as auto
     from meshwright.engine import clip_grad_norm_ as clip_grad_norm_
+    from meshwright.engine import context_parallel as context_parallel
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from meshwright.engine import strategy_to_toml as strategy_to_toml
     from meshwright.engine import to_static as to_static
     from meshwright.engine import to_torch_dtensor as to_torch_dtensor
+    from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
@@ -74,6 +79,7 @@ __all__ = [
     "ColwiseParallel",
     "DistModel",
     "DistTensor",
+    "GlobalSampler",
     "LocalLayer",
     "MeshwrightError",
     "Parallelism",
@@ -93,10 +99,13 @@ __all__ = [
     "ShardingStage2",
     "ShardingStage3",
     "Strategy",
+    "Training",
+    "TrainingEnd",
     "VocabParallel",
     "__version__",
     "auto",
     "clip_grad_norm_",
+    "context_parallel",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -128,6 +137,7 @@ __all__ = [
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "train",
     "unshard_dtensor",
 ]
 
@@ -137,14 +147,17 @@ _ROOMS = {
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "engine": [
-        "auto", "clip_grad_norm_", "ColwiseParallel", "DistModel", "dtensor_from_fn", "dtensor_from_local", "explain",
-        "from_torch_dtensor", "get_mesh", "get_rank", "latest_checkpoint", "load_checkpoint", "load_state_dict",
+        "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "DistModel", "dtensor_from_fn",
+        "dtensor_from_local", "explain",
+        "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "latest_checkpoint", "load_checkpoint",
+        "load_state_dict",
         "local_map", "LocalLayer", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
         "PrepareLayerInput", "PrepareLayerOutput", "reshard", "RowwiseParallel", "save_checkpoint",
         "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable", "SequenceParallelEnable",
         "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
         "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline", "Strategy",
-        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "unshard_dtensor",
+        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "train", "Training",
+        "TrainingEnd", "unshard_dtensor",
         "VocabParallel",
     ],
 }  # fmt: skip

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_help_does_not_wait_for_torch() -> None:
         ("train --mesh pp=9", "9 pipeline stages"),
         ("train --hidden 33", "33"),
         ("train 5", "no argument 5"),
+        ("train --save-every 5", "folder="),
         ("run nowhere.py", "no file nowhere.py"),
         ("run", "SCRIPT"),
         ("schedule", "NAME"),
@@ -133,6 +135,40 @@ def test_train_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
     assert len(found["losses"]) == len(found["one_device"]) == 3
     assert found["largest_relative_difference"] <= 1e-4
+
+
+def test_a_run_that_is_kept_goes_on_with_the_numbers_of_the_main_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--mesh", "dp=2", "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    folder = str(tmp_path / "run")
+    short = [*TINY[:1], "--steps", "2", *TINY[3:]]
+    assert main([*short, "--mesh", "pp=2", "--save", folder]) == 0
+    assert "steps 1 to 2, loss" in capsys.readouterr().out
+    assert main([*TINY, "--mesh", "dp=2,tp=2", "--save", folder, "--log", str(tmp_path / "log"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["begun"], found["stopped"]) == (2, False)
+    assert found["losses"] == pytest.approx(losses[2:], rel=1e-6)
+    assert [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()] == [
+        "start", "step", "checkpoint", "end",
+    ]  # fmt: skip
+    assert main([*TINY, "--mesh", "dp=2", "--save", folder]) == 0
+    assert "no step behind 3" in capsys.readouterr().out
+
+
+def test_sigterm_ends_a_run_that_is_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", *TINY[:1], "--steps", "100000", *TINY[3:]]
+    log = tmp_path / "log.jsonl"
+    with subprocess.Popen([*command, "--mesh", "dp=2", "--save", str(tmp_path)], stdout=subprocess.PIPE) as process:
+        while not log.exists() or '"step": 2' not in log.read_text():
+            time.sleep(0.1)
+            assert process.poll() is None
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert b"stopped by SIGTERM" in out
+    assert len(list(tmp_path.glob("step_*"))) == 1
 
 
 def test_a_difference_above_the_tolerance_fails(capsys: pytest.CaptureFixture[str]) -> None:

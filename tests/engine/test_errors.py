@@ -99,6 +99,20 @@ def loader(batch: Any, *args: Any, **kwargs: Any) -> Any:
     return on_ranks(lambda: list(mw.shard_dataloader([batch], *args, **kwargs)))
 
 
+def trains(data: Any, steps: int, **how: Any) -> None:
+    layer = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    mw.train(layer, sgd, data, mw.Training(steps, show=False, **how))
+
+
+def scales_microbatches() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["pp"])
+    net = mw.split_pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), mesh)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    mw.train(mw.microbatched(net, None, mesh, 2), sgd, [], mw.Training(1, show=False), scaler=scaler)
+
+
 Case = tuple[str, Callable[[], Any], type[mw.MeshwrightError], str]
 CASES: list[Case] = [
     # meshes
@@ -167,6 +181,21 @@ CASES: list[Case] = [
     ("keys that are not there", loader({"a": torch.ones(2)}, [MESH, PAIR], input_keys=["b"]),
      engine.BatchError, r"\['a'\]"),
     ("axes for other meshes", loader(torch.ones(2), [MESH], ["dp", "tp"]), engine.BatchError, "one per mesh"),
+    ("a loader without a place", on_ranks(lambda: mw.shard_dataloader([x()], MESH).state_dict()),
+     engine.BatchError, "GlobalSampler"),
+    ("an epoch without a batch", lambda: mw.GlobalSampler(3, 4, drop_last=True), engine.BatchError, "drop_last=False"),
+    ("a place in other data", lambda: mw.GlobalSampler(3, 2).load_state_dict(mw.GlobalSampler(4, 2).state_dict()),
+     engine.BatchError, "data set of before"),
+    ("data that end", lambda: trains(iter([torch.ones(2)]), 3), engine.BatchError, "DataLoader"),
+    ("a run that could not go on", lambda: trains([torch.ones(2)], 1, folder="/tmp/none"),
+     engine.BatchError, "GlobalSampler"),
+    ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
+    ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),
+    ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),  # type: ignore[arg-type]
+     engine.TrainingError, "dist_model"),
+    ("a scaler for microbatches", on_ranks(scales_microbatches, 2), engine.TrainingError, "to_static"),
+    ("gradients that are no numbers", lambda: trains([torch.full((2,), torch.nan)], 1),
+     engine.NonFiniteGradientError, "of before the step"),
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
     ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),
     ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
@@ -180,6 +209,8 @@ CASES: list[Case] = [
      checkpoint.CheckpointError, "tensors, numbers"),
     ("no checkpoint", lambda: mw.load_state_dict({}, "nowhere"),
      checkpoint.CheckpointFileError, "path of a checkpoint"),
+    ("attention by no such name", lambda: mw.context_parallel("rings"), engine.StrategyError, "ulysses"),
+    ("a plan by no such name", lambda: mw.Parallelism(context="p2p"), engine.StrategyError, "ring"),
     ("an option that is not there", lambda: mw.Strategy.of(shardings=1), engine.StrategyError, "sharding"),
     ("a pass without a name", lambda: graph.register_pass(graph.Pass), graph.RewriteError, "frozen"),
     ("a device that nobody knows", lambda: cost.device_of("abacus"), cost.CostError, "Device"),

@@ -16,16 +16,16 @@ from meshwright.pipeline import StageError
 
 
 class Encoder(nn.Module):
-    """As its author wrote it: an embedding, layers that take a mask, a head."""
+    """As its author wrote it: an embedding of words, one of places, layers that take a mask, a head."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 8)
+        self.embed, self.places = nn.Embedding(7, 8), nn.Embedding(3, 8)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.head = nn.Linear(8, 7)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             x = layer(x, mask=mask)
         return self.head(x)
@@ -117,3 +117,68 @@ def test_costs_are_operations_of_an_example() -> None:
 def test_what_does_not_fit_is_refused(split: dict[str, Any], says: str) -> None:
     with pytest.raises(StageError, match=says):
         mw.simulate(lambda: losses(2, None, **split), 2)
+
+
+def drops(stages: int, microbatches: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4))
+    model = nn.Sequential(*layers)
+    if stages:
+        mw.split_pipeline(model, mw.ProcessMesh(range(stages), ["pp"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"enable": True, "accumulate_steps": microbatches, "schedule_mode": "1F1B"}
+    dist = mw.to_static(model, None, mean_square, optimizer, mw.Strategy.of(pipeline=options)) if stages else None
+    found: list[float] = []
+    for x in torch.ones(2, 4, 4):
+        loss = torch.zeros(()) if dist is None else dist(x, x)
+        for part in x.chunk(microbatches) if dist is None else ():
+            share = mean_square(model(part), part) / microbatches
+            share.backward()
+            loss += share.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def mean_square(out: Tensor, wanted: Tensor) -> Tensor:
+    return (out - wanted).square().mean()
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 4), (4, 2)])
+def test_every_stage_draws_what_one_device_draws_there(stages: int, microbatches: int) -> None:
+    expected = drops(0, microbatches)
+    for found in mw.simulate(lambda: drops(stages, microbatches), stages):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Tower(nn.Module):
+    """A token that is put in and a scale of what comes out belong to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.ones(1, 4)), nn.Parameter(torch.tensor(2.0))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)[: len(x)]  # all of it
+        return (self.layers[1](x + self.token) * self.scale.exp()).square().mean()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_no_layer_holds_has_its_gradient_on_every_rank(static: bool) -> None:
+    def on_rank(split: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Tower()
+        if split:
+            mw.split_pipeline(model, mw.ProcessMesh([0, 1], ["pp"]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if static and split:
+            mw.to_static(model, None, None, optimizer, mw.Strategy.of(pipeline={"enable": True}))(torch.ones(2, 4))
+        else:
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+        return [mw.unshard_dtensor(p.detach()) for p in model.parameters()]
+
+    for found in mw.simulate(lambda: on_rank(True), 2):
+        torch.testing.assert_close(found, on_rank(False))

@@ -13,6 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright.graph import (
     Carry,
+    Input,
+    Node,
+    Origin,
+    Program,
     ProgramError,
     Value,
     live_memory,
@@ -24,6 +28,7 @@ from meshwright.graph import (
 )
 from meshwright.graph._execute import carrying
 from meshwright.graph._memory import read_last
+from meshwright.passes import InPlace
 from meshwright.tensor import local_parts
 from tests.passes.random_programs import program
 from tests.passes.steps import copied, llama_step
@@ -188,3 +193,19 @@ def test_imagined_strides_are_those_of_real_tensors() -> None:
 
     found = mw.simulate(measure, 1)[0]
     assert {v: told(v, s) for v, s in found.items()} == {v: told(v, s) for v, s in expected.items()}
+
+
+def test_nothing_is_known_of_a_view_that_contiguous_inputs_cannot_have() -> None:
+    """A part of a pipeline is given values as another part left them, such as transposed ones."""
+    x, t, v, w = (
+        Value(name, shape, torch.float32, "cpu")
+        for name, shape in (("x", (4, 3, 2)), ("t", (4, 2, 3)), ("v", (8, 3)), ("w", (8, 3)))
+    )
+    nodes = (
+        Node(torch.ops.aten.transpose.int, (x, 1, 2), {}, t, Origin("forward")),
+        Node(torch.ops.aten.view.default, (t, [8, 3]), {}, v, Origin("forward")),
+        Node(torch.ops.aten.neg.default, (v,), {}, w, Origin("forward")),
+    )
+    program = Program((Input(x, "saved", "x", None, x),), nodes, w)
+    assert strides_of(program) == {x: (6, 2, 1), t: (6, 1, 2)}
+    assert InPlace()(program).text() == program.text()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.matrix import FLOOR, STEPS, Outcome, difference, measured
+from benchmarks._matrix_settings import SETTINGS
+from benchmarks.matrix import FLOOR, STEPS, Outcome, difference, figure_of, measured
 
 CELLS = [("dp×tp", "eager"), ("tp", "static")]
 
@@ -40,3 +41,31 @@ def test_a_missing_gradient_is_zero() -> None:
 
 def test_what_is_not_a_number_is_wrong() -> None:
     assert difference(outcome(a=[float("nan")]), outcome(a=[1.0]))[0] == float("inf")
+
+
+def test_the_table_of_several_runs_is_in_order() -> None:
+    ok, bug = {"verdict": "ok", "seconds": 1.0}, {"verdict": "bug", "seconds": 2.0}
+    figure = figure_of({"ViT": {"tp static": bug, "dp eager": ok}, "Llama": {"dp eager": ok}})
+    details = figure["details"]
+    assert (figure["value"], figure["ok"], details["seconds"]) == (1, False, 4)
+    assert [*details["table"]] == ["Llama", "ViT"]
+    assert [*details["table"]["ViT"]] == ["dp eager", "tp static"]
+
+
+class Weights(torch.nn.Module):
+    """A module that is none of torch's."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "shape", "experts", "unfit"),
+    [
+        ("cp", (8, 4), 0, False), ("cp", (8, 3, 4, 4), 0, True), ("ep", (8, 4), 4, False), ("ep", (8, 4), 0, True),
+        ("pp", (8, 4), 0, True), ("tp", (8, 4), 0, False),
+    ],
+)  # fmt: skip
+def test_a_setting_says_for_which_models_it_is_not(
+    setting: str, shape: tuple[int, ...], experts: int, unfit: bool
+) -> None:
+    model = Weights()
+    model.register_parameter("weight", torch.nn.Parameter(torch.ones(experts or 1, 4, 4)))
+    assert bool(SETTINGS[setting].unfit(model, [torch.ones(shape)])) is unfit

@@ -158,6 +158,19 @@ class OneRank:
     def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
         return torch.stack(self.ranks_.exchange(self.rank, x)) if self._mine(operand, dim) else x.unsqueeze(0)
 
+    def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
+        return self.ranks_.exchange(self.rank, x)[sources[self.rank]]
+
+    def recut(self, x: Tensor, operand: int, dim: int, to: int) -> Tensor:
+        return self._recut(x, dim, to)
+
+    def recut_result(self, x: Tensor, result: int, dim: int, to: int) -> Tensor:
+        return self._recut(x, to, dim)
+
+    def _recut(self, x: Tensor, dim: int, to: int) -> Tensor:
+        whole = torch.cat(self.ranks_.exchange(self.rank, x), dim)
+        return whole.narrow(to, *chunk(whole.shape[to], self.ranks_.count, self.rank))
+
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
         if not self._mine(operand, dim):
             return x

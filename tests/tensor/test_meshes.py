@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,3 +90,33 @@ def test_a_plain_parameter_gets_zeros_where_the_tensor_that_it_met_is_not() -> N
     outside, inside = torch.zeros(4, 4), torch.arange(16.0).view(4, 4)
     for found, wanted in zip(mw.simulate(on_rank, 4), (outside, outside, inside, inside), strict=True):
         torch.testing.assert_close(torch.as_tensor(found), wanted)
+
+
+def ctc(x: Tensor) -> Tensor:
+    """torch has no meta kernel for it."""
+    return torch.nn.functional.ctc_loss(x, torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2]))
+
+
+def groups(x: Tensor) -> Tensor:
+    """torch's meta kernel wants bfloat16, and its kernels do not."""
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    return torch._grouped_mm(x.flatten(0, 1), x.new_ones(2, 8, 8), offs=ends)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("call", [ctc, groups, lambda x: x[..., [-2, 0]]], ids=["ctc_loss", "_grouped_mm", "list"])
+def test_ranks_outside_know_what_a_call_gives(call: Callable[[Tensor], Tensor]) -> None:
+    given = torch.randn(4, 1, 8).log_softmax(-1)
+
+    def on_rank() -> Any:
+        x = mw.shard_tensor(given, SECOND, []).requires_grad_()
+        out = mw.reshard(call(x), FIRST, [])
+        out.square().sum().backward()
+        grad: Any = x.grad
+        return mw.unshard_dtensor(out.detach()), mw.unshard_dtensor(grad)
+
+    x = given.clone().requires_grad_()
+    wanted = call(x)
+    wanted.square().sum().backward()
+    for out, grad in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(out, wanted.detach())
+        torch.testing.assert_close(grad, x.grad)

@@ -9,6 +9,7 @@ from ._open import FORMATS, format_of, open_checkpoint, open_together, verify
 from ._save import Saving, save
 from ._state import Held
 from ._steps import latest, step_name, steps_in
+from ._values import decoded, encoded
 from ._world import World, world
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Saving",
     "World",
     "convert",
+    "decoded",
+    "encoded",
     "format_of",
     "latest",
     "load",

@@ -15,6 +15,7 @@ exit codes:
   1    {RUN_FAILED}
   2    the command line was not understood
   130  interrupted (128 + the signal's number)
+  143  ended by SIGTERM; a run with --save has finished its step and saved it
   else the exit code of the script, or of the process that failed first
 """
 COMMANDS = {
@@ -113,6 +114,13 @@ def train_parser() -> Parser:
     size.add_argument("--mesh", type=mesh, metavar="AXES", help="such as pp=2,dp=2,tp=2 (the default); others are 1")
     size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, shared out over the axes")
     ranks.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    kept = parser.add_argument_group("a run that is kept, without the steps on one device")
+    kept.add_argument(
+        "--save", metavar="FOLDER", help="go on from its latest checkpoint; save at the end and at SIGTERM"
+    )
+    kept.add_argument("--save-every", type=positive, metavar="N", help="save each N steps, too; needs --save")
+    kept.add_argument("--log", metavar="FILE", help="a line of JSON for each step (FOLDER/log.jsonl)")
+    kept.add_argument("--tensorboard", metavar="FOLDER", help="curves; needs the package tensorboard")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="allowed relative difference (1e-4)")
     answer.add_argument("--json", action="store_true", help="print one JSON object")

@@ -17,6 +17,7 @@ from meshwright.cli._progress import progress, side_by_side
 from meshwright.cli._run import is_one_rank
 
 if TYPE_CHECKING:
+    from meshwright.engine import Training, TrainingEnd
     from meshwright.models import Job
 
 OK, FAILED = 0, 1
@@ -50,13 +51,62 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
         job = replace(job, microbatches=settings.microbatches)
     except MeshwrightError as error:
         raise UsageError(str(error)) from error
+    kept = settings.save or settings.log or settings.tensorboard or settings.save_every
     if not settings.processes:
-        return report(simulated(job), settings)
+        return simulated_run(job, settings) if kept else report(simulated(job), settings)
     if not is_one_rank():
         from meshwright.comm import launch
 
         return launch(["-m", "meshwright", *argv], job.ranks)
-    return one_of_many(job, settings)
+    return run_of_one_rank(job, settings) if kept else one_of_many(job, settings)
+
+
+def simulated_run(job: Job, settings: argparse.Namespace) -> int:
+    """A run that is kept, with all ranks in this process."""
+    from meshwright.comm import simulate
+    from meshwright.engine import stop_signals
+    from meshwright.models import train_on
+
+    how = kept_run(job, settings)
+    with stop_signals():
+        return report_run(simulate(train_on, job.ranks, job, how)[0], settings)
+
+
+def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
+    """A run that is kept, of which this process is one rank."""
+    from meshwright.comm import init_process
+    from meshwright.models import train_on
+
+    rank = init_process().rank
+    end = train_on(job, kept_run(job, settings))
+    return report_run(end, settings) if rank == 0 else end.exit_code
+
+
+def kept_run(job: Job, settings: argparse.Namespace) -> Training:
+    from meshwright.engine import Training
+    from meshwright.layout import MeshwrightError
+    from meshwright.models import AXES
+
+    plan = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, job.mesh, strict=True))
+    try:
+        return Training(
+            job.steps, settings.save, settings.save_every, log=settings.log, tensorboard=settings.tensorboard,
+            plan=f"{plan}, as the model is marked",
+        )  # fmt: skip
+    except MeshwrightError as error:
+        raise UsageError(str(error)) from error
+
+
+def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
+    """What is left of a run in a line, and its exit code."""
+    last = end.begun + len(end.losses)
+    if settings.json:
+        path = str(end.checkpoint) if end.checkpoint else None
+        print(json.dumps({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path}))
+        return end.exit_code
+    steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step behind {last}"
+    print(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
+    return end.exit_code
 
 
 def simulated(job: Job) -> Outcome:

@@ -23,6 +23,7 @@ from .torch_hooks import TCPStore
 _KEPT_LINES = 40
 _GRACE_AFTER_FAILURE = 3.0
 _GRACE_AFTER_TERMINATE = 3.0
+_GRACE_TO_SAVE = 30.0
 _TIMED_OUT = 124
 
 
@@ -43,7 +44,7 @@ def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None
     The processes find torchrun's variables in their environment, and a store on loopback that this process serves.
     Rank 0 prints as it is; the last lines of the others appear, prefixed, when the run fails. When one rank fails the
     others have a few seconds to say what they saw, and are then ended; so are all on SIGINT, SIGTERM or after `timeout`
-    seconds (status 124).
+    seconds (status 124). At SIGTERM they have half a minute to finish a step and save.
     """
     if ranks < 1 or not argv:
         raise LaunchError(
@@ -57,6 +58,7 @@ def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None
     base = {**os.environ, **(env or {})}
     started: list[_Rank] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signals: list[int] = []
     try:
         with _forwarded_signals(started) as signals:
             for rank in range(ranks):
@@ -64,7 +66,7 @@ def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None
             failed = _watch(started, ended, signals, timeout)
             _give_time(started, failed)
     finally:
-        _end(started)
+        _end(started, _GRACE_TO_SAVE if signal.SIGTERM in signals else _GRACE_AFTER_TERMINATE)
     if signals:
         return 128 + signals[0]
     if failed is None:
@@ -137,11 +139,11 @@ def _give_time(ranks: list[_Rank], failed: int | None) -> None:
         time.sleep(0.05)
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(ranks: list[_Rank], grace: float) -> None:
     """No process of the run is left, nor any that it has started in its session."""
     for rank in ranks:
         _send(rank, signal.SIGTERM)
-    end = time.monotonic() + _GRACE_AFTER_TERMINATE
+    end = time.monotonic() + grace
     for rank in ranks:
         with suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, end - time.monotonic()))

@@ -6,8 +6,17 @@ from ._auto import auto, plan
 from ._checkpoint import latest_checkpoint, load_state_dict, save_state_dict
 from ._checkpoint_training import Resumed, load_checkpoint, save_checkpoint
 from ._clip import clip_grad_norm_
+from ._context import context_parallel
 from ._data import ShardDataLoader, shard_dataloader
-from ._errors import BatchError, LocalMapError, StaticError, StrategyError, TorchDTensorError
+from ._errors import (
+    BatchError,
+    LocalMapError,
+    NonFiniteGradientError,
+    StaticError,
+    StrategyError,
+    TorchDTensorError,
+    TrainingError,
+)
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
@@ -15,9 +24,11 @@ from ._mesh import get_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
 from ._parallelize import Parallelism, parallelize
+from ._sampler import GlobalSampler
 from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
 from ._split import split_pipeline
 from ._static import DistModel, to_static
+from ._stop import STOPPED, stop_signals
 from ._strategy import Strategy
 from ._strategy_text import strategy_from_toml, strategy_to_toml
 from ._styles import (
@@ -33,15 +44,19 @@ from ._styles import (
 )
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
+from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
 
 __all__ = [
+    "STOPPED",
     "BatchError",
     "ColwiseParallel",
     "DistModel",
     "Explanation",
+    "GlobalSampler",
     "LocalLayer",
     "LocalMapError",
+    "NonFiniteGradientError",
     "Parallelism",
     "PrepareLayerInput",
     "PrepareLayerOutput",
@@ -59,9 +74,13 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TorchDTensorError",
+    "Training",
+    "TrainingEnd",
+    "TrainingError",
     "VocabParallel",
     "auto",
     "clip_grad_norm_",
+    "context_parallel",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -85,10 +104,12 @@ __all__ = [
     "shard_optimizer",
     "shard_tensor",
     "split_pipeline",
+    "stop_signals",
     "strategy_from_toml",
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "train",
     "unmarked",
     "unshard_dtensor",
 ]

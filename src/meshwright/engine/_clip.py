@@ -24,16 +24,30 @@ def clip_grad_norm_(
     that is no number, or infinite, with `error_if_nonfinite`; no gradient is changed then.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for p in owners:
-        by_mesh.setdefault(p.mesh if isinstance(p, DistTensor) else None, []).append(p)
-    norms = [_norm(each, norm_type) for each in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    total = gradient_norm(owners, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients is {total.item()}: no step can be taken with it")
-    for each in by_mesh.values():
-        clip_grads_with_norm_(each, max_norm, total)
+    clip_to(owners, max_norm, total)
     return total
+
+
+def clip_to(owners: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """Scales gradients whose norm together is `total` so that it is at most `max_norm`."""
+    for each in _by_mesh(owners):
+        clip_grads_with_norm_(each, max_norm, total)
+
+
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, a plain tensor that is the same on every rank; every rank makes the call."""
+    norms = [_norm(each, norm_type) for each in _by_mesh(parameters)]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+def _by_mesh(owners: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    found: dict[Any, list[Tensor]] = {}
+    for p in owners:
+        found.setdefault(p.mesh if isinstance(p, DistTensor) else None, []).append(p)
+    return found.values()
 
 
 def _norm(owners: list[Tensor], norm_type: float) -> Tensor:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
-from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import decoded, encoded, world
+from meshwright.comm import current
+from meshwright.layout import Placement, ProcessMesh, Spec, layout_of
 from meshwright.tensor import map_tensors
 
 from ._errors import BatchError
-from ._mesh import resolve_mesh
+from ._sampler import Axis, GlobalSampler, Rows, target
 from ._tensors import dtensor_from_local, shard_tensor
 
-Axis = str | int | None
-"""The mesh axis over which a batch is split: its name, its position, or None for none."""
+Target = tuple[ProcessMesh, list[Placement]]
+"""A mesh, and how the rows of a batch lie on it."""
 
 
 def shard_dataloader(
@@ -27,59 +33,136 @@ def shard_dataloader(
 
     It is any iterable of tensors, tuples, lists or dicts, nested as they may be. Every rank iterates over the same
     global batches and keeps its part; with `is_dataset_splitted` the loader gives each rank's own part along that
-    axis, all of one size. With several meshes, the first input goes to the first mesh and so on; inputs of a dict
-    are counted in the order of `input_keys`. Raises BatchError for a batch that does not fit the meshes.
+    axis, all of one size, or those that a `GlobalSampler` with an axis tells. One mesh may have a tuple of axes. With
+    several meshes, the first input goes to the first mesh and so on; inputs of a dict are counted in the order of
+    `input_keys`. Raises BatchError for a batch that does not fit the meshes.
     """
     many = list(meshes) if isinstance(meshes, Sequence) else [meshes]
-    dims = list(shard_dims) if isinstance(shard_dims, (list, tuple)) else [shard_dims] * len(many)
+    each = isinstance(shard_dims, list) or (isinstance(shard_dims, tuple) and isinstance(meshes, Sequence))
+    dims: list[Any] = list(shard_dims) if each else [shard_dims] * len(many)  # pyright: ignore[reportArgumentType]
     if len(dims) != len(many):
         raise BatchError(
             f"shard_dims {dims}", f"{len(many)} meshes", "each mesh has one axis over which its inputs are split",
             "one axis for all meshes, or a list of one per mesh",
         )  # fmt: skip
-    targets = [_target(mesh, dim) for mesh, dim in zip(many, dims, strict=True)]
+    targets = [target(mesh, dim) for mesh, dim in zip(many, dims, strict=True)]
     return ShardDataLoader(dataloader, targets, input_keys, is_dataset_splitted)
 
 
-def _target(mesh: ProcessMesh, dim: Any) -> tuple[ProcessMesh, list[Placement]]:
-    mesh = resolve_mesh(mesh)
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    if isinstance(dim, int) and not -mesh.ndim <= dim < mesh.ndim:
-        raise MeshError(f"shard_dims {dim}", repr(mesh), f"there is no axis {dim}", f"one of {list(mesh.dim_names)}")
-    if dim is not None:
-        placements[dim if isinstance(dim, int) else mesh.axis(dim)] = Shard(0)
-    return mesh, placements
-
-
 class ShardDataLoader:
-    """What `shard_dataloader` gives: iterate over it as over the loader it was made of."""
+    """What `shard_dataloader` gives: iterate over it as over the loader it was made of.
+
+    Its `state_dict` tells the place behind the batches that it gave: that of its `GlobalSampler`, also where the loader
+    fetches ahead, or that of the loader itself. Loaders that each rank splits by itself may have a place per part.
+    """
 
     def __init__(
         self,
         dataloader: Iterable[Any],
-        targets: Sequence[tuple[ProcessMesh, list[Placement]]],
+        targets: Sequence[Target],
         input_keys: Sequence[str] | None,
         splitted: bool,
     ) -> None:
         self.dataloader = dataloader
+        self.sampler = _sampler_of(dataloader)
+        """The sampler by global index that the loader was given, or None."""
         self._targets, self._keys, self._splitted = list(targets), input_keys, splitted
+        self._check_sampler()
 
     def __len__(self) -> int:
         return len(self.dataloader)  # pyright: ignore[reportArgumentType] - TypeError where it has none
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.dataloader:
-            yield self._laid(batch)
+        sampler = self.sampler
+        if sampler is None:
+            for batch in self.dataloader:
+                yield self._laid(batch, None)
+            return
+        steps = sampler.steps(sampler.place)
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed here: a run that goes on would draw it again
+            batches = iter(self.dataloader)
+        for rows, batch in zip(steps, batches, strict=False):
+            sampler.place = rows.behind  # the loader may have fetched more
+            yield self._laid(batch, rows if self._splitted else None)
 
-    def _laid(self, batch: Any) -> Any:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data are; every rank calls it."""
+        loader = self._keeper
+        if loader is self.sampler:
+            return loader.state_dict()
+        if not self._splitted:
+            return loader.state_dict()
+        told = world().gathered([self._part[0], encoded("the place in the data", loader.state_dict())])
+        by_part: dict[int, Any] = {part: decoded(state) for part, state in reversed(told)}
+        return {"parts": [by_part[part] for part in sorted(by_part)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on behind the batches that were given; every rank calls it.
+
+        Raises BatchError for places in the parts of a data set that is in another number of parts now.
+        """
+        loader = self._keeper
+        if loader is self.sampler:
+            loader.load_state_dict(state)
+            return
+        part, parts = self._part
+        if self._splitted and len(state["parts"]) != parts:
+            raise BatchError(
+                f"to go on with a data set in {parts} parts", f"places in {len(state['parts'])} parts",
+                "other parts hold other samples: some would be seen twice, and some never",
+                "mw.GlobalSampler, whose place is the same for any number of ranks",
+            )  # fmt: skip
+        loader.load_state_dict(state["parts"][part] if self._splitted else state)
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        """The number of the part that this rank reads, and how many there are."""
+        mesh, placements = self._targets[0]
+        axes = [axis for axis, placed in zip(mesh.dim_names, placements, strict=True) if placed.is_shard()]
+        here = current()
+        place = here.place(mesh, axes) if here.rank in mesh else 0
+        return place, prod(mesh.sizes[axis] for axis in axes)
+
+    @property
+    def _keeper(self) -> Any:
+        """What knows the place: the sampler by global index, or the loader. Raises BatchError where there is none."""
+        keeper = self.sampler if self.sampler is not None else self.dataloader
+        if not hasattr(keeper, "state_dict"):
+            raise BatchError(
+                "the place in a loader's data", f"a {type(keeper).__name__} without state_dict",
+                "nothing tells which samples it gave", "DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch))",
+            )  # fmt: skip
+        return keeper
+
+    def _check_sampler(self) -> None:
+        """What the sampler reads for this rank is what its layout says. Raises BatchError otherwise."""
+        sampler = self.sampler
+        if sampler is None or not (sampler.is_split or self._splitted):
+            return
+        self._splitted = True
+        if sampler.target is None or not all(self._agrees(sampler.target, here) for here in self._targets):
+            found = "whole batches" if sampler.target is None else f"rows along {_written(sampler.target)}"
+            raise BatchError(
+                f"parts of batches along {', '.join(map(_written, self._targets))}",
+                f"a sampler that gives {found}", "each rank reads the rows that it holds",
+                "mw.GlobalSampler(data, batch, mesh=mesh, axis=axis) and shard_dataloader of the same mesh and axis",
+            )  # fmt: skip
+
+    def _agrees(self, one: Target, other: Target) -> bool:
+        rank, count = current().rank, one[0].size * other[0].size
+        if rank not in other[0]:
+            return True
+        return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)
+
+    def _laid(self, batch: Any, rows: Rows | None) -> Any:
         """The batch; its inputs go to the meshes one by one when there are several."""
         if len(self._targets) == 1:
-            return self._on(batch, 0)
+            return self._on(batch, 0, rows)
         if isinstance(batch, Mapping):
             order = self._order(batch)
-            return {key: self._on(value, order.index(key)) for key, value in batch.items()}
+            return {key: self._on(value, order.index(key), rows) for key, value in batch.items()}
         self._check(batch, len(batch) if isinstance(batch, (list, tuple)) else 1)
-        laid = [self._on(value, at) for at, value in enumerate(batch)]
+        laid = [self._on(value, at, rows) for at, value in enumerate(batch)]
         return type(batch)(*laid) if hasattr(batch, "_fields") else type(batch)(laid)
 
     def _order(self, batch: Mapping[str, Any]) -> list[str]:
@@ -99,7 +182,33 @@ class ShardDataLoader:
                 "each input needs a mesh", "one mesh for all inputs, or a list of one per input",
             )  # fmt: skip
 
-    def _on(self, value: Any, at: int) -> Any:
+    def _on(self, value: Any, at: int, rows: Rows | None) -> Any:
         mesh, placements = self._targets[at]
-        lay = dtensor_from_local if self._splitted else shard_tensor
-        return map_tensors(lambda x: lay(x, mesh, placements) if x.dim() else shard_tensor(x, mesh, []), value)
+
+        def lay(x: Tensor) -> Tensor:
+            if not x.dim():
+                return shard_tensor(x, mesh, [])
+            if not self._splitted:
+                return shard_tensor(x, mesh, placements)
+            if rows is None or self.sampler is None:
+                return dtensor_from_local(x, mesh, placements)
+            mine = x[: self.sampler.part(rows)[1]]  # a rank without a row has read one to know shapes by
+            return dtensor_from_local(mine, mesh, placements, shape=(rows.count, *x.shape[1:]))
+
+        return map_tensors(lay, value)
+
+
+def _sampler_of(loader: Any) -> GlobalSampler | None:
+    found = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return next((sampler for sampler in found if isinstance(sampler, GlobalSampler)), None)
+
+
+def _rows(where: Target, count: int, rank: int) -> tuple[int, int]:
+    mesh, placements = where
+    return Spec(mesh, layout_of(placements, 1, mesh), (count,), torch.int64).local_ranges(rank)[0]
+
+
+def _written(where: Target) -> str:
+    mesh, placements = where
+    axes = [axis for axis, placed in zip(mesh.dim_names, placements, strict=True) if placed.is_shard()]
+    return f"{' and '.join(map(repr, axes)) or 'no axis'} of {mesh!r}"

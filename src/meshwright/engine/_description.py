@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.graph import slots_of
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, drawing_by, local_parts
+from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DEPTH = 5
@@ -54,7 +54,7 @@ def setting_text(network: nn.Module, optimizer: Optimizer | None) -> str:
 
 
 def _modes() -> Iterator[str]:
-    yield f"draws by {drawing_by()}, {torch.get_default_dtype()}"
+    yield f"draws by {drawing_by()}, attends by {context()}, {torch.get_default_dtype()}"
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield f"autocast {device} {torch.get_autocast_dtype(device)}"

@@ -3,6 +3,8 @@
 MeshwrightError
 ├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
 ├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
+├── TrainingError       a training run that cannot be as it was asked for
+├── NonFiniteGradientError   gradients of which no update can be made
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
 
@@ -21,6 +23,14 @@ class BatchError(MeshwrightError, ValueError):
 
 class TorchDTensorError(MeshwrightError, ValueError):
     """A layout that torch's DTensor cannot say, or no torch.distributed to say it to."""
+
+
+class TrainingError(MeshwrightError, ValueError):
+    """A training run that cannot be as it was asked for."""
+
+
+class NonFiniteGradientError(MeshwrightError, ArithmeticError):
+    """Gradients with numbers that are infinite or none: no update can be made of them."""
 
 
 class StaticError(MeshwrightError):

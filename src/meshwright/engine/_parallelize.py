@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
-from meshwright.tensor import DistTensor, map_tensors, tensors_in
+from meshwright.tensor import Context, DistTensor, map_tensors, tensors_in
 
+from ._context import ContextHooks, check_context
 from ._errors import StrategyError
 from ._layers import shard_layer
 from ._mesh import resolve_mesh
@@ -33,7 +34,8 @@ class Parallelism:
     `plan` has patterns of module paths ("layers.*.q_proj") and how those modules are parallel. Inputs are cut along
     dim 0 over the axes `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the
     stages of the axis `pp` begin; without it they are shared out evenly. `zero` is the stage of ZeRO (0: none), over
-    the axes `zero_axes`, else over those of the batch.
+    the axes `zero_axes`, else over those of the batch. `context` is how attention goes along a sequence that is cut,
+    while the model runs: "gather", "ring" or "ulysses" (`context_parallel`).
     """
 
     plan: Mapping[str, Style] = field(default_factory=dict[str, Style])
@@ -43,8 +45,10 @@ class Parallelism:
     pp: str = "pp"
     zero: int = 0
     zero_axes: tuple[str, ...] | None = None
+    context: Context = "gather"
 
     def __post_init__(self) -> None:
+        check_context(self.context)
         if self.zero not in (0, 1, 2, 3):
             raise StrategyError(
                 f"zero = {self.zero}", "stages 1, 2 and 3, and 0 for none", "there are no others", "zero=3",
@@ -89,6 +93,8 @@ def parallelize(
     else:
         shard_layer(model, mesh, mark)
         model.register_forward_pre_hook(_Entry(mesh, config), with_kwargs=True)
+    if config.context != "gather":
+        ContextHooks(config.context).put_on(model)
     if optimizer is not None:
         _follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
         _shard(model, optimizer, mesh, config)

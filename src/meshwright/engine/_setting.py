@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import Snapshot, slots_of
-from meshwright.tensor import DistTensor, drawing_by, local_parts
+from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 from ._description import lies_text, setting_text
 from ._errors import StaticError
@@ -59,7 +59,7 @@ class Settings:
 
 def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
     """Everything that is compared; parameters count by identity, and all tensors by how they lie."""
-    yield drawing_by()
+    yield drawing_by(), context()
     yield torch.get_default_dtype()
     yield from ((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     for part in network.modules():

@@ -33,7 +33,8 @@ def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[
         return record(), captured.fits()
     text = _plainly(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
-    known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, repr(how)), [])
+    modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
+    known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, modes, repr(how)), [])
     for found in known:
         if is_alike(found.program, found.rank, here.rank) and _is_everyones(found):
             return _with_constants(found, _constants(captured)), found.fits

@@ -17,7 +17,7 @@ from meshwright.tensor import DistTensor, map_tensors, pipe_split
 
 from ._layers import ShardFn, shard_layer
 from ._stand_in import stand_in
-from ._tensors import reshard
+from ._tensors import reshard, shard_tensor
 
 Costs = Mapping[str, float]
 """Module path → what it costs: operations of a forward pass, or parameters."""
@@ -41,7 +41,8 @@ def split_pipeline(
     `example`, which is captured and not run, or by parameters. `way` names the stage of each chunk; the default is one
     chunk per stage. Plain tensors that go into a layer lie as `batch` says on its stage, distributed ones as they did
     on theirs; `shard_fn` marks parameters as in `shard_layer`. A parameter that layers share is on the stage of the
-    first, and sent to the others. Raises StageError for names and numbers of chunks that do not fit.
+    first, and sent to the others; one that a module around layers holds is on the stage of its first layer, a scalar on
+    that of its last. Raises StageError for names and numbers of chunks that do not fit.
 
     >>> import meshwright as mw
     >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -55,6 +56,7 @@ def split_pipeline(
     starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
     _check(starts, layers, way, stages)
     chunk, shared = 0, _Shared()
+    homes: dict[str, ProcessMesh] = {}
     for name in layers:
         begins = name in starts
         chunk += begins
@@ -64,7 +66,22 @@ def split_pipeline(
         with shared.kept(part):
             shard_layer(part, home, shard_fn)
         part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
+        homes[name] = home
+    _lay_between(model, homes, shared)
     return model
+
+
+def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared) -> None:
+    """Lays what modules around layers hold themselves: scalars, which scale what comes out, where their last layer is,
+    and all else, such as tokens and places that are put in, where their first one is. What a layer holds too stays one.
+    """
+    for path, module in model.named_modules():
+        inner = [home for name, home in homes.items() if not path or name.startswith(f"{path}.")]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers] if inner else []
+        for table in tables:
+            for name, x in table.items():
+                if x is not None and not isinstance(x, DistTensor):
+                    table[name] = shared.laid(x, inner[-1 if x.dim() == 0 else 0])
 
 
 class _Shared:
@@ -72,6 +89,10 @@ class _Shared:
 
     def __init__(self) -> None:
         self._laid: dict[int, tuple[Tensor, Any]] = {}
+
+    def laid(self, x: Tensor, home: ProcessMesh) -> Any:
+        """`x` as a layer holds it, else whole on `home`."""
+        return self._laid.setdefault(id(x), (x, shard_tensor(x, home, [])))[1]
 
     @contextmanager
     def kept(self, part: nn.Module) -> Generator[None]:

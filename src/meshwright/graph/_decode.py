@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec
 from meshwright.reshard import Exchange, Step, View, parse_step
-from meshwright.tensor import Mark
+from meshwright.tensor import Context, Mark
 
 from ._dynamic import BatchSize
 from ._encode import FORMAT
@@ -257,9 +257,9 @@ def _mesh(shape: Any, ranks: Any, names: Any) -> ProcessMesh:
     return ProcessMesh(array.numpy(), texts(names))
 
 
-def _origin(phase: Any, layer: Any, where: Any, grad: Any, cast: Any) -> Origin:
+def _origin(phase: Any, layer: Any, where: Any, grad: Any, cast: Any, context: Any = "gather") -> Origin:
     modes = None if cast is None else (text(cast[0]), torch_name(torch.dtype, cast[1]))
-    return Origin(one_of(Phase, phase), text(layer), text(where), grad is True, modes)
+    return Origin(one_of(Phase, phase), text(layer), text(where), grad is True, modes, one_of(Context, context))
 
 
 def _change(by: Any, what: Any, where: Any, saved: Any) -> Change:

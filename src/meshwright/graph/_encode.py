@@ -204,6 +204,7 @@ def _origin(origin: Origin) -> list[Any]:
         origin.where,
         origin.grad,
         None if cast is None else [cast[0], kind_text(cast[1])],
+        origin.context,
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,13 +22,19 @@ NOWHERE = torch.device("meta")
 
 
 def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
-    """The strides of every tensor of a program whose inputs are contiguous; symbolic sizes are what they once were."""
+    """The strides of every tensor of a program whose inputs are contiguous; symbolic sizes are what they once were.
+
+    A view that contiguous inputs cannot have tells that some of a part's inputs lie otherwise: then nothing is known of
+    the view, and of what is made of it.
+    """
     known: dict[Value, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
             known[given.value] = _stand_in(given, program)
         for node in program.nodes:
-            _bind(node.out, _run(node, known, program.rank), known)
+            if all(v in known for v in node.ins):
+                with suppress(ValueError):
+                    _bind(node.out, _run(node, known, program.rank), known)
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 

@@ -13,6 +13,7 @@ import torch
 
 from meshwright.layout import Spec, hint, identity
 from meshwright.reshard import Plan, Step
+from meshwright.tensor import Context
 
 from .torch_hooks import Operator
 
@@ -181,6 +182,7 @@ class Origin:
     where: str = ""
     grad: bool = True
     autocast: tuple[str, torch.dtype] | None = None
+    context: Context = "gather"
     chunk: int | None = None
     edge: Edge | None = None
 

@@ -24,6 +24,7 @@ from meshwright.reshard import Exchange, Plan, Relabel
 from meshwright.tensor import (
     Source,
     absent,
+    attending_by,
     drawing_by,
     leaves_in,
     map_tensors,
@@ -264,6 +265,7 @@ def _check_shape(node: Node, v: Value, found: Any) -> None:
 def _modes(origin: Origin) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(origin.grad))
+        stack.enter_context(attending_by(origin.context))
         if origin.autocast is not None:
             stack.enter_context(torch.autocast(*origin.autocast))
         yield

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, Spec
-from meshwright.tensor import DistTensor, Mark, capturing, leaves_in, note_spec, operators_recorded, tensors_in
+from meshwright.tensor import (
+    SPLIT,
+    DistTensor,
+    Mark,
+    capturing,
+    context,
+    leaves_in,
+    note_spec,
+    operators_recorded,
+    tensors_in,
+)
 
 from ._dynamic import DynamicSizes
 from ._effects import draws, writes_to
@@ -79,7 +89,7 @@ class Stage:
         return fake
 
     def origin(self) -> Origin:
-        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast())
+        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast(), context())
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -117,6 +127,8 @@ class Stage:
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
+            if op is SPLIT:  # x[:] of a model, which begins no chunk
+                op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwright.tensor import grouped_product
+
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
 
@@ -47,12 +49,10 @@ _FAKE_KERNELS: Any = fake_impls.op_implementations_dict
 """Operator → its kernel on fake tensors, where that of the meta device will not do."""
 
 
-def _grouped(mode: Any, op: Any, x: torch.Tensor, w: torch.Tensor, offs: Any = None, *rest: Any, **kw: Any) -> Any:
-    """The product of groups on fake tensors: torch's own refuses all dtypes but bfloat16, its kernels do not."""
-    dtype = kw.get("out_dtype") or next((r for r in rest if isinstance(r, torch.dtype)), x.dtype)
-    batch = () if x.dim() != w.dim() else (x.shape[0],) if x.dim() == 3 else (offs.shape[0],)
+def _grouped(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The product of groups on fake tensors, which torch's own kernel refuses as on the meta device."""
     with mode:
-        return torch.empty((*batch, x.shape[-2], w.shape[-1]), dtype=dtype, device=x.device)
+        return grouped_product(*args, **kwargs)
 
 
 _FAKE_KERNELS.setdefault(torch.ops.aten._grouped_mm.default, _grouped)

@@ -5,7 +5,7 @@ Knows: model files, their text and the main job. Does not know: how a mark is ca
 
 from meshwright.models._corpus import batch, corpus
 from meshwright.models._llama import Llama, LlamaConfig, ModelError, mark
-from meshwright.models._train import AXES, Job, largest_difference, train, train_on_mesh
+from meshwright.models._train import AXES, Job, largest_difference, train, train_on, train_on_mesh
 
 __all__ = [
     "AXES",
@@ -18,5 +18,6 @@ __all__ = [
     "largest_difference",
     "mark",
     "train",
+    "train_on",
     "train_on_mesh",
 ]

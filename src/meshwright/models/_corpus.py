@@ -42,6 +42,30 @@ def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.u
 
 def batch(step: int, size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and the tokens that follow them, both [size, length], of global samples `step * size …`."""
-    rows = np.stack([sample(step * size + i, length + 1, seed) for i in range(size)])
+    return samples(step * size, size, length, seed)
+
+
+def samples(first: int, count: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and the tokens that follow them, both [count, length], of global samples `first …`."""
+    rows = np.stack([sample(first + i, length + 1, seed) for i in range(count)])
     tokens = torch.from_numpy(rows.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Text:
+    """Batches of the corpus without end, which go on behind the samples that were taken, whatever the batch was."""
+
+    def __init__(self, size: int, length: int, seed: int) -> None:
+        self.size, self.length, self.seed = size, length, seed
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            self.taken += self.size
+            yield samples(self.taken - self.size, self.size, self.length, self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken, self.seed = state["taken"], state["seed"]

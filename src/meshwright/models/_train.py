@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import meshwright as mw
-from meshwright.models._corpus import batch
+from meshwright.models._corpus import Text, batch
 from meshwright.models._llama import Llama, LlamaConfig, ModelError, mark
 
 AXES = ("pp", "dp", "tp")
@@ -119,6 +119,20 @@ def train_on_mesh(job: Job, on_step: OnStep | None = None, on_schedule: OnSchedu
     """`train` as each rank of `job.mesh` runs it; only rank 0 calls `on_step` and `on_schedule`."""
     mesh = mw.ProcessMesh(np.arange(job.ranks).reshape(job.mesh), dim_names=AXES)
     return train(job, mesh, on_step, on_schedule) if mw.get_rank() == 0 else train(job, mesh)
+
+
+def train_on(job: Job, training: mw.Training) -> mw.TrainingEnd:
+    """The job as a run that is logged, saved and gone on with; each rank of `job.mesh` makes the call.
+
+    Stages on meshes of their own run as a pipeline in the eager mode.
+    """
+    mesh = mw.ProcessMesh(np.arange(job.ranks).reshape(job.mesh), dim_names=AXES)
+    model = Llama(job.model, job.seed)
+    mark(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), job.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / job.warm_up))
+    run = mw.microbatched(model, None, mesh, job.pieces) if job.mesh[0] > 1 else model
+    return mw.train(run, optimizer, Text(job.batch, job.sequence, job.seed), training, scheduler=scheduler)
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:

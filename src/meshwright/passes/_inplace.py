@@ -114,7 +114,7 @@ class _Reuse:
 
     def _fits(self, old: Value, new: Value) -> bool:
         """Symbolic sizes are the same where their texts are: to ask would bind them to what they happen to be."""
-        if not old.is_tensor or old.dtype != new.dtype:
+        if not old.is_tensor or old.dtype != new.dtype or not {old, new} <= self.strides.keys():
             return False
         return str(old.shape) == str(new.shape) and self._lie(old) == self._lie(new)
 

@@ -116,6 +116,7 @@ class _Cut:
         for node in reversed(late):
             if node not in self.at and not self._is_crossing(node):
                 self._settle(node, self._beside(node))
+        self._draw_along()
         self._put_behind()
         self._split()
         return self._made()
@@ -187,6 +188,18 @@ class _Cut:
         near = [p for p in users if p.part == "B"] or [self.of[v] for v in node.ins if v in self.of]
         near = [p for p in near if p.chunk != ALWAYS]
         return max(near, key=lambda p: (p.part == "B", p.chunk)) if near else BEHIND
+
+    def _draw_along(self) -> None:
+        """What other ranks' chunks draw is drawn here too, in the order of the step, beside the nearest own forward.
+
+        So all generators stay in one state: with one chunk per rank, microbatches get the numbers of one device that
+        takes them one after the other.
+        """
+        for node, place in self.at.items():
+            chunk = place.chunk
+            foreign = place.part == "F" and chunk not in self._own and is_drawing(node)
+            if foreign and self._own and all(self.of.get(v) == BEFORE for v in node.ins):
+                self._move(node, Place("F", min(self._own, key=lambda c: (c < chunk, abs(c - chunk)))))
 
     def _put_behind(self) -> None:
         """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""

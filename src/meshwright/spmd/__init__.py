@@ -18,12 +18,13 @@ from ._derive import (
 from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
-from ._rule import Rule
+from ._rule import Alternative, Rule
 from ._table import Entry, find_rule, is_computed, on_new_rule, register_rule
 
 __all__ = [
     "ELSEWHERE",
     "REPEATED",
+    "Alternative",
     "Bound",
     "Call",
     "Choice",

@@ -35,13 +35,15 @@ class Call:
         return [None if place is None else _at(place, args, kwargs) for place in self.places]
 
 
-def describe(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """The call `op(*args, **kwargs)` by its rule; None when there is no rule for it.
+def describe(
+    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], alternative: Rule | None = None
+) -> Call | None:
+    """The call `op(*args, **kwargs)` by its rule, or by an alternative of that; None when there is no rule for it.
 
     Arguments are global: tensors may be on the meta device, only their shapes and dtypes are looked at.
     Raises RuleError when shapes do not fit, which an operator that runs would not have accepted either.
     """
-    rule = find_rule(op, args, kwargs)
+    rule = alternative or find_rule(op, args, kwargs)
     if rule is None:
         return None
     slots = list(_slots(op, args, kwargs, len(rule.equation.operands)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +39,21 @@ class LocalCall(Protocol):
 
         All have the shape of this rank's. The gradient of each is sent back to where it came from and added.
         """
+        ...
+
+    def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
+        """The `x` of the rank that holds piece `sources[i]` of `dim` of `operand`, where this rank holds piece i.
+
+        All have the shape of this rank's; each piece is named once.
+        """
+        ...
+
+    def recut(self, x: Tensor, operand: int, dim: int, to: int) -> Tensor:
+        """This rank's part `x` of operand `operand`, cut along `to` by what cut it along `dim`."""
+        ...
+
+    def recut_result(self, x: Tensor, result: int, dim: int, to: int) -> Tensor:
+        """This rank's part of result `result`, from a part `x` that is cut along `to` in the place of `dim`."""
         ...
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:

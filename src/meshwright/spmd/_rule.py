@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._forms import LocalCall
 from ._notation import Equation, parse_rule
 
 Form = Callable[..., Any]
@@ -26,6 +27,7 @@ class Rule:
     `forms`    factor name → local function to run when that factor is cut, with what joins its terms (or None).
     `parts`    the same computation in smaller torch ops, taken when the equation alone would have to communicate.
     `guard`    local function to run in the operator's place where some rank is left without a piece.
+    `alternatives`  other rules for the same call, by the names they are asked for.
     """
 
     text: str
@@ -34,6 +36,7 @@ class Rule:
     forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
     parts: Callable[..., Any] | None = None
     guard: Form | None = None
+    alternatives: Mapping[str, Alternative] = field(default_factory=dict[str, "Alternative"])
 
     @property
     def equation(self) -> Equation:
@@ -44,6 +47,14 @@ class Rule:
         if self.over is not None:
             return self.over
         return "sum" if self.equation.products else None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another rule for a call; `fits` tells whether its second form can do with how the operands are cut."""
+
+    rule: Rule
+    fits: Callable[[LocalCall], bool]
 
 
 Entry = Rule | str | Callable[..., Rule | str | None]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from . import _forms_layer as forms
-from ._rule import Entry, Rule
+from ._forms_ring import fits_ring, fits_ulysses, ring, ulysses
+from ._rule import Alternative, Entry, Rule
 from ._rules_dims import names_of, sized, written
 
 
@@ -43,7 +46,23 @@ def attention_rule(
     text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{mask} -> {heads} s e"
     needs = ["s", "t"] if is_causal else ["t"]
     names = needs + [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
-    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention))
+    others = _along_one_sequence(text, query, key, attn_mask, is_causal)
+    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention), alternatives=others)
+
+
+def _along_one_sequence(
+    text: str, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> Mapping[str, Alternative]:
+    """Rules in which the sequence of keys is that of queries: where one is cut the other is, and ranks see parts."""
+    if query.shape[-2] != key.shape[-2] or (mask is not None and mask.shape[-1] != key.shape[-2]):
+        return {}
+    rows = text.replace(" s t ->", " s t! ->").replace(" t ", " s ")
+    heads = text.replace(" s t ->", " u! t! ->").replace(" t ", " s ")
+    has_heads = query.dim() > 2 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1)
+    return {
+        "ring": Alternative(Rule(rows, forms={"s": ring}), partial(fits_ring, is_causal=is_causal)),
+        "ulysses": Alternative(Rule(heads, forms={"s": ulysses}), partial(fits_ulysses, has_heads=has_heads)),
+    }
 
 
 LAYERS: dict[str, Entry] = {

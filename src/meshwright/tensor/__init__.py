@@ -2,6 +2,7 @@
 
 from . import _dispatch
 from ._absent import absent
+from ._context import Context, attending_by, context
 from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
@@ -19,8 +20,8 @@ from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, 
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
+from .torch_hooks import grouped_product, operators_recorded
 from .torch_hooks import no_interception as local_parts
-from .torch_hooks import operators_recorded
 
 RAN_WHOLE = _dispatch.RAN_WHOLE
 
@@ -28,6 +29,7 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "Context",
     "Decided",
     "Decision",
     "DistTensor",
@@ -42,13 +44,16 @@ __all__ = [
     "RandomSourceError",
     "Source",
     "absent",
+    "attending_by",
     "captured_whole",
     "capturing",
+    "context",
     "decide",
     "decisions",
     "distribute",
     "drawing_by",
     "from_local",
+    "grouped_product",
     "lay",
     "leaves_in",
     "local_parts",

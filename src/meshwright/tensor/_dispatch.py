@@ -17,6 +17,7 @@ from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handl
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, asks_sizes, capture
+from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
 from ._explain import Decided, note, recording
@@ -152,10 +153,25 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     run, by_value = _closed(func, args, captured, found)
+    if isinstance(found, Step) and found.context is not None:
+        run = _by_context(run, mesh)
     by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
     return run, by_value
+
+
+def _by_context(run: Run, mesh: ProcessMesh) -> Run:
+    """`run`, planned as attention is to go now, and plans for how it is to go at other times."""
+    plans = {context(): run}
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        now = context()
+        if now not in plans:
+            plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
+        return plans[now](func, types, args, kwargs)
+
+    return chosen
 
 
 def _is_direct(found: Any) -> bool:
@@ -220,9 +236,14 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
         if isinstance(found, Inline)
         else "operators"
         if found is captured.nodes
-        else "local"
+        else _local_how(found)
     )
     note(Decided(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, Inline) else (), how))
+
+
+def _local_how(found: Any) -> str:
+    """How a call that runs on parts does so; attention may say more."""
+    return found.context if isinstance(found, Step) and found.context in ("ring", "ulysses") else "local"
 
 
 DistTensor._dispatch = staticmethod(dispatch)

@@ -17,8 +17,9 @@ from ._dist_tensor import PLANS
 class Decided:
     """One call: its name, its operands' specs, what each must become and by which steps, and the results' specs.
 
-    `how` it was carried out: "local" on the parts, as smaller "operators" or "parts" that follow in the record, on
-    "whole" tensors for want of a rule, or as a "reshard" that the program asked for.
+    `how` it was carried out: "local" on the parts, attention also by "ring" or "ulysses" where that was asked for, as
+    smaller "operators" or "parts" that follow in the record, on "whole" tensors for want of a rule, or as a "reshard"
+    that the program asked for.
     """
 
     name: str

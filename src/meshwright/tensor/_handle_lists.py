@@ -1,4 +1,4 @@
-"""Functions of many tensors that are one call per tensor."""
+"""Lists among arguments: functions of many tensors that are one call per tensor, and lists of numbers as indices."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ def _foreach(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = args[:3], {**kwargs, "value": args[3]}
     out = [one(*[at(a, i) for a in args], **{k: at(v, i) for k, v in kwargs.items()}) for i in range(len(args[0]))]
     return None if name.endswith("_") else out
+
+
+@handles(Tensor.__getitem__, Tensor.__setitem__)
+def _listed_index(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """A list of whole numbers among the indices is a tensor: torch makes one where nobody sees what it holds."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not any(_is_whole_numbers(i) for i in index):
+        return NotImplemented
+    return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
+
+
+def _is_whole_numbers(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(type(n) is int or _is_whole_numbers(n) for n in x)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.comm import Carrier
-from meshwright.layout import Layout, Spec, axes_of
+from meshwright.layout import Layout, ProcessMesh, Spec, axes_of
 
 from ._convert import convert_local
 
@@ -45,6 +46,22 @@ class OnRank:
         stacked = self._stacked(x, operand, dim)
         whole = stacked.with_layout(Layout(((),) * stacked.ndim, varying=stacked.mesh.dim_names))
         return convert_local(x.unsqueeze(0), stacked, whole)
+
+    def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
+        mesh = self._spec(operand).mesh
+        there = rearranged(mesh, self._axes(operand, dim), tuple(sources))
+        each = Layout((mesh.dim_names, *((),) * x.dim()))
+        shape = (mesh.size, *x.shape)
+        found = convert_local(x.unsqueeze(0), Spec(mesh, each, shape, x.dtype), Spec(there, each, shape, x.dtype))
+        return found.squeeze(0)
+
+    def recut(self, x: Tensor, operand: int, dim: int, to: int) -> Tensor:
+        spec = self._spec(operand).with_dtype(x.dtype)
+        return convert_local(x, spec, recut(spec, dim, to))
+
+    def recut_result(self, x: Tensor, result: int, dim: int, to: int) -> Tensor:
+        spec = self.outs[result].with_dtype(x.dtype)
+        return convert_local(x, recut(spec, dim, to), spec)
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
         spec = self._spec(operand)
@@ -85,3 +102,26 @@ class OnRank:
         varying = tuple(a for a in spec.mesh.dim_names if a not in axes)
         layout = Layout(((),) * x.dim(), tuple((a, op) for a in axes), varying)
         return Spec(spec.mesh, layout, x.shape, x.dtype)
+
+
+def recut(spec: Spec, dim: int, to: int) -> Spec:
+    """`spec` with what cuts `dim` behind what cuts `to`."""
+    dims = list(spec.layout.dims)
+    dims[to], dims[dim] = (*axes_of(dims[to]), *axes_of(dims[dim])), ()
+    return spec.with_layout(Layout(tuple(dims), spec.layout.partial, spec.layout.varying))
+
+
+@lru_cache(maxsize=1024)
+def rearranged(mesh: ProcessMesh, axes: tuple[str, ...], sources: tuple[int, ...]) -> ProcessMesh:
+    """The mesh on which the rank at place i along `axes` stands at place `sources[i]`: what lies there comes to it.
+
+    >>> line = ProcessMesh([4, 5, 6], ["cp"])
+    >>> rearranged(line, ("cp",), (1, 2, 0))
+    ProcessMesh([cp=3], ranks=[6, 4, 5])
+    """
+    order = [*map(mesh.axis, axes), *(d for d, name in enumerate(mesh.dim_names) if name not in axes)]
+    ring = mesh.mesh.transpose(order)
+    there = ring.reshape(len(sources), -1).copy()
+    there[list(sources)] = ring.reshape(len(sources), -1)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return ProcessMesh(there.reshape(ring.shape).transpose(back), mesh.dim_names)

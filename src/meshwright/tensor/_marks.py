@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec
 
+from ._dist_tensor import DistTensor
 from .torch_hooks import FakeTensor
 
 Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
@@ -36,8 +37,9 @@ def capturing(note: Opaque) -> Generator[None]:
 
 
 def captured_whole(x: Any) -> Opaque | None:
-    """Whom to tell about `x`, where it is a whole tensor of a model that is being captured."""
-    return _watching.note if _watching.note is not None and isinstance(x, FakeTensor) else None
+    """Whom to tell about `x`, where it is a whole tensor, fake or a constant, of a model that is being captured."""
+    whole = isinstance(x, FakeTensor) or (isinstance(x, Tensor) and not isinstance(x, DistTensor))
+    return _watching.note if whole else None
 
 
 def note_spec(x: Tensor, spec: Spec | None) -> None:

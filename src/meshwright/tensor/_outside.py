@@ -11,13 +11,13 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._absent import link, make_absent
-from ._capture import Captured, capture
+from ._capture import Captured, Node, capture
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
 from ._plan import Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import no_interception, seeded_tag
+from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 
 
 def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
@@ -29,6 +29,9 @@ def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:
+        out = _of_zeros(func, args, kwargs)
+        if out is not None:
+            return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like), True
         raise AbsentError(
             f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}",
             str(error).split("\n")[0],
@@ -50,6 +53,36 @@ def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -
         return _without_elements(captured, list(tensors_in((args, kwargs))), like, known)
 
     return run, False
+
+
+def _of_zeros(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives for zeros in the place of what is not here: some shapes torch does not know without numbers.
+
+    None where it cannot be carried out either, where shapes depend on numbers, and where it draws or writes.
+    """
+    nodes: list[Node] = []
+    with no_modes(), torch.no_grad():
+        try:
+            zeros = [map_tensors(_zeros, tree) for tree in (args, kwargs or {})]
+            with operators_recorded(lambda *node: nodes.append(Node(*node))):
+                out = func(*zeros[0], **zeros[1])
+        except Exception:  # torch refuses zeros, in many ways
+            return None
+    unknown = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag)
+    if any(is_written(n.op) or any(tag in n.op.tags for tag in unknown) for n in nodes):
+        return None
+    return out
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x._spec.shape, dtype=x._spec.dtype) if isinstance(x, DistTensor) else x.detach().clone()
+
+
+def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
+    """Results of these shapes without elements, repeated on the mesh as what comes of whole tensors is."""
+    specs = [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in tensors_in(out)]
+    made = iter(make_absent(specs, tensors))
+    return map_tensors(lambda _: next(made), out)
 
 
 def _without_elements(captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None) -> Any:

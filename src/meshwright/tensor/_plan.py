@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Carrier
+from meshwright.comm import Carrier, current
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
-from meshwright.spmd import Call, RuleError, describe, refined
+from meshwright.spmd import Alternative, Call, RuleError, describe, refined
 
 from ._capture import Captured, Node
+from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
@@ -35,6 +36,7 @@ class Step:
     `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own
     function may be called on the (converted) arguments, since nothing but operands changes; `broken` that results are
     views of an operand that had to move; `grown` that results have sizes of their own, which numbers may decide.
+    `context` is how attention goes here, None for what is not attention.
     """
 
     node: Node
@@ -48,6 +50,7 @@ class Step:
     ins: tuple[Spec | None, ...]
     broken: bool
     grown: bool
+    context: Context | None = None
 
     def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The operator's arguments with these local tensors, and with sizes that are local ones."""
@@ -100,12 +103,31 @@ def plan_node(
     if all(s is None for s in ins):
         return None
     call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
-    decision = _sized(decide(call, [s.concrete if s is not None else None for s in ins]), ins)
+    decision = _decided(call, ins)
     if decision is None:
         return None
     if decision.gathers and call.rule.parts is not None:
         return Inline(call.rule.parts, node)
-    return _step(node, call, operands, ins, decision, inputs)
+    ask, taken = context(), None
+    if decision.gathers and ask in call.rule.alternatives:
+        taken = _alternative(node, call.rule.alternatives[ask], ins)
+    step = _step(node, *(taken or (call, decision)), operands, ins, inputs)
+    if step is None or not call.rule.alternatives:
+        return step
+    return replace(step, context=ask if taken else "gather")
+
+
+def _decided(call: Call, ins: Sequence[Spec | None]) -> Decision | None:
+    return _sized(decide(call, [s.concrete if s is not None else None for s in ins]), ins)
+
+
+def _alternative(node: Node, other: Alternative, ins: Sequence[Spec | None]) -> tuple[Call, Decision] | None:
+    """The call by another rule; None where that has to gather an operand too, or its form cannot do."""
+    call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), alternative=other.rule)
+    decision = _decided(call, ins) if call is not None else None
+    if call is None or decision is None or decision.gathers or decision.form is None:
+        return None
+    return (call, decision) if other.fits(OnRank(decision.ins, (), current())) else None
 
 
 def _hinted(x: Any) -> Any:
@@ -139,9 +161,9 @@ def _writes_elsewhere(node: Node, call: Call) -> bool:
 def _step(
     node: Node,
     call: Call,
+    decision: Decision,
     operands: Sequence[Tensor | None],
     ins: Sequence[Spec | None],
-    decision: Decision,
     inputs: Sequence[Tensor],
 ) -> Step | None:
     at = {id(t): i for i, t in enumerate(inputs)}

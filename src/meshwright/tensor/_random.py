@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,23 +23,19 @@ from meshwright.layout import Layout, Spec
 from ._absent import make_absent
 from ._convert import convert_local
 from ._counter import DISTRIBUTIONS, Counted, draw_bits, is_counted
-from ._dist_tensor import DistTensor, local_rank, rank_or_none, stamp
+from ._dist_tensor import DistTensor, local_rank, stamp
 from ._errors import RandomSourceError
 from ._local import dense_strides, whole_spec
 from ._marks import as_one
+from ._per_rank import PerRank
 from .torch_hooks import no_interception
 
 Source = Literal["torch", "counter", "rank"]
 
 
-_sources: WeakKeyDictionary[Any, Source] = WeakKeyDictionary()
-"""Carrier, or thread where there is none → its source. A process's carrier is that of torch's backward threads too,
-which recompute checkpointed calls."""
+_sources: PerRank[Source] = PerRank("torch")
 
-
-def drawing_by() -> Source:
-    """The source by which the calling rank draws."""
-    return _sources.get(current()) or _sources.get(threading.current_thread()) or "torch"
+drawing_by = _sources.get
 
 
 def random_source(source: Source) -> AbstractContextManager[None]:
@@ -55,19 +49,7 @@ def random_source(source: Source) -> AbstractContextManager[None]:
             '"torch" for the numbers of one device, "counter" for the same numbers on every mesh, each rank drawing '
             'its part alone, or "rank" for the cheapest',
         )  # fmt: skip
-    return _drawing(source)
-
-
-@contextmanager
-def _drawing(source: Source) -> Generator[None]:
-    here = threading.current_thread() if rank_or_none() is None else current()
-    before, _sources[here] = _sources.get(here), source
-    try:
-        yield
-    finally:
-        _sources.pop(here)
-        if before is not None:
-            _sources[here] = before
+    return _sources.holding(source)
 
 
 @dataclass(frozen=True, slots=True)

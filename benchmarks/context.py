@@ -1,0 +1,67 @@
+"""Attention along a sequence that is cut over four ranks: bytes at the peak and bytes received, by each name.
+
+A training step of one causal attention is recorded for the last rank and run there with nobody beside it. The peak is
+what the recorded program says; received is what arrives in the step, gradients and loss included. Kernels' own
+workspace does not count: tiles of "ring" are values of the program, torch's fused attention in "ulysses" holds none.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RANKS, HEADS, CHANNELS = 4, 8, 32
+NAMES = ("gather", "ring", "ulysses")
+
+
+class Attention(nn.Module):
+    """The mean square of what attention gives for queries, keys and values that are its input times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x_bshe: Tensor) -> Tensor:
+        x = x_bshe.transpose(1, 2)
+        q, k, v = (x * gain for gain in self.gain.unbind())
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def step(name: Any, length: int) -> dict[str, int]:
+    """Bytes that live at the peak of a step, and that arrive in it."""
+    import meshwright as mw
+    from meshwright.comm import Recorded, use
+    from meshwright.graph import live_memory
+
+    with use(Recorded(RANKS - 1, RANKS)) as here:
+        net = Attention()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        mesh = mw.ProcessMesh(range(RANKS), ["cp"])
+        mw.parallelize(net, optimizer, mesh, mw.Parallelism(context=name))
+        train = mw.to_static(net, None, None, optimizer)
+        before = here.seen.total_received
+        train(torch.ones(1, length, HEADS, CHANNELS))
+        return {"peak": live_memory(train.program).peak, "received": here.seen.total_received - before}
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """The figure: how many times less than by gathering the longest sequence takes at the peak."""
+    lengths = (256, 512) if quick else (512, 1024, 2048, 4096)
+    found = {length: {name: step(name, length) for name in NAMES} for length in lengths}
+    last = found[lengths[-1]]
+    less = {name: round(last["gather"]["peak"] / last[name]["peak"], 2) for name in NAMES[1:]}
+    return {
+        "name": "context",
+        "value": less,
+        "goal": "> 1: less at the peak than by gathering",
+        "ok": all(n > 1 for n in less.values()),
+        "details": {"ranks": RANKS, "heads": HEADS, "channels": CHANNELS, "bytes by length": found},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

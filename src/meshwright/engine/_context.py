@@ -1,0 +1,62 @@
+"""Context parallelism at the door: by which name attention goes along a sequence that is cut."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from torch import nn
+
+from meshwright.tensor import Context, attending_by
+
+from ._errors import StrategyError
+
+
+def context_parallel(by: Context) -> AbstractContextManager[None]:
+    """Inside, attention along a sequence that is cut goes by "ring", "ulysses" or "gather".
+
+    What a name does not fit goes by "gather", which is what holds outside. A static program keeps what held when it
+    was captured. Raises StrategyError for another name.
+
+    >>> import torch, meshwright as mw
+    >>> mesh = mw.ProcessMesh([0, 1], ["cp"])
+    >>> def attend():
+    ...     x = mw.shard_tensor(torch.ones(1, 4, 2), mesh, [mw.Shard(1)])
+    ...     with mw.context_parallel("ring"):
+    ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x).placements
+    >>> mw.simulate(attend, 2)[0]
+    (Shard(1),)
+    """
+    return attending_by(check_context(by))
+
+
+def check_context(by: Context) -> Context:
+    """`by` itself, where there is such a name."""
+    if by not in get_args(Context):
+        raise StrategyError(
+            f"context parallelism by {by!r}", repr(by), "there is no such way for attention along a cut sequence",
+            '"ring", where keys and values travel, "ulysses", where heads are cut instead, or "gather"',
+        )  # fmt: skip
+    return by
+
+
+@dataclass(frozen=True)
+class ContextHooks:
+    """Lets a name hold while a module runs; in parts of it too, which a checkpoint may run again by themselves."""
+
+    by: Context
+    entered: list[AbstractContextManager[None]] = field(default_factory=list[AbstractContextManager[None]])
+
+    def put_on(self, model: nn.Module) -> None:
+        for part in model.modules():
+            if part is model or any(True for _ in part.children()):
+                part.register_forward_pre_hook(self._enter, prepend=True)
+                part.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self.entered.append(attending_by(self.by))
+        self.entered[-1].__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self.entered.pop().__exit__(None, None, None)

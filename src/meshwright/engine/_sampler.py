@@ -1,0 +1,187 @@
+"""Which samples a step takes: whole batches by global sample index, whatever the number of ranks.
+
+The order of an epoch is a permutation computed for one index at a time (a Feistel network whose walk ends inside the
+data set; Black and Rogaway 2002), so it costs no memory however large the data set is. The samples of a step depend on
+the seed, the epoch and how many samples of the epoch were taken before, on nothing else: not on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.comm import current
+from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
+
+from ._errors import BatchError
+from ._mesh import resolve_mesh
+
+Axis = str | int | None | tuple[str | int, ...]
+"""The mesh axis over which a batch is split: its name, its position, several of them, or None for none."""
+_ROUNDS = 6
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """So many samples of this epoch were taken."""
+
+    epoch: int = 0
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The samples of a step: `count` from the place `of` on, and the place behind them."""
+
+    of: Place
+    count: int
+    behind: Place
+
+
+class GlobalSampler:
+    """Batches of sample indices for a `DataLoader`; give it as `batch_sampler`.
+
+    `data` is a data set or its length, `batch` the samples of a step over all ranks. Every rank gets whole global
+    batches, as `shard_dataloader` wants them. With `axis` each rank gets only its rows along that axis of `mesh`: for
+    samples that are dear to read. Iterating gives the rest of the epoch; the next time gives the next epoch, in another
+    order. The last batch may be smaller, or is dropped with `drop_last`.
+
+    `state_dict` tells how many samples of which epoch were taken. A run that goes on from there, on other ranks or with
+    another batch, takes every other sample of the epoch once. Raises BatchError for an epoch without a batch.
+
+    >>> sampler = GlobalSampler(7, 3, shuffle=False)
+    >>> list(sampler), sampler.place
+    ([[0, 1, 2], [3, 4, 5], [6]], Place(epoch=1, taken=0))
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        mesh: ProcessMesh | None = None,
+        axis: Axis = None,
+    ) -> None:
+        self.length = data if isinstance(data, int) else len(data)
+        self.batch, self.seed, self.shuffle, self.drop_last = batch, seed, shuffle, drop_last
+        if batch < 1 or self.length < (batch if drop_last else 1):
+            raise BatchError(
+                f"batches of {batch} samples", f"a data set of {self.length}, drop_last={drop_last}",
+                "an epoch has at least one batch", "a smaller batch, or drop_last=False",
+            )  # fmt: skip
+        self.target = None if axis is None else target(mesh, axis)
+        self.place = Place()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank gets its own rows only."""
+        return self.target is not None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows in self.steps(self.place):
+            self.place = rows.behind
+            yield self.indices(rows)
+
+    def steps(self, place: Place) -> Iterator[Rows]:
+        """The steps from a place to the end of its epoch."""
+        end = Place(place.epoch + 1)
+        while place.epoch < end.epoch:
+            count = min(self.batch, self.length - place.taken)
+            behind = self._settled(Place(place.epoch, place.taken + count))
+            yield Rows(place, count, behind)
+            place = behind
+
+    def indices(self, rows: Rows) -> list[int]:
+        """The samples that this rank reads for a step; one to know shapes by, where it has no row of the batch."""
+        start, count = self.part(rows)
+        first = rows.of.taken + min(start, rows.count - 1)
+        at = np.arange(first, first + max(count, 1), dtype=np.uint64)
+        found = permuted(at, self.length, self.seed, rows.of.epoch) if self.shuffle else at
+        return found.tolist()
+
+    def part(self, rows: Rows) -> tuple[int, int]:
+        """First row and number of rows of this rank's part of a batch."""
+        if self.target is None or current().rank not in self.target[0]:
+            return 0, rows.count
+        mesh, placements = self.target
+        spec = Spec(mesh, layout_of(placements, 1, mesh), (rows.count,), torch.int64)
+        return spec.local_ranges(current().rank)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, and what the order depends on; the same on every rank."""
+        return {
+            "epoch": self.place.epoch, "taken": self.place.taken,
+            "seed": self.seed, "shuffle": self.shuffle, "length": self.length,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on behind the samples that were taken, in the order in which they were taken.
+
+        Raises BatchError where the data set had another length: its order was another one then.
+        """
+        if state["length"] != self.length:
+            raise BatchError(
+                f"to go on with a data set of {self.length} samples", f"a place in one of {state['length']}",
+                "the order of the samples is that of all of them", "the data set of before, or a sampler that begins",
+            )  # fmt: skip
+        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        self.place = self._settled(Place(state["epoch"], state["taken"]))
+
+    def _settled(self, place: Place) -> Place:
+        """The place, or the beginning of the next epoch where no batch is left."""
+        left = self.length - place.taken
+        return Place(place.epoch + 1) if left < (self.batch if self.drop_last else 1) else place
+
+
+def target(mesh: ProcessMesh | None, axis: Axis) -> tuple[ProcessMesh, list[Placement]]:
+    """The mesh, and the placements of a tensor whose rows are split along an axis, or along several."""
+    mesh = resolve_mesh(mesh)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
+        if isinstance(one, int) and not -mesh.ndim <= one < mesh.ndim:
+            names = list(mesh.dim_names)
+            raise MeshError(f"shard_dims {one}", repr(mesh), f"there is no axis {one}", f"one of {names}")
+        placements[one if isinstance(one, int) else mesh.axis(one)] = Shard(0)
+    return mesh, placements
+
+
+def permuted(at: Words, size: int, seed: int, epoch: int) -> Words:
+    """What stands at these places of the permutation of `range(size)` that seed and epoch decide.
+
+    >>> sorted(permuted(np.arange(5, dtype=np.uint64), 5, seed=0, epoch=3).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    found = _encrypted(at, half, keys)
+    while (outside := found >= size).any():
+        found[outside] = _encrypted(found[outside], half, keys)
+    return found
+
+
+def _encrypted(x: Words, half: np.uint64, keys: Words) -> Words:
+    """A permutation of the numbers of `2 * half` bits."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    return (left << half) | right
+
+
+def _mixed(x: Words) -> Words:
+    """Well mixed bits of each number (splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

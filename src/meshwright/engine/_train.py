@@ -1,0 +1,393 @@
+"""A training loop that is short enough to read: steps, what they tell, evaluations, checkpoints, and how it ends.
+
+Whoever wants another loop writes it: every line here is one of the door's functions. What this one promises: a run that
+was stopped goes on as if it had not been, and no update is made of gradients that are not finite.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint import Saving, world
+from meshwright.cost import DEVICES, device_of
+from meshwright.search import MeshPlan
+from meshwright.tensor import DistTensor, tensors_in
+
+from ._checkpoint import latest_checkpoint
+from ._checkpoint_training import load_checkpoint, save_checkpoint
+from ._clip import clip_to, gradient_norm
+from ._errors import BatchError, NonFiniteGradientError, TrainingError
+from ._microbatches import Microbatches
+from ._static import DistModel
+from ._stop import STOPPED, stop_signals
+from ._tensors import unshard_dtensor
+from ._train_told import StepTold, Tell, Where, told
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How long `mw.train` trains, and what it does beside its steps.
+
+    `folder` holds checkpoints, one each `save_every` steps and at the end, of which the latest `keep` stay, and the log
+    `log.jsonl`, unless `log` names another file. `clip` is the largest norm of the gradients together. `flops` is the
+    work of a step (6 per parameter and token if not told), `device` a name that `meshwright.cost` knows. `plan` is for
+    the banner: what `mw.plan` gave, or a line that tells how the model is divided and why.
+    """
+
+    steps: int
+    folder: Where | None = None
+    save_every: int | None = None
+    keep: int | None = 2
+    resume: bool = True
+    evaluate_every: int | None = None
+    log: Where | None = None
+    tensorboard: Where | None = None
+    clip: float | None = None
+    autocast: torch.dtype | None = None
+    device: str | None = None
+    flops: float | None = None
+    plan: MeshPlan | str | None = None
+    show: bool = True
+
+    def __post_init__(self) -> None:
+        every = {"steps": self.steps, "save_every": self.save_every, "evaluate_every": self.evaluate_every}
+        wrong = next((name for name, n in every.items() if n is not None and n < 1), None)
+        if wrong is not None:
+            raise TrainingError(f"{wrong}={every[wrong]}", "a number below one", "steps are counted from one on",
+                                f"{wrong}=100")  # fmt: skip
+        if self.save_every is not None and self.folder is None:
+            raise TrainingError(f"save_every={self.save_every}", "no folder", "checkpoints are folders in a folder",
+                                'folder="run"')  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEnd:
+    """How a run ended: the step that it began behind, its losses, whether it was asked to stop, the last checkpoint."""
+
+    begun: int
+    losses: tuple[float, ...]
+    stopped: bool
+    checkpoint: Path | None
+
+    @property
+    def exit_code(self) -> int:
+        """For `sys.exit`: 0, or 143 when SIGTERM had asked it to stop."""
+        return STOPPED if self.stopped else 0
+
+
+def train(
+    model: nn.Module | Microbatches,
+    optimizer: Optimizer,
+    data: Iterable[Any],
+    training: Training,
+    *,
+    loss: Loss | None = None,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    evaluation: Iterable[Any] | None = None,
+    tell: Tell | None = None,
+) -> TrainingEnd:
+    """Trains until step `training.steps`, from the latest checkpoint of the folder on; every rank makes the call.
+
+    Batches are tuples or dicts of the model's arguments. `loss` takes what the model gives and the last of a batch;
+    without it the model gives the loss, or something that has one as `.loss`. `data` is iterated over again and again,
+    and has `state_dict` where there is a folder; `scheduler` steps once a step. Rank 0 tells, on its standard error, in
+    the log, and by calling `tell` with each event.
+
+    At SIGTERM the step is finished and saved. Raises NonFiniteGradientError, on all ranks, before such an update; with
+    a `scaler`, for float16, all ranks leave the update out and go on with a smaller scale.
+    """
+    return _Run(model, optimizer, data, training, loss, scheduler, scaler, evaluation).go(tell)
+
+
+class _Run:
+    """The parts of a run, and the step it is at."""
+
+    def __init__(
+        self,
+        model: nn.Module | Microbatches,
+        optimizer: Optimizer,
+        data: Iterable[Any],
+        training: Training,
+        loss: Loss | None,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+        evaluation: Iterable[Any] | None,
+    ) -> None:
+        _check(model, data, training, scaler)
+        self.model, self.optimizer, self.data, self.scheduler = model, optimizer, data, scheduler
+        self.scaler = scaler if scaler is not None else torch.amp.GradScaler(enabled=False)
+        self.network = model.model if isinstance(model, Microbatches) else model
+        self.loss = model.loss if isinstance(model, Microbatches) else loss
+        self.training, self.evaluation = training, evaluation
+        self.step = 0
+        self.device = next(self.network.parameters()).device.type
+        self.peak = _peak(training.device, self.device)
+        self.saving: Saving | None = None
+        self.path: Path | None = None
+
+    def go(self, tell: Tell | None) -> TrainingEnd:
+        how, world_here = self.training, world()
+        self._resume()
+        begun, losses, stopped = self.step, list[float](), False
+        with ExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
+            say: Tell = stack.enter_context(told(*self._listeners(tell))) if world_here.rank == 0 else _silent
+            say(self._start())
+            batches = _endless(self.data)
+            while self.step < how.steps and not stopped:
+                found, stopped = self._one(batches, stop, say)
+                losses.append(found.loss)
+                say(found.event)
+                if self.evaluation is not None and _is_due(self.step, how.evaluate_every):
+                    say({"event": "evaluation", "step": self.step, "loss": self._evaluated(self.evaluation)})
+                if stopped or self.step == how.steps or _is_due(self.step, how.save_every):
+                    self._save(say)
+            if self.saving is not None:
+                self.path = self.saving.wait()
+            say({"event": "end", "step": self.step, "stopped": stopped, "checkpoint": _text(self.path)})
+        return TrainingEnd(begun, tuple(losses), stopped, self.path)
+
+    def _listeners(self, tell: Tell | None) -> tuple[int, Where | None, Where | None, bool, Tell | None]:
+        how = self.training
+        log = how.log if how.log is not None or how.folder is None else Path(how.folder) / "log.jsonl"
+        return how.steps, log, how.tensorboard, how.show, tell
+
+    def _resume(self) -> None:
+        if self.training.folder is None:
+            return
+        found: str | None = world().gathered(_text(latest_checkpoint(self.training.folder)))[0]
+        if found is None:
+            return
+        if not self.training.resume:
+            raise TrainingError(
+                f"a run in {self.training.folder} with resume=False", f"{found} of a run before",
+                "a checkpoint is never written over", "another folder, or resume=True to go on",
+            )  # fmt: skip
+        resumed = load_checkpoint(
+            found, self.network, self.optimizer, self.scheduler, data=_Kept(self.data, self.scaler)
+        )
+        self.step, self.path = resumed.step, resumed.path
+
+    def _start(self) -> dict[str, Any]:
+        """The banner."""
+        meshes = dict.fromkeys(repr(p.mesh) for p in self.network.parameters() if isinstance(p, DistTensor))
+        plan, schedule = self.training.plan, getattr(getattr(self.model, "schedule", None), "name", None)
+        predicted = plan if isinstance(plan, MeshPlan) else None
+        return {
+            "event": "start", "step": self.step, "steps": self.training.steps, "goes_on_from": _text(self.path),
+            "ranks": world().size, "meshes": list(meshes), "schedule": schedule,
+            "parameters": sum(p.numel() for p in self.network.parameters()),
+            "plan": predicted.how if predicted else plan,
+            "predicted_seconds": predicted.seconds if predicted else None,
+            "predicted_bytes": predicted.nbytes if predicted else None,
+        }  # fmt: skip
+
+    def _one(self, batches: Iterator[Any], stop: Callable[[], bool], say: Tell) -> tuple[StepTold, bool]:
+        """One step, and whether some rank was asked to stop."""
+        start = perf_counter()
+        batch = next(batches)
+        with self._autocast():
+            loss = self.model(*_arguments(batch)[0]) if isinstance(self.model, Microbatches) else self._loss_of(batch)
+        if not isinstance(self.model, Microbatches):
+            self.scaler.scale(loss).backward()
+        value = unshard_dtensor(loss.detach()).item()
+        norm = self._norm(value, say)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step += 1
+        stopped, memory = _largest(float(stop()), float(_peak_memory(self.device)))
+        seconds, tokens = perf_counter() - start, _tokens(batch)
+        devices = world().size
+        found = StepTold(
+            self.step, value, norm, rate, seconds, tokens / seconds / devices, self._mfu(tokens, seconds * devices),
+            int(memory), scale,
+        )  # fmt: skip
+        return found, bool(stopped)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.training.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device, dtype)
+
+    def _norm(self, loss: float, say: Tell) -> float:
+        """The norm of all gradients, which are clipped. Raises NonFiniteGradientError."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler.unscale_(self.optimizer)
+        norm = gradient_norm(parameters)
+        if not norm.isfinite() and not self.scaler.is_enabled():
+            say({"event": "error", "step": self.step + 1, "loss": loss, "gradient_norm": norm.item()})
+            raise _non_finite(self.network, self.step + 1, loss, norm.item())
+        if self.training.clip is not None:
+            clip_to(parameters, self.training.clip, norm)
+        return norm.item()
+
+    def _mfu(self, tokens: int, device_seconds: float) -> float | None:
+        if self.peak is None:
+            return None
+        flops = self.training.flops
+        if flops is None:
+            flops = 6.0 * tokens * sum(p.numel() for p in self.network.parameters())
+        return flops / (device_seconds * self.peak(self.training.autocast or next(self.network.parameters()).dtype))
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        given, named = _arguments(batch)
+        if self.loss is None:
+            out = self.network(*given, **named)
+            return out if isinstance(out, Tensor) else out.loss
+        *inputs, labels = given
+        return self.loss(self.network(*inputs), labels)
+
+    def _evaluated(self, batches: Iterable[Any]) -> float:
+        """The mean loss of all batches, with the model in evaluation."""
+        was = self.network.training
+        self.network.eval()
+        with torch.no_grad(), self._autocast():
+            losses = [unshard_dtensor(self._loss_of(batch)).item() for batch in batches]
+        self.network.train(was)
+        return sum(losses) / len(losses) if losses else float("nan")
+
+    def _save(self, say: Tell) -> None:
+        folder = self.training.folder
+        if folder is None:
+            return
+        self.saving = save_checkpoint(
+            folder, self.step, self.network, self.optimizer, self.scheduler,
+            data=_Kept(self.data, self.scaler), async_save=True, keep=self.training.keep,
+        )  # fmt: skip
+        say({"event": "checkpoint", "step": self.step, "path": str(self.saving.path)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a checkpoint holds beside model, optimizer and scheduler: the place in the data, and the scale."""
+
+    data: Any
+    scaler: torch.amp.GradScaler
+
+    def state_dict(self) -> Any:
+        place = self.data.state_dict()
+        return {"data": place, "loss_scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else place
+
+    def load_state_dict(self, state: Any) -> None:
+        scale = state.get("loss_scaler") if isinstance(state, dict) else None
+        self.data.load_state_dict(state if scale is None else state["data"])
+        if scale is not None and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scale)
+
+
+def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
+    """Raises for what cannot be trained, or cannot go on."""
+    if isinstance(model, Microbatches) and (scaler is not None or training.autocast is not None):
+        raise TrainingError(
+            "mw.train of microbatches with autocast or a scaler", "a pipeline in the eager mode",
+            "its losses are not scaled, and ranks outside a stage do not know the dtypes inside it",
+            'mw.to_static with mw.Strategy.of(pipeline={"enable": True}, amp={"enable": True}), or float32',
+        )  # fmt: skip
+    if isinstance(model, DistModel):
+        raise TrainingError(
+            "mw.train of a static model", "a step with the update in it",
+            "this loop looks at the gradients before the update",
+            "the model itself, mw.microbatched(model, …) for a pipeline, or a loop over dist_model(*batch)",
+        )  # fmt: skip
+    if training.folder is not None and not hasattr(data, "state_dict"):
+        raise BatchError(
+            f"a run in {training.folder} that can go on", f"a {type(data).__name__} without state_dict",
+            "nothing would tell which samples were seen",
+            "mw.shard_dataloader(DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch)), mesh, axis)",
+        )  # fmt: skip
+
+
+def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonFiniteGradientError:
+    """The error, which names the parameters; every rank asks all of them."""
+    of = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    wrong = [name for name, grad in of.items() if not unshard_dtensor(grad.isfinite().all()).item()]
+    names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return NonFiniteGradientError(
+        f"the update of step {step}", f"a gradient norm of {norm}, a loss of {loss:g}; not finite: {names}",
+        "an update with it would put numbers that are none into every parameter",
+        "a smaller learning rate, clip=1.0, or other data: the parameters are those of before the step",
+    )  # fmt: skip
+
+
+def _endless(data: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch; the first may be over already. Raises BatchError for data that give nothing anew."""
+    empty = 0
+    while empty < 2:
+        empty += 1
+        for batch in data:
+            empty = 0
+            yield batch
+    raise BatchError(
+        "the next batch", f"a {type(data).__name__} that gives none", "data are iterated over again and again",
+        "a list or a DataLoader, not an iterator that ends",
+    )  # fmt: skip
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)), {}
+
+
+def _tokens(batch: Any) -> int:
+    """Elements of the first input where they are whole numbers, else its rows."""
+    first = next(tensors_in(batch), None)
+    if first is None or first.dim() == 0:
+        return 1
+    return first.shape[0] if first.is_floating_point() else first.numel()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _largest(*numbers: float) -> list[float]:
+    """The largest of all ranks, number by number."""
+    here = world()
+    if here.carrier is None or here.size == 1:
+        return list(numbers)
+    found = here.carrier.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tuple(range(here.size)))
+    return found.tolist()
+
+
+def _peak_memory(on: str) -> int:
+    """Bytes that this rank has held at most: of its device, else of its process."""
+    if on == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _peak(device: str | None, on: str) -> Callable[[torch.dtype], float] | None:
+    """Operations per second of a device by dtype, where it is known: by name, or by what CUDA tells."""
+    if device is None and on == "cuda":
+        words = torch.cuda.get_device_name().replace("-", " ").split()
+        device = next((name for name in DEVICES if name in words), None)
+    return None if device is None else device_of(device).peak
+
+
+def _text(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _silent(_: Any) -> None:
+    """What the other ranks tell."""

@@ -1,0 +1,151 @@
+"""What a training run tells: a line of JSON for everything that happens, curves, and a bar for a person."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ._errors import TrainingError
+
+Event = Mapping[str, Any]
+"""What happened (`event`: start, step, evaluation, checkpoint, error, end), at which step, and its numbers."""
+Tell = Callable[[Event], None]
+Where = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTold:
+    """Numbers of one step; `mfu` is the share of the devices' peak, where both the work and the peak are known.
+
+    `peak_memory` is the most that a rank has held so far, in bytes: of its device, or of its process. A norm that is
+    not finite with a `loss_scale` means that there was no update.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    tokens_per_second_per_device: float
+    mfu: float | None
+    peak_memory: int
+    loss_scale: float | None = None
+
+    @property
+    def event(self) -> Event:
+        return {"event": "step", **asdict(self)}
+
+
+@contextmanager
+def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, tell: Tell | None) -> Generator[Tell]:
+    """Gives the function to call with each event; what it is told goes to all that listen."""
+    with ExitStack() as stack:
+        listeners = [] if tell is None else [tell]
+        if log is not None:
+            listeners.append(stack.enter_context(_lines(Path(log))))
+        if tensorboard is not None:
+            listeners.append(stack.enter_context(_curves(tensorboard)))
+        if show:
+            listeners.append(stack.enter_context(_shown(steps)))
+
+        def all_of_them(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        yield all_of_them
+
+
+@contextmanager
+def _lines(path: Path) -> Generator[Tell]:
+    """Appends a JSON object per line; a number that is not finite is a string, since JSON has none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        yield lambda event: print(json.dumps({k: _in_json(v) for k, v in event.items()}), file=file)
+
+
+def _in_json(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _curves(folder: Where) -> Generator[Tell]:
+    """Numbers by step for TensorBoard, which is imported only here."""
+    try:
+        writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    except ImportError as error:
+        raise TrainingError(
+            f"tensorboard={str(folder)!r}", f"{error}", "curves are written by TensorBoard's own package",
+            "pip install tensorboard, or log=FILE alone",
+        ) from error  # fmt: skip
+
+    def draw(event: Event) -> None:
+        for name, number in _numbers(event):
+            writer.add_scalar(f"{event['event']}/{name}", number, event["step"])
+
+    try:
+        yield draw
+    finally:
+        writer.close()
+
+
+def _numbers(event: Event) -> Iterator[tuple[str, float]]:
+    if event["event"] in ("step", "evaluation"):
+        yield from ((k, v) for k, v in event.items() if k != "step" and isinstance(v, (int, float)))
+
+
+@contextmanager
+def _shown(steps: int) -> Generator[Tell]:
+    """The banner, a bar with the numbers of the latest step, and a line for everything else."""
+    columns = (
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[numbers]}"),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=steps, numbers="")
+
+        def show(event: Event) -> None:
+            if event["event"] == "start":
+                bar.update(task, completed=event["step"])
+            if event["event"] == "step":
+                bar.update(task, completed=event["step"], numbers=_numbers_of_step(event))
+            else:
+                bar.console.print(line_of(event), highlight=False, markup=False)
+
+        yield show
+
+
+def _numbers_of_step(event: Event) -> str:
+    parts = [
+        f"loss {event['loss']:.4f}", f"norm {event['gradient_norm']:.3g}", f"lr {event['learning_rate']:.3g}",
+        f"{event['tokens_per_second_per_device']:,.0f} tokens/s a device",
+        *([] if event["mfu"] is None else [f"MFU {event['mfu']:.1%}"]), f"{event['peak_memory'] / 2**20:,.0f} MiB",
+    ]  # fmt: skip
+    return "  ".join(parts)
+
+
+def line_of(event: Event) -> str:
+    """An event as a person reads it.
+
+    >>> line_of({"event": "evaluation", "step": 20, "loss": 0.5})
+    'evaluation at step 20: loss 0.5'
+    """
+    kind, rest = event["event"], {k: v for k, v in event.items() if k not in ("event", "step") and v is not None}
+    if kind == "start":
+        return "\n".join(f"{name.replace('_', ' '):>14}  {_written(value)}" for name, value in rest.items())
+    return f"{kind} at step {event['step']}: {', '.join(f'{k} {_written(v)}' for k, v in rest.items())}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
