@@ -83,8 +83,11 @@ on_new_rule: list[Callable[[], None]] = []
 def is_computed(op: Operator) -> bool:
     """True when the rule of `op` is a function of the call's arguments, so that their values may decide it."""
     name, entry = _entry(op)
-    return callable(entry) and name not in EPSILON_ONLY
+    return callable(entry) and name not in BLIND_TO_FLOATS
 
 
-EPSILON_ONLY = {"aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"}
-"""Operators whose floats are added to a variance or scale it: no rule looks at them."""
+BLIND_TO_FLOATS = {
+    *("aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"),
+    *("aten.div", "aten.divide", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip"),
+}
+"""Operators whose rules look at arguments, but at no float: epsilons, bounds, what an optimizer divides by."""
