@@ -13,10 +13,10 @@ from meshwright.tensor._dist_tensor import PLANS
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "Adam": lambda ps: torch.optim.Adam(ps),
-    "AdamW": lambda ps: torch.optim.AdamW(ps),
-    "NAdam": lambda ps: torch.optim.NAdam(ps),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "RMSprop": torch.optim.RMSprop,
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr_decay=0.1),
 }
 
