@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.engine import from_torch_dtensor as from_torch_dtensor
     from meshwright.engine import get_mesh as get_mesh
     from meshwright.engine import get_rank as get_rank
+    from meshwright.engine import init_mesh as init_mesh
     from meshwright.engine import latest_checkpoint as latest_checkpoint
     from meshwright.engine import load_checkpoint as load_checkpoint
     from meshwright.engine import load_state_dict as load_state_dict
@@ -112,6 +113,7 @@ __all__ = [
     "from_torch_dtensor",
     "get_mesh",
     "get_rank",
+    "init_mesh",
     "init_process",
     "latest_checkpoint",
     "load_checkpoint",
@@ -148,17 +150,14 @@ _ROOMS = {
     "tensor": ["DistTensor", "random_source"],
     "engine": [
         "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "DistModel", "dtensor_from_fn",
-        "dtensor_from_local", "explain",
-        "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "latest_checkpoint", "load_checkpoint",
-        "load_state_dict",
-        "local_map", "LocalLayer", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
-        "PrepareLayerInput", "PrepareLayerOutput", "reshard", "RowwiseParallel", "save_checkpoint",
-        "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable", "SequenceParallelEnable",
-        "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
-        "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline", "Strategy",
-        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "train", "Training",
-        "TrainingEnd", "unshard_dtensor",
-        "VocabParallel",
+        "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "init_mesh",
+        "latest_checkpoint", "load_checkpoint", "load_state_dict", "local_map", "LocalLayer", "microbatched",
+        "Parallelism", "parallelize", "pipe_split", "plan", "PrepareLayerInput", "PrepareLayerOutput", "reshard",
+        "RowwiseParallel", "save_checkpoint", "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable",
+        "SequenceParallelEnable", "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer",
+        "shard_optimizer", "shard_tensor", "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline",
+        "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "train", "Training",
+        "TrainingEnd", "unshard_dtensor", "VocabParallel",
     ],
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,24 @@ def test_an_ended_and_a_killed_rank_are_named(tmp_path: Path, capfd: pytest.Capt
     assert "rank 1 was killed by SIGKILL first" in capfd.readouterr().err
 
 
-def test_a_process_outside_a_run_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(NoCarrierError, match="meshwright run"):
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [("RANK", "no WORLD_SIZE, MASTER_ADDR"), ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS is 8")],
+)
+def test_a_process_that_knows_of_others_and_not_where_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    monkeypatch.setenv(variable, "8")
+    with pytest.raises(NoCarrierError, match=told):
         init_process()
+
+
+def test_a_process_started_by_itself_is_the_only_rank() -> None:
+    code = (
+        "import torch, meshwright as mw; x = mw.shard_tensor(torch.ones(2), mw.init_mesh(dp=4)); print(x.sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2.0\n"
 
 
 def test_a_simulated_rank_has_its_carrier_already() -> None:

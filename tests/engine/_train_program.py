@@ -28,7 +28,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = mw.ProcessMesh([0, 1], ["dp"])
     net = mw.shard_layer(Loss(4, 4), mesh)
-    loader = DataLoader(torch.ones(16, 4), batch_sampler=mw.GlobalSampler(16, 4))  # type: ignore[arg-type]
+    loader = DataLoader(torch.ones(16, 4), batch_sampler=mw.GlobalSampler(16, 4))
     data = mw.shard_dataloader(loader, mesh, "dp")
     training = mw.Training(10**9, sys.argv[1], show=False)
     sys.exit(mw.train(net, torch.optim.SGD(net.parameters(), lr=1e-3), data, training, tell=told).exit_code)

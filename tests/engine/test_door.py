@@ -54,6 +54,16 @@ def test_a_rank_can_have_a_default_of_its_own() -> None:
     assert mw.simulate(go, 2) == [MESH, mw.ProcessMesh([1], ["x"])]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "shape"),
+    [({"dp": -1}, 3, (3,)), ({"pp": 2, "dp": -1, "tp": 2}, 8, (2, 2, 2)), ({"dp": 2, "tp": 2}, 1, (1, 1))],
+)
+def test_a_mesh_of_all_ranks(sizes: dict[str, int], ranks: int, shape: tuple[int, ...]) -> None:
+    meshes = mw.simulate(lambda: mw.init_mesh(**sizes), ranks)
+    assert all(mesh == meshes[0] for mesh in meshes)
+    assert (meshes[0].mesh.shape, meshes[0].process_ids) == (shape, tuple(range(ranks)))
+
+
 def test_shard_tensor_takes_what_torch_takes() -> None:
     def go() -> tuple[Any, ...]:
         x = mw.shard_tensor([[1, 2], [3, 4]], MESH, ROWS, dtype=torch.float32, requires_grad=True)

@@ -191,7 +191,7 @@ CASES: list[Case] = [
      engine.BatchError, "GlobalSampler"),
     ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
     ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),
-    ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),  # type: ignore[arg-type]
+    ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),
      engine.TrainingError, "dist_model"),
     ("a scaler for microbatches", on_ranks(scales_microbatches, 2), engine.TrainingError, "to_static"),
     ("gradients that are no numbers", lambda: trains([torch.full((2,), torch.nan)], 1),
@@ -231,6 +231,10 @@ CASES: list[Case] = [
     ("a plan in no language", lambda: search.parse_plan("dp: 8"), search.SearchError, "dp = 8"),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
+    ("sizes of no mesh", on_ranks(lambda: mw.init_mesh(dp=3)), layout.MeshError, "--ranks 3"),
+    ("no size", on_ranks(mw.init_mesh), layout.MeshError, "dp=4"),
+    ("two open sizes", on_ranks(lambda: mw.init_mesh(dp=-1, tp=-1)), layout.MeshError, "what is left"),
+    ("an empty axis", on_ranks(lambda: mw.init_mesh(dp=0)), layout.MeshError, "dp=4"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
     ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),

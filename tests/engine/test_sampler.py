@@ -80,7 +80,7 @@ def epochs_of(length: int, legs: Legs, seed: int, split: bool) -> list[list[int]
         return found, data.state_dict()
 
     for ranks, steps, batch in [*legs, (2, None, 4)]:
-        results = mw.simulate(lambda: go(ranks, steps, batch), ranks)  # noqa: B023 - called at once
+        results = mw.simulate(go, ranks, ranks, steps, batch)
         assert all(result == results[0] for result in results)
         for epoch, values in results[0][0]:
             epochs.setdefault(epoch, []).extend(values)

@@ -224,7 +224,7 @@ def test_a_pipeline_and_a_batch_by_names(tmp_path: Path) -> None:
     assert mw.simulate(lambda: go(1, 2), 2)[0] + mw.simulate(lambda: go(1, 4), 2)[1] == whole[0] == whole[1]
 
     class Named(nn.Linear):
-        def forward(self, *, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        def forward(self, *, x: torch.Tensor, y: torch.Tensor) -> Any:
             class Output:
                 loss = F.mse_loss(super(Named, self).forward(x), y)
 

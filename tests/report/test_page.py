@@ -260,7 +260,7 @@ def shown(made: str, folder: Path, width: int) -> int:
     return int(found[1])
 
 
-@pytest.mark.skipif(not BROWSER, reason="no browser is here")
+@pytest.mark.skipif(not BROWSER, reason="Chromium is not installed")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_page_is_no_wider_than_its_window(width: int, tmp_path: Path) -> None:
     for made in (page(of_sizes()), page(evil(), {EVIL: 1.0})):

@@ -228,7 +228,8 @@ def init_process(
 ) -> Carrier:
     """The carrier of this process, installed for all its threads; from torchrun's environment.
 
-    Where there is one, which `meshwright run` and `simulate` see to, it is that one, and the arguments say nothing.
+    Where there is one, which `meshwright run` and `simulate` see to, it is that one, and the arguments say nothing. A
+    process that was started by itself, as `python script.py` does, is the only rank.
 
     `backend` carries tensors that are not on the CPU ("nccl" where there is CUDA); `check` is "every", "off", a
     number N (every N-th call of a group) or a `Check`, else what MESHWRIGHT_CHECK says. `transfer_limit` is how many

@@ -12,6 +12,9 @@ from ._errors import NoCarrierError
 from .torch_hooks import PrefixStore, Store, TCPStore, default_store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers that set no such variables say how many processes they started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,19 @@ class Place:
 
 
 def read_place(env: Mapping[str, str] | None = None) -> Place:
-    """The place that torchrun or `meshwright run` gave this process; NoCarrierError outside of them."""
+    """The place that torchrun or `meshwright run` gave this process; a process started by itself is the only rank.
+
+    Raises NoCarrierError where the environment says that there are others, and not where.
+    """
     env = os.environ if env is None else env
-    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    lacking = [name for name in VARIABLES if name not in env]
+    crowd = [f"{name} is {env[name]}" for name in OTHER_LAUNCHERS if env.get(name, "1") != "1"]
+    if len(lacking) == len(VARIABLES) and not crowd:
+        return Place(0, 1, 0, LOOPBACK[0], 0, False, "alone/0")
     if lacking:
         raise NoCarrierError(
             "this process as one rank of a run",
-            f"no {', '.join(lacking)} in its environment",
+            "; ".join([f"no {', '.join(lacking)} in its environment", *crowd]),
             "a rank must know its number and where the others are",
             "`meshwright run --ranks N script.py`, or torchrun",
         )

@@ -20,7 +20,7 @@ from ._errors import (
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
-from ._mesh import get_mesh, set_mesh
+from ._mesh import get_mesh, init_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
 from ._parallelize import Parallelism, parallelize
@@ -87,6 +87,7 @@ __all__ = [
     "from_torch_dtensor",
     "get_mesh",
     "get_rank",
+    "init_mesh",
     "latest_checkpoint",
     "load_checkpoint",
     "load_state_dict",

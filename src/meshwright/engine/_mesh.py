@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
-from meshwright.comm import current
+import numpy as np
+
+from meshwright.comm import current, init_process
 from meshwright.layout import MeshError, ProcessMesh
 
 
@@ -30,6 +33,33 @@ def set_mesh(mesh: ProcessMesh | None) -> None:
 def get_mesh() -> ProcessMesh | None:
     """The mesh that `set_mesh` made the default, or None."""
     return _state.mesh if _state.mesh is not None else _everywhere[0]
+
+
+def init_mesh(**sizes: int) -> ProcessMesh:
+    """A mesh of all ranks along these axes, the outermost first; the size -1 takes what the others leave.
+
+    With it one script runs everywhere: `init_process` is called where nobody did, and in a process that was started by
+    itself, as `python script.py` does, there is one rank and every size is 1.
+
+    >>> from meshwright.comm import simulate
+    >>> simulate(lambda: init_mesh(pp=2, dp=-1, tp=2), ranks=8)[0]
+    ProcessMesh([pp=2, dp=2, tp=2])
+
+    Raises MeshError when the sizes are not those of so many ranks.
+    """
+    ranks = init_process().size
+    if ranks == 1:
+        sizes = dict.fromkeys(sizes, 1)
+    given = math.prod(size for size in sizes.values() if size != -1)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    filled = {name: ranks // max(given, 1) if size == -1 else size for name, size in sizes.items()}
+    if not sizes or min(filled.values()) < 1 or len(open_axes) > 1 or math.prod(filled.values()) != ranks:
+        raise MeshError(
+            f"init_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})", f"{ranks} ranks",
+            "the product of all sizes is the number of ranks, and one size at most may be -1, what is left",
+            f"init_mesh(dp={ranks}), or other ranks: `meshwright run --ranks {max(given, 2)} script.py`",
+        )  # fmt: skip
+    return ProcessMesh(np.arange(ranks).reshape(tuple(filled.values())), list(filled))
 
 
 def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:

@@ -76,7 +76,8 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
 def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
     """States that are tensors are written back; those that are new, or Python numbers, are given out."""
     _check_path(recorder)
-    wrote = {x.role for x in recorder.recording.inputs if x.value in dict(recorder.recording.written())}
+    written = {value for value, _ in recorder.recording.written()}
+    wrote = {x.role for x in recorder.recording.inputs if x.value in written}
     here = [x for x in recorder.recording.inputs if x.spec is None or recorder.carrier.rank in x.spec.mesh]
     if "parameter" not in wrote and any(x.role == "gradient" for x in here):
         raise CaptureError(
