@@ -10,7 +10,7 @@ model = Llama(LlamaConfig(vocab=256, hidden=64, layers=4, heads=4, kv_heads=2, f
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 data = torch.randint(0, 256, (5, 16, 33), generator=torch.Generator().manual_seed(1))
 
-mesh = mw.ProcessMesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["pp", "dp", "tp"])
+mesh = mw.init_mesh(pp=2, dp=2, tp=2)
 plan = {
     "entry.embed": mw.VocabParallel(),
     "blocks.*.attention.[qkv]": mw.ColwiseParallel(),

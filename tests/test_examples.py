@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say."""
+"""Every example runs as its first lines say, and prints on its ranks what it prints on one device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,59 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli import main
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+PARALLEL = [path for path in EXAMPLES if "import meshwright" in path.read_text()]
+PLAIN = "mlp_by_marks"
+LONGEST = 100
+
+
+def numbers(text: str) -> list[list[float]]:
+    return [[float(n) for n in re.findall(r"-?\d+\.?\d*", line)] for line in text.splitlines()]
+
+
+def ranks_of(example: Path) -> int:
+    found = re.search(r"`meshwright run --ranks (\d+)`", example.read_text())
+    assert found
+    return int(found[1])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_it_runs(example: Path) -> None:
-    text = example.read_text()
-    assert len(text.splitlines()) < 100
-    told = re.search(r"`meshwright run ([^`]*)`", text)
-    words = ["-m", "meshwright", "run", *told[1].split()] if told else []
-    found = subprocess.run([sys.executable, *words, str(example)], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout
+def test_it_is_short(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < LONGEST
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("example", PARALLEL, ids=lambda path: path.stem)
+def test_it_prints_on_ranks_what_it_prints_on_one_device(
+    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for library in re.findall(r"^from (transformers|diffusers)", example.read_text(), re.MULTILINE):
+        pytest.importorskip(library)
+    shown: list[list[list[float]]] = []
+    for ranks in (1, ranks_of(example)):
+        code = main(["run", "--ranks", str(ranks), str(example), str(tmp_path / f"{ranks}")])
+        told = capsys.readouterr()
+        assert code == 0, told.err[-2000:]
+        shown.append(numbers(told.out)[::ranks])
+    one, many = shown
+    assert one
+    assert len(one) == len(many)
+    assert all(row == pytest.approx(other, abs=2e-4) for row, other in zip(one, many, strict=True))
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path not in PARALLEL or path.stem == PLAIN])
+def test_plain_python_is_one_device(example: Path) -> None:
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout
+
+
+def test_torchrun_starts_it_too() -> None:
+    script = next(str(path) for path in EXAMPLES if path.stem == PLAIN)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = numbers(done.stdout)
+    assert sorted(map(tuple, lines)) == sorted(map(tuple, lines[::2] * 2))

@@ -56,9 +56,10 @@ def run_processes(ranks: int, argv: list[str], script: Path, arguments: list[str
 
 def run_simulated(ranks: int, script: Path, arguments: list[str]) -> int:
     """Execute the whole script once per simulated rank, each in a namespace of its own."""
-    from meshwright.comm import simulate
+    from meshwright.cli._once import defined_once
+    from meshwright.comm import current, simulate
 
-    with script_arguments(script, arguments):
+    with script_arguments(script, arguments), defined_once(lambda: current().rank):
         try:
             code = compile(script.read_bytes(), str(script), "exec")
             return next(filter(None, simulate(lambda: execute(code), ranks)), 0)
