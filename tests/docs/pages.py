@@ -35,7 +35,7 @@ def run(page: Path) -> Iterator[tuple[Block, str, str]]:
     for at, block in enumerate(found):
         if block.kind != "python":
             continue
-        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
         if at + 1 < len(found) and found[at + 1].kind == "text":

@@ -94,3 +94,12 @@ def test_sixteen_thousand_ranks_on_a_laptop() -> None:
         return torch.relu(x @ w)
 
     assert str(mw.explain(program).calls[1].moves[0][1].plan) == "AllReduce(tp)"
+
+
+def test_of_two_operands_that_lie_alike_the_one_that_moves_is_shown() -> None:
+    def program() -> torch.Tensor:
+        a, b = (mw.shard_tensor(torch.ones(2, 4, 8), MESH, [mw.Shard(1)]) for _ in range(2))
+        return torch.einsum("bsd,btd->bst", a, b)
+
+    _, first, second, *_ = str(mw.explain(program)).splitlines()
+    assert ("AllGather" in first, "AllGather" in second) == (False, True)

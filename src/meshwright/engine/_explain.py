@@ -111,13 +111,12 @@ def _rows(call: Decided, rank: int) -> Iterator[tuple[str, ...]]:
 
 def _operands(call: Decided) -> Iterator[tuple[str, Plan | None]]:
     """Every distributed operand with the plan that changes it, then the plain operands that change."""
-    plans = [how.plan for _, how in call.moves]
-    for spec in call.ins:
-        plan = next((p for p in plans if p.src is spec), None)
-        if plan is not None:
-            plans.remove(plan)
-        yield repr(spec), plan
-    for plan in plans:
+    plans = {at: how.plan for at, how in call.moves}
+    sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}
+    for at, spec in enumerate(call.ins):
+        mine = at if at in sure else next((k for k in plans if k not in sure and plans[k].src is spec), None)
+        yield repr(spec), None if mine is None else plans.pop(mine)
+    for plan in plans.values():
         yield f"{plan.src!r} (plain)", plan
 
 
