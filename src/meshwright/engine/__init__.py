@@ -20,6 +20,7 @@ from ._errors import (
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
+from ._local_step import watch_steps
 from ._mesh import get_mesh, init_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
@@ -114,3 +115,5 @@ __all__ = [
     "unmarked",
     "unshard_dtensor",
 ]
+
+watch_steps()

@@ -15,9 +15,9 @@ from ._errors import (
     RandomSourceError,
     RanWholeWarning,
 )
-from ._explain import Decided, decisions
+from ._explain import Decided, decisions, recording
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
-from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
+from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from .torch_hooks import grouped_product, operators_recorded
@@ -62,9 +62,11 @@ __all__ = [
     "note_spec",
     "noted_spec",
     "operators_recorded",
+    "parts_recorded",
     "pipe_split",
     "place",
     "random_source",
+    "recording",
     "recording_parts",
     "redistribute",
     "stamp",

@@ -62,6 +62,11 @@ def recording_parts(note: Opaque) -> Generator[None]:
         _watching.parts = before
 
 
+def parts_recorded() -> bool:
+    """True while what this thread does to parts is recorded as a program."""
+    return _watching.parts is not None
+
+
 def as_one(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
     """`op(*args)`; where parts are being recorded, one node that gives what `shown()` looks like."""
     return op(*args) if _watching.parts is None else _watching.parts(op, args, shown)
