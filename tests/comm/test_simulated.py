@@ -208,7 +208,8 @@ def test_the_first_error_is_raised_with_its_rank() -> None:
 
     with pytest.raises(KeyError, match="mine") as caught:
         simulate(program, 3)
-    assert caught.value.__notes__ == ["raised on rank 1 of 3 simulated ranks"]
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"raised on rank 1 of 3 simulated ranks, at {__file__}:")
     assert cleaned == [1, 0] or cleaned == [1, 2, 0]
 
 

@@ -267,7 +267,21 @@ def test_every_class_has_a_case() -> None:
     assert below(mw.MeshwrightError) - {kind.__name__ for _, _, kind, _ in CASES} <= ELSEWHERE
 
 
-def test_simulated_ranks_are_named_in_a_note() -> None:
+def test_simulated_ranks_and_the_users_line_are_named_in_a_note() -> None:
     with pytest.raises(layout.PlacementError) as caught:
         mw.simulate(lambda: x(at=[mw.Shard(5)]), 4)
-    assert caught.value.__notes__ == ["raised on rank 0 of 4 simulated ranks"]
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"raised on rank 0 of 4 simulated ranks, at {__file__}:")
+
+
+def test_the_module_is_named_too() -> None:
+    net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with pytest.raises(mw.MeshwrightError) as caught:
+        mw.simulate(lambda: net(x(4, 6, at=ROWS)), 4)
+    assert caught.value.__notes__[0].endswith(" in 1.0")
+
+
+def test_ranks_that_disagree_or_wait_are_told_with_their_lines() -> None:
+    for act, kind, ranks in [(other_calls, comm.DisagreementError, 2), (leaves_early, comm.MissingCallError, 2)]:
+        with pytest.raises(kind, match=rf"ranks 0, 1 at {__file__}:\d+; rank 1"):
+            mw.simulate(act, ranks)

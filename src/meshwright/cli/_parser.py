@@ -26,6 +26,7 @@ COMMANDS = {
     "explain": "say why a training step takes what it takes under a plan, and what other plans would take",
     "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
     "checkpoint": "say what is in a checkpoint, verify it, compare two, or write it in another format",
+    "doctor": "say what this machine has and what is missing, and try two ranks beside one device",
 }
 
 
@@ -217,6 +218,14 @@ def checkpoint_parser() -> Parser:
     return parser
 
 
+def doctor_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "something that is needed is missing, or two ranks differ from one device")
+    parser = Parser("meshwright doctor", f"{COMMANDS['doctor'].capitalize()}.", codes)
+    parser.add_argument("--no-check", action="store_true", help="only look; run no ranks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -226,7 +235,7 @@ def add_cluster(parser: Parser) -> None:
 PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
     "predict": predict_parser, "explain": explain_parser,
-    "checkpoint": checkpoint_parser,
+    "checkpoint": checkpoint_parser, "doctor": doctor_parser,
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from meshwright.layout import user_frame
+
 from ._call import Call, Group, common_part, is_pairwise, transfers
 from ._errors import (
     CallError,
@@ -88,6 +90,12 @@ class Check:
         env = os.environ if env is None else env
         limit, patience = float(env.get("MESHWRIGHT_LIMIT", "20")), float(env.get("MESHWRIGHT_PATIENCE", "1800"))
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
+
+
+def _told(call: Call) -> str:
+    """This rank's call, with the line of the user's code that made it."""
+    line = user_frame()
+    return f"{call} at {line}" if line else str(call)
 
 
 _States = dict[int, State | None]
@@ -239,10 +247,10 @@ class Guard:
             why = f"rank {self.rank} has made {mine.number} calls on this group and rank {peer} {other.number}"
         else:
             why = "the calls before this one, which were not compared, were different"
-        raise disagreement(self.rank, str(call), peer, text, why)
+        raise disagreement(self.rank, _told(call), peer, text, why)
 
     def _unbalanced(self, call: Call, frames: dict[int, Frame]) -> DisagreementError:
-        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: str(call)}
+        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: _told(call)}
         return DisagreementError(
             f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
             "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(sides.items())),
