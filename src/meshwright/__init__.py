@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.report import show as show
     from meshwright.spmd import register_rule as register_rule
     from meshwright.tensor import DistTensor as DistTensor
     from meshwright.tensor import random_source as random_source
@@ -131,6 +132,7 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "show",
     "simulate",
     "split_pipeline",
     "strategy_from_toml",
@@ -146,6 +148,7 @@ _ROOMS = {
     "comm": ["init_process", "simulate"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
+    "report": ["show"],
     "engine": [
         "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "DistModel", "dtensor_from_fn",
         "dtensor_from_local", "explain",

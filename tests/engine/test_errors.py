@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, search, spmd, tensor
+from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, report, search, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -199,6 +199,8 @@ CASES: list[Case] = [
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
     ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),
     ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
+    ("a picture of what lies nowhere", lambda: mw.show(torch.ones(2)), report.ShowError, "DistTensor"),
+    ("a picture without a mesh", lambda: mw.show("f32[2]"), report.ShowError, "mesh"),
     # programs
     ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
