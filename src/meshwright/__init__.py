@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from meshwright.engine import strategy_to_toml as strategy_to_toml
     from meshwright.engine import to_static as to_static
     from meshwright.engine import to_torch_dtensor as to_torch_dtensor
+    from meshwright.engine import trace_comm as trace_comm
     from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.layout import MeshwrightError as MeshwrightError
@@ -139,6 +140,7 @@ __all__ = [
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "trace_comm",
     "train",
     "unshard_dtensor",
 ]
@@ -159,7 +161,7 @@ _ROOMS = {
         "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable", "SequenceParallelEnable",
         "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
         "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline", "Strategy",
-        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "train", "Training",
+        "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "trace_comm", "train", "Training",
         "TrainingEnd", "unshard_dtensor",
         "VocabParallel",
     ],

@@ -44,6 +44,7 @@ from ._styles import (
 )
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
+from ._trace import CommTrace, TracedCall, trace_comm
 from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
 
@@ -51,6 +52,7 @@ __all__ = [
     "STOPPED",
     "BatchError",
     "ColwiseParallel",
+    "CommTrace",
     "DistModel",
     "Explanation",
     "GlobalSampler",
@@ -74,6 +76,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TorchDTensorError",
+    "TracedCall",
     "Training",
     "TrainingEnd",
     "TrainingError",
@@ -109,6 +112,7 @@ __all__ = [
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "trace_comm",
     "train",
     "unmarked",
     "unshard_dtensor",
