@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from meshwright.engine import trace_comm as trace_comm
     from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
+    from meshwright.engine import verify as verify
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
     from meshwright.layout import Placement as Placement
@@ -143,6 +144,7 @@ __all__ = [
     "trace_comm",
     "train",
     "unshard_dtensor",
+    "verify",
 ]
 
 _ROOMS = {
@@ -162,7 +164,7 @@ _ROOMS = {
         "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",
         "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline", "Strategy",
         "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "trace_comm", "train", "Training",
-        "TrainingEnd", "unshard_dtensor",
+        "TrainingEnd", "unshard_dtensor", "verify",
         "VocabParallel",
     ],
 }  # fmt: skip

@@ -102,6 +102,6 @@ def test_gradients_of_what_ran_before_say_where_they_run() -> None:
     trace, asking = mw.simulate(program, 4)[0]
     assert asking >= 1
     assert _Asking.count == 0
-    line = line_of(test_gradients_of_what_ran_before_say_where_they_run, "out.backward()")
+    line = line_of(test_gradients_of_what_ran_before_say_where_they_run, "out." + "backward()")
     assert all(call.line == line for call in trace.calls if call.stage == "backward")
     assert [call.stage for call in trace.calls][-1] == "gradients"

@@ -21,6 +21,7 @@ from ._launch import launch
 from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
+from ._reduce import reduce as joined
 from ._simulated import Simulated, simulate
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "current",
     "init_process",
     "install",
+    "joined",
     "launch",
     "simulate",
     "use",

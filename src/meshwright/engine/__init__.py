@@ -10,6 +10,7 @@ from ._context import context_parallel
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
+    DifferenceError,
     LocalMapError,
     NonFiniteGradientError,
     StaticError,
@@ -47,12 +48,15 @@ from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 from ._trace import CommTrace, TracedCall, trace_comm
 from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
+from ._verify import Difference, Verified, verify
 
 __all__ = [
     "STOPPED",
     "BatchError",
     "ColwiseParallel",
     "CommTrace",
+    "Difference",
+    "DifferenceError",
     "DistModel",
     "Explanation",
     "GlobalSampler",
@@ -80,6 +84,7 @@ __all__ = [
     "Training",
     "TrainingEnd",
     "TrainingError",
+    "Verified",
     "VocabParallel",
     "auto",
     "clip_grad_norm_",
@@ -116,4 +121,5 @@ __all__ = [
     "train",
     "unmarked",
     "unshard_dtensor",
+    "verify",
 ]
