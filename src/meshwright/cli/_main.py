@@ -14,6 +14,7 @@ CARRIED_OUT = {
     "train": ("_train", "train"), "run": ("_run", "run"), "schedule": ("_schedule", "schedule"),
     "plan": ("_plan", "plan"), "predict": ("_plan", "foretell"), "explain": ("_explain", "explain"),
     "checkpoint": ("_checkpoint", "checkpoint"), "doctor": ("_doctor", "doctor"),
+    "parallelize": ("_parallelize", "parallelize"), "profile": ("_profile", "profile"),
 }  # fmt: skip
 """Command → the file and the function that carry it out; imported only then, for most of them need torch."""
 

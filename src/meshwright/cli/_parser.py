@@ -26,6 +26,8 @@ COMMANDS = {
     "explain": "say why a training step takes what it takes under a plan, and what other plans would take",
     "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
     "checkpoint": "say what is in a checkpoint, verify it, compare two, or write it in another format",
+    "parallelize": "suggest how to make a model parallel, by the names of its modules, from the search",
+    "profile": "measure this machine, and write a cluster file that plan, predict and explain read",
     "doctor": "say what this machine has and what is missing, and try two ranks beside one device",
 }
 
@@ -226,6 +228,36 @@ def doctor_parser() -> Parser:
     return parser
 
 
+def parallelize_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "no plan fits, or the model's file or function fails")
+    parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", codes)
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help="file.py:function, which returns a module and a batch (and a loss), or a model's config.json",
+    )  # fmt: skip
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--mesh", type=axes, metavar="AXES", help="such as dp=2,tp=4")
+    size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, on the mesh that is best")
+    parser.add_argument("--suggest", action="store_true", help="print the plan; that is all it does, with or without")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="such as '64xH100', or a TOML file (the cores here)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for a config.json (8)")
+    parser.add_argument("--sequence", type=positive, default=128, metavar="N", help="tokens, for a config.json (128)")
+    parser.add_argument("--out", metavar="FILE", help="write the lines as a Python file, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def profile_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "the ranks that measure fail")
+    parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", codes)
+    parser.add_argument("--ranks", type=positive, metavar="N", help="processes at once (a GPU each, or a core)")
+    parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="for each of the measurements (0.2)")
+    parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML; printed otherwise")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and how long it takes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every measurement")
+    return parser
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -236,6 +268,7 @@ PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
     "predict": predict_parser, "explain": explain_parser,
     "checkpoint": checkpoint_parser, "doctor": doctor_parser,
+    "parallelize": parallelize_parser, "profile": profile_parser,
 }  # fmt: skip
 
 
@@ -282,6 +315,31 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 on")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return found
+
+
+def axes(text: str) -> dict[str, int]:
+    """Sizes of named axes.
+
+    >>> axes("dp=2,tp=4")
+    {'dp': 2, 'tp': 4}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or name in found:
+            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of its own")
+        found[name] = positive(size)
+    return found
 
 
 def mesh(text: str) -> tuple[int, int, int]:

@@ -43,6 +43,7 @@ from ._styles import (
     SequenceParallelEnd,
     VocabParallel,
 )
+from ._suggest import Suggestion, said, suggest
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
 from ._trace import CommTrace, TracedCall, trace_comm
@@ -79,6 +80,7 @@ __all__ = [
     "StaticError",
     "Strategy",
     "StrategyError",
+    "Suggestion",
     "TorchDTensorError",
     "TracedCall",
     "Training",
@@ -104,6 +106,7 @@ __all__ = [
     "pipe_split",
     "plan",
     "reshard",
+    "said",
     "save_checkpoint",
     "save_state_dict",
     "set_mesh",
@@ -115,6 +118,7 @@ __all__ = [
     "stop_signals",
     "strategy_from_toml",
     "strategy_to_toml",
+    "suggest",
     "to_static",
     "to_torch_dtensor",
     "trace_comm",
