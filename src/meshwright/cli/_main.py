@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from meshwright.cli._function import FunctionFailed
 from meshwright.cli._parser import UsageError, parse
 
 OK, FAILED, NOT_UNDERSTOOD, INTERRUPTED = 0, 1, 2, 130
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return NOT_UNDERSTOOD
+    except FunctionFailed as error:
+        print(error, file=sys.stderr)
+        return FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK if end.code is None else FAILED
     except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end

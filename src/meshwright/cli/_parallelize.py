@@ -7,11 +7,10 @@ import json
 import sys
 from typing import Any
 
-from meshwright.cli._function import FunctionFailed, call_function, names_function
+from meshwright.cli._files import read_text, write_text
+from meshwright.cli._function import call_function, names_function
 from meshwright.cli._parser import UsageError
-from meshwright.cli._plan import read_text
 from meshwright.engine import said, suggest
-from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
 
 OK, FAILED = 0, 1
@@ -25,11 +24,11 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     try:
         model, batch, loss = _model(settings)
         found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)
-    except (MeshwrightError, FunctionFailed) as error:
+    except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
     if settings.out:
-        _write(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
+        write_text(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
     if settings.json:
         styles = {pattern: said(style) for pattern, style in found.config.plan.items()}
         lies = {"batch": found.config.batch, "sequence": found.config.sequence}
@@ -38,14 +37,6 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         return OK
     print(found.text())
     return OK
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        write = "a file in a folder that can be written to"
-        raise UsageError(f"meshwright parallelize: {path}: {error.strerror}\n  write: {write}") from error
 
 
 def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:

@@ -32,6 +32,9 @@ COMMANDS = {
 }
 
 
+CONFIG = "--config"
+
+
 class UsageError(Exception):
     """A command line that was not understood; the text says what to write."""
 
@@ -55,6 +58,15 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         return list(self._option_string_actions)
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        return self._actions
+
+    def rivals(self, action: argparse.Action) -> set[str]:
+        """The options that cannot be given beside this one."""
+        groups = [g._group_actions for g in self._mutually_exclusive_groups if action in g._group_actions]
+        return {name for group in groups for other in group if other is not action for name in other.option_strings}
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command and its settings; `--help` prints and raises SystemExit, anything unknown raises UsageError."""
@@ -64,6 +76,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if command not in COMMANDS:
         raise UsageError(unknown("meshwright", "command", command, COMMANDS))
     parser = PARSERS[command]()
+    if CONFIG in parser.options:
+        from meshwright.cli._config import with_config
+
+        with_config(parser, rest)
     settings, strangers = parser.parse_known_args(rest)
     for stranger in strangers:
         kind = "option" if stranger.startswith("-") else "argument"
@@ -103,6 +119,7 @@ def version() -> str:
 
 def train_parser() -> Parser:
     parser = Parser("meshwright train", f"{COMMANDS['train'].capitalize()}; print both losses.", EXIT_CODES)
+    add_config(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--hidden", type=positive, default=256, metavar="N", help="channels (256)")
     model.add_argument("--layers", type=positive, default=6, metavar="N", help="blocks (6)")
@@ -164,6 +181,7 @@ def schedule_parser() -> Parser:
 
 def plan_parser() -> Parser:
     parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", EXIT_CODES)
+    add_config(parser)
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     add_cluster(parser)
     parser.add_argument("--ranks", type=positive, metavar="N", help="how many devices (all of the cluster)")
@@ -258,6 +276,12 @@ def profile_parser() -> Parser:
     return parser
 
 
+def add_config(parser: Parser) -> None:
+    parser.add_argument(
+        CONFIG, metavar="FILE", help="options in TOML, or file.py:function that returns them; those here go before"
+    )
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -336,7 +360,7 @@ def axes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.isidentifier() or name in found:
+        if not name.isidentifier() or not size or name in found:
             raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of its own")
         found[name] = positive(size)
     return found
@@ -351,7 +375,7 @@ def mesh(text: str) -> tuple[int, int, int]:
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if name not in sizes:
+        if name not in sizes or not size:
             raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
         sizes[name] = positive(size)
     return sizes["pp"], sizes["dp"], sizes["tp"]

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from meshwright.cli._files import write_text
 from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
 from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
-from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError, write_dtype
 
 OK, FAILED = 0, 1
@@ -55,11 +55,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
 
 def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str, machines: str) -> None:
     if settings.out:
-        try:
-            write_whole(settings.out, toml.encode())
-        except OSError as error:
-            write = "a file in a folder that can be written to"
-            raise UsageError(f"meshwright profile: {settings.out}: {error.strerror}\n  write: {write}") from error
+        write_text(settings.out, toml)
     if settings.json:
         print(json.dumps({**measured, "cluster": machines}))
     elif settings.out:
