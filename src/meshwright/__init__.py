@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
+    from meshwright.comm import prefix_prints as prefix_prints
     from meshwright.comm import simulate as simulate
     from meshwright.engine import ColwiseParallel as ColwiseParallel
     from meshwright.engine import DistModel as DistModel
@@ -124,6 +125,7 @@ __all__ = [
     "parallelize",
     "pipe_split",
     "plan",
+    "prefix_prints",
     "random_source",
     "register_rule",
     "reshard",
@@ -149,7 +151,7 @@ __all__ = [
 
 _ROOMS = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
-    "comm": ["init_process", "simulate"],
+    "comm": ["init_process", "prefix_prints", "simulate"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "report": ["show"],

@@ -149,10 +149,11 @@ def train_parser() -> Parser:
 
 def run_parser() -> Parser:
     parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
-    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] SCRIPT [ARGUMENT ...]"
+    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] [--prefix] SCRIPT [ARGUMENT ...]"
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
     parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
     parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
+    parser.add_argument("--prefix", action="store_true", help="begin each printed line with the rank's number")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
     return parser

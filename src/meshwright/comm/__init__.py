@@ -18,6 +18,7 @@ from ._errors import (
 )
 from ._guard import Check
 from ._launch import launch
+from ._looking import prefix_prints
 from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
@@ -52,6 +53,7 @@ __all__ = [
     "install",
     "joined",
     "launch",
+    "prefix_prints",
     "simulate",
     "use",
 ]

@@ -9,6 +9,7 @@ first mistake, and its text says what the other rank did.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame within `limit`, and then
         every rank waits for another          DeadlockError
+        a debugger has stopped the rank       a warning; it is waited for without an end
         the rank computes                     a warning that names it; MissingCallError after `patience`
 
 A message has no frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks
@@ -39,6 +40,7 @@ from ._errors import (
     missing,
 )
 from ._links import Frame, GoneError, Links, State
+from ._looking import in_debugger
 from ._messages import Message, Messages
 from ._side import Side
 
@@ -137,7 +139,8 @@ class Guard:
         sender = () if receive is None else (receive.message[0],)
         waits = receive is not None or (call is not None and not self._is_aside)
         works = self._messages.is_moving() or (self._side.is_busy() and not meets)
-        return State(" and in ".join(calls), sender + meets, self._calls, receive is not None, waits and not works)
+        what = " and in ".join(calls)
+        return State(what, sender + meets, self._calls, receive is not None, waits and not works, in_debugger())
 
     def before(self, call: Call) -> None:
         """Compare `call` with the peers' calls; returns when all are about to make the same.
@@ -276,7 +279,9 @@ class Guard:
             f"rank {self.rank} has waited for {watch.waited:.0f} s",
             _WRITE_FOR_MESSAGES if call.kind == "receive" else _WRITE_FOR_COLLECTIVES,
         )
-        if watch.waited > watch.patience:
+        if any(state is not None and state.debugged for state in states.values()):
+            watch.start_again()
+        elif watch.waited > watch.patience:
             raise late
         if not ring and watch.warn_now():
             warnings.warn(str(late), RuntimeWarning, stacklevel=2)
@@ -362,6 +367,11 @@ class _Watch:
             return False
         self._look_at = self.waited + 1.0
         return True
+
+    def start_again(self) -> None:
+        """What was waited does not count: a person looks at a rank."""
+        self._started = time.monotonic()
+        self._look_at = 1.0
 
     def slice(self) -> float:
         """Seconds to wait before the next look."""
