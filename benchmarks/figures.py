@@ -25,7 +25,7 @@ ORDER = (
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("predict", "rank_plans", "memory", "plan_speed", "plan_quality"),
     *("code_lines", "zero_memory", "checkpoint_faults", "versus_torch"),
-    *("first_minutes",),
+    *("first_minutes", "cli"),
 )
 MARK = "<!-- figures -->"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
+    from meshwright.comm import prefix_prints as prefix_prints
     from meshwright.comm import simulate as simulate
     from meshwright.engine import ColwiseParallel as ColwiseParallel
     from meshwright.engine import DistModel as DistModel
@@ -62,14 +63,17 @@ if TYPE_CHECKING:
     from meshwright.engine import strategy_to_toml as strategy_to_toml
     from meshwright.engine import to_static as to_static
     from meshwright.engine import to_torch_dtensor as to_torch_dtensor
+    from meshwright.engine import trace_comm as trace_comm
     from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
+    from meshwright.engine import verify as verify
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
     from meshwright.layout import Placement as Placement
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.report import show as show
     from meshwright.spmd import register_rule as register_rule
     from meshwright.tensor import DistTensor as DistTensor
     from meshwright.tensor import random_source as random_source
@@ -123,6 +127,7 @@ __all__ = [
     "parallelize",
     "pipe_split",
     "plan",
+    "prefix_prints",
     "random_source",
     "register_rule",
     "reshard",
@@ -133,34 +138,29 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "show",
     "simulate",
     "split_pipeline",
     "strategy_from_toml",
     "strategy_to_toml",
     "to_static",
     "to_torch_dtensor",
+    "trace_comm",
     "train",
     "unshard_dtensor",
+    "verify",
 ]
 
-_ROOMS = {
+_OTHER_ROOMS = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
-    "comm": ["init_process", "simulate"],
+    "comm": ["init_process", "prefix_prints", "simulate"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
-    "engine": [
-        "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "DistModel", "dtensor_from_fn",
-        "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "init_mesh",
-        "latest_checkpoint", "load_checkpoint", "load_state_dict", "local_map", "LocalLayer", "microbatched",
-        "Parallelism", "parallelize", "pipe_split", "plan", "PrepareLayerInput", "PrepareLayerOutput", "reshard",
-        "RowwiseParallel", "save_checkpoint", "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable",
-        "SequenceParallelEnable", "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer",
-        "shard_optimizer", "shard_tensor", "ShardingStage1", "ShardingStage2", "ShardingStage3", "split_pipeline",
-        "Strategy", "strategy_from_toml", "strategy_to_toml", "to_static", "to_torch_dtensor", "train", "Training",
-        "TrainingEnd", "unshard_dtensor", "VocabParallel",
-    ],
-}  # fmt: skip
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+    "report": ["show"],
+}
+"""What is not the engine's."""
+_ROOM_OF = dict.fromkeys(__all__, "engine") | {name: room for room, names in _OTHER_ROOMS.items() for name in names}
+del _ROOM_OF["__version__"]
 
 
 def __getattr__(name: str) -> Any:

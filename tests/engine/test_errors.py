@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, search, spmd, tensor
+from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, report, search, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -199,6 +199,11 @@ CASES: list[Case] = [
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),
     ("a loader on no such position", loader(torch.ones(2), MESH, 2), layout.MeshError, "dp"),
     ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
+    ("a picture of what lies nowhere", lambda: mw.show(torch.ones(2)), report.ShowError, "DistTensor"),
+    ("a picture without a mesh", lambda: mw.show("f32[2]"), report.ShowError, "mesh"),
+    ("a model that differs", lambda: mw.verify(torch.nn.Linear(6, 2), [torch.ones(4, 6)], MESH, mw.Parallelism(),
+                                               rtol=-1.0).check(), engine.DifferenceError, "look at"),
+    ("marks that are none", lambda: mw.verify(torch.nn.ReLU(), [], MESH, "tp"), engine.StrategyError, "Parallelism"),  # type: ignore[arg-type]
     # programs
     ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
@@ -271,7 +276,21 @@ def test_every_class_has_a_case() -> None:
     assert below(mw.MeshwrightError) - {kind.__name__ for _, _, kind, _ in CASES} <= ELSEWHERE
 
 
-def test_simulated_ranks_are_named_in_a_note() -> None:
+def test_simulated_ranks_and_the_users_line_are_named_in_a_note() -> None:
     with pytest.raises(layout.PlacementError) as caught:
         mw.simulate(lambda: x(at=[mw.Shard(5)]), 4)
-    assert caught.value.__notes__ == ["raised on rank 0 of 4 simulated ranks"]
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"raised on rank 0 of 4 simulated ranks, at {__file__}:")
+
+
+def test_the_module_is_named_too() -> None:
+    net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with pytest.raises(mw.MeshwrightError) as caught:
+        mw.simulate(lambda: net(x(4, 6, at=ROWS)), 4)
+    assert caught.value.__notes__[0].endswith(" in 1.0")
+
+
+def test_ranks_that_disagree_or_wait_are_told_with_their_lines() -> None:
+    for act, kind, ranks in [(other_calls, comm.DisagreementError, 2), (leaves_early, comm.MissingCallError, 2)]:
+        with pytest.raises(kind, match=rf"ranks 0, 1 at {__file__}:\d+; rank 1"):
+            mw.simulate(act, ranks)

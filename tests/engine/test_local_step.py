@@ -98,3 +98,18 @@ def test_hooks_and_schedulers_see_the_optimizer() -> None:
     seen, rates = mw.simulate(go, 4)[0]
     assert seen == [4] * 4
     assert rates == pytest.approx([0.001])
+
+
+def test_a_program_that_was_recorded_stays_the_one_behind_eager_steps() -> None:
+    def go() -> int:
+        net = mw.shard_layer(nn.Linear(4, 4), MESH)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        static = mw.to_static(net, None, nn.functional.mse_loss, optimizer)
+        for _ in range(2):
+            static(torch.ones(8, 4), torch.ones(8, 4))
+            net(torch.ones(8, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return static.recordings
+
+    assert mw.simulate(go, 4) == [1] * 4

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
-from meshwright.cli._plan import read_model, read_text
+from meshwright.cli._plan import read_model
 from meshwright.cost import Cluster, cluster
-from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
 from meshwright.report import data, page, text
 from meshwright.search import Choice, Plan, SearchError, Transformer, account, choose, parse_plan, shown
@@ -32,7 +32,7 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return FAILED
     if settings.html:
-        _write(settings.html, page(told, measured))
+        write_text(settings.html, page(told, measured))
     print(json.dumps(data(told, measured)) if settings.json else text(told, measured))
     return 0
 
@@ -62,12 +62,3 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
         return {str(name): float(value) for name, value in json.loads(read_text(path)).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f'meshwright explain: {path}: {error}\n  write: {{"seconds": 1.2, "bytes": 7e10}}') from error
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise UsageError(
-            f"meshwright explain: {path}: {error.strerror}\n  write: a file in a folder that can be written to"
-        ) from error

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
+from meshwright.cli._function import FunctionFailed
 from meshwright.cli._parser import UsageError, parse
 
 OK, FAILED, NOT_UNDERSTOOD, INTERRUPTED = 0, 1, 2, 130
+CARRIED_OUT = {
+    "train": ("_train", "train"), "run": ("_run", "run"), "schedule": ("_schedule", "schedule"),
+    "plan": ("_plan", "plan"), "predict": ("_plan", "foretell"), "explain": ("_explain", "explain"),
+    "checkpoint": ("_checkpoint", "checkpoint"), "doctor": ("_doctor", "doctor"),
+    "parallelize": ("_parallelize", "parallelize"), "profile": ("_profile", "profile"),
+}  # fmt: skip
+"""Command → the file and the function that carry it out; imported only then, for most of them need torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,25 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         settings = parse(given)
-        if settings.command == "train":
-            from meshwright.cli._train import train as carry_out
-        elif settings.command == "run":
-            from meshwright.cli._run import run as carry_out
-        elif settings.command == "plan":
-            from meshwright.cli._plan import plan as carry_out
-        elif settings.command == "predict":
-            from meshwright.cli._plan import foretell as carry_out
-        elif settings.command == "explain":
-            from meshwright.cli._explain import explain as carry_out
-        elif settings.command == "checkpoint":
-            from meshwright.cli._checkpoint import checkpoint as carry_out
-        else:
-            from meshwright.cli._schedule import schedule as carry_out
-        return carry_out(settings, given)
+        file, name = CARRIED_OUT[settings.command]
+        return getattr(import_module(f"meshwright.cli.{file}"), name)(settings, given)
     except UsageError as error:
         print(error, file=sys.stderr)
         return NOT_UNDERSTOOD
+    except FunctionFailed as error:
+        print(error, file=sys.stderr)
+        return FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK if end.code is None else FAILED
+    except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -26,7 +26,13 @@ COMMANDS = {
     "explain": "say why a training step takes what it takes under a plan, and what other plans would take",
     "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
     "checkpoint": "say what is in a checkpoint, verify it, compare two, or write it in another format",
+    "parallelize": "suggest how to make a model parallel, by the names of its modules, from the search",
+    "profile": "measure this machine, and write a cluster file that plan, predict and explain read",
+    "doctor": "say what this machine has and what is missing, and try two ranks beside one device",
 }
+
+
+CONFIG = "--config"
 
 
 class UsageError(Exception):
@@ -52,6 +58,15 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         return list(self._option_string_actions)
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        return self._actions
+
+    def rivals(self, action: argparse.Action) -> set[str]:
+        """The options that cannot be given beside this one."""
+        groups = [g._group_actions for g in self._mutually_exclusive_groups if action in g._group_actions]
+        return {name for group in groups for other in group if other is not action for name in other.option_strings}
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command and its settings; `--help` prints and raises SystemExit, anything unknown raises UsageError."""
@@ -61,6 +76,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if command not in COMMANDS:
         raise UsageError(unknown("meshwright", "command", command, COMMANDS))
     parser = PARSERS[command]()
+    if CONFIG in parser.options:
+        from meshwright.cli._config import with_config
+
+        with_config(parser, rest)
     settings, strangers = parser.parse_known_args(rest)
     for stranger in strangers:
         kind = "option" if stranger.startswith("-") else "argument"
@@ -100,6 +119,7 @@ def version() -> str:
 
 def train_parser() -> Parser:
     parser = Parser("meshwright train", f"{COMMANDS['train'].capitalize()}; print both losses.", EXIT_CODES)
+    add_config(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--hidden", type=positive, default=256, metavar="N", help="channels (256)")
     model.add_argument("--layers", type=positive, default=6, metavar="N", help="blocks (6)")
@@ -129,10 +149,11 @@ def train_parser() -> Parser:
 
 def run_parser() -> Parser:
     parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
-    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] SCRIPT [ARGUMENT ...]"
+    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] [--prefix] SCRIPT [ARGUMENT ...]"
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
     parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
     parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
+    parser.add_argument("--prefix", action="store_true", help="begin each printed line with the rank's number")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
@@ -161,6 +182,7 @@ def schedule_parser() -> Parser:
 
 def plan_parser() -> Parser:
     parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", EXIT_CODES)
+    add_config(parser)
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     add_cluster(parser)
     parser.add_argument("--ranks", type=positive, metavar="N", help="how many devices (all of the cluster)")
@@ -217,6 +239,50 @@ def checkpoint_parser() -> Parser:
     return parser
 
 
+def doctor_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "something that is needed is missing, or two ranks differ from one device")
+    parser = Parser("meshwright doctor", f"{COMMANDS['doctor'].capitalize()}.", codes)
+    parser.add_argument("--no-check", action="store_true", help="only look; run no ranks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def parallelize_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "no plan fits, or the model's file or function fails")
+    parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", codes)
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help="file.py:function, which returns a module and a batch (and a loss), or a model's config.json",
+    )  # fmt: skip
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--mesh", type=axes, metavar="AXES", help="such as dp=2,tp=4")
+    size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, on the mesh that is best")
+    parser.add_argument("--suggest", action="store_true", help="print the plan; that is all it does, with or without")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="such as '64xH100', or a TOML file (the cores here)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for a config.json (8)")
+    parser.add_argument("--sequence", type=positive, default=128, metavar="N", help="tokens, for a config.json (128)")
+    parser.add_argument("--out", metavar="FILE", help="write the lines as a Python file, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def profile_parser() -> Parser:
+    codes = EXIT_CODES.replace(RUN_FAILED, "the ranks that measure fail")
+    parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", codes)
+    parser.add_argument("--ranks", type=positive, metavar="N", help="processes at once (a GPU each, or a core)")
+    parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="for each of the measurements (0.2)")
+    parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML; printed otherwise")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and how long it takes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every measurement")
+    return parser
+
+
+def add_config(parser: Parser) -> None:
+    parser.add_argument(
+        CONFIG, metavar="FILE", help="options in TOML, or file.py:function that returns them; those here go before"
+    )
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -226,7 +292,8 @@ def add_cluster(parser: Parser) -> None:
 PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
     "predict": predict_parser, "explain": explain_parser,
-    "checkpoint": checkpoint_parser,
+    "checkpoint": checkpoint_parser, "doctor": doctor_parser,
+    "parallelize": parallelize_parser, "profile": profile_parser,
 }  # fmt: skip
 
 
@@ -275,6 +342,31 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return found
+
+
+def axes(text: str) -> dict[str, int]:
+    """Sizes of named axes.
+
+    >>> axes("dp=2,tp=4")
+    {'dp': 2, 'tp': 4}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size or name in found:
+            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of its own")
+        found[name] = positive(size)
+    return found
+
+
 def mesh(text: str) -> tuple[int, int, int]:
     """Sizes of the axes pp, dp and tp; one that is not named has size 1.
 
@@ -284,7 +376,7 @@ def mesh(text: str) -> tuple[int, int, int]:
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if name not in sizes:
+        if name not in sizes or not size:
             raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
         sizes[name] = positive(size)
     return sizes["pp"], sizes["dp"], sizes["tp"]

@@ -7,14 +7,13 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
-from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
 from meshwright.search import (
     Plan,
@@ -53,7 +52,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         return FAILED
     best = priced(model, found.best.plan, machines)
     if settings.out:
-        write_whole(settings.out, found.best.plan.text().encode())
+        write_text(settings.out, found.best.plan.text())
     if settings.json:
         others = [{"plan": asdict(p.plan), "seconds": p.seconds, "bytes": p.nbytes} for p in found.next]
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
@@ -122,12 +121,6 @@ def read_model(path: str) -> Transformer:
         config = json.loads(text)
     except ValueError as error:
         raise UsageError(f"meshwright: {path}: {error}\n  write: a model's config.json") from error
-    return transformer_of(config)
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"meshwright: {path}: {why}\n  write: a file that can be read") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  write: a model's config.json")
+    return transformer_of(cast(dict[str, Any], config))

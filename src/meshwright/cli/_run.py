@@ -22,7 +22,7 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
     script = Path(settings.script)
     if not script.is_file():
         raise UsageError(f"meshwright run: there is no file {script}\n  write: meshwright run SCRIPT [ARGUMENT ...]")
-    with planned() if settings.auto else nullcontext():
+    with planned() if settings.auto else nullcontext(), prefixed() if settings.prefix else nullcontext():
         if settings.processes:
             return run_processes(settings.ranks, argv, script, settings.arguments)
         return run_simulated(settings.ranks, script, settings.arguments)
@@ -34,6 +34,15 @@ def planned() -> Generator[None]:
     from meshwright.engine import unmarked
 
     with unmarked():
+        yield
+
+
+@contextmanager
+def prefixed() -> Generator[None]:
+    """Inside, what a rank prints tells whose it is."""
+    from meshwright.comm import prefix_prints
+
+    with prefix_prints():
         yield
 
 

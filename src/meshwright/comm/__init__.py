@@ -18,9 +18,11 @@ from ._errors import (
 )
 from ._guard import Check
 from ._launch import launch
+from ._looking import prefix_prints
 from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
+from ._reduce import reduce as joined
 from ._simulated import Simulated, simulate
 
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
     "current",
     "init_process",
     "install",
+    "joined",
     "launch",
+    "prefix_prints",
     "simulate",
     "use",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from ._call import Call
@@ -21,7 +21,7 @@ class Counters:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.received: dict[str, int] = {}
-        self._logs: list[list[Call]] = []
+        self._listeners: list[Callable[[Call, int], None]] = []
 
     @property
     def total_calls(self) -> int:
@@ -37,11 +37,11 @@ class Counters:
         """One more call, by which the rank received so many bytes."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         self.received[call.kind] = self.received.get(call.kind, 0) + received
-        for log in self._logs:
-            log.append(call)
+        for listener in self._listeners:
+            listener(call, received)
 
     def reset(self) -> None:
-        """Back to nothing seen; logs being taken go on."""
+        """Back to nothing seen; those who listen are told what comes next, too."""
         self.calls.clear()
         self.received.clear()
 
@@ -49,11 +49,17 @@ class Counters:
     def record_calls(self) -> Generator[list[Call]]:
         """The list that every call made inside the block is added to."""
         log: list[Call] = []
-        self._logs.append(log)
-        try:
+        with self.telling(lambda call, _: log.append(call)):
             yield log
+
+    @contextmanager
+    def telling(self, listener: Callable[[Call, int], None]) -> Generator[None]:
+        """Inside, `listener` is told each call and the bytes that the rank receives by it, before it is carried out."""
+        self._listeners.append(listener)
+        try:
+            yield
         finally:
-            self._logs = [other for other in self._logs if other is not log]
+            self._listeners.remove(listener)
 
     def __repr__(self) -> str:
         lines = [

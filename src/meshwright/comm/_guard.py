@@ -9,6 +9,7 @@ first mistake, and its text says what the other rank did.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame within `limit`, and then
         every rank waits for another          DeadlockError
+        a debugger has stopped the rank       a warning; it is waited for without an end
         the rank computes                     a warning that names it; MissingCallError after `patience`
 
 A message has no frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from meshwright.layout import user_frame
+
 from ._call import Call, Group, common_part, is_pairwise, transfers
 from ._errors import (
     CallError,
@@ -37,6 +40,7 @@ from ._errors import (
     missing,
 )
 from ._links import Frame, GoneError, Links, State
+from ._looking import in_debugger
 from ._messages import Message, Messages
 from ._side import Side
 
@@ -90,6 +94,12 @@ class Check:
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
+def _told(call: Call) -> str:
+    """This rank's call, with the line of the user's code that made it."""
+    line = user_frame()
+    return f"{call} at {line}" if line else str(call)
+
+
 _States = dict[int, State | None]
 """By rank, what it is doing; None where nobody answers."""
 
@@ -129,7 +139,8 @@ class Guard:
         sender = () if receive is None else (receive.message[0],)
         waits = receive is not None or (call is not None and not self._is_aside)
         works = self._messages.is_moving() or (self._side.is_busy() and not meets)
-        return State(" and in ".join(calls), sender + meets, self._calls, receive is not None, waits and not works)
+        what = " and in ".join(calls)
+        return State(what, sender + meets, self._calls, receive is not None, waits and not works, in_debugger())
 
     def before(self, call: Call) -> None:
         """Compare `call` with the peers' calls; returns when all are about to make the same.
@@ -239,10 +250,10 @@ class Guard:
             why = f"rank {self.rank} has made {mine.number} calls on this group and rank {peer} {other.number}"
         else:
             why = "the calls before this one, which were not compared, were different"
-        raise disagreement(self.rank, str(call), peer, text, why)
+        raise disagreement(self.rank, _told(call), peer, text, why)
 
     def _unbalanced(self, call: Call, frames: dict[int, Frame]) -> DisagreementError:
-        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: str(call)}
+        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: _told(call)}
         return DisagreementError(
             f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
             "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(sides.items())),
@@ -268,7 +279,9 @@ class Guard:
             f"rank {self.rank} has waited for {watch.waited:.0f} s",
             _WRITE_FOR_MESSAGES if call.kind == "receive" else _WRITE_FOR_COLLECTIVES,
         )
-        if watch.waited > watch.patience:
+        if any(state is not None and state.debugged for state in states.values()):
+            watch.start_again()
+        elif watch.waited > watch.patience:
             raise late
         if not ring and watch.warn_now():
             warnings.warn(str(late), RuntimeWarning, stacklevel=2)
@@ -354,6 +367,11 @@ class _Watch:
             return False
         self._look_at = self.waited + 1.0
         return True
+
+    def start_again(self) -> None:
+        """What was waited does not count: a person looks at a rank."""
+        self._started = time.monotonic()
+        self._look_at = 1.0
 
     def slice(self) -> float:
         """Seconds to wait before the next look."""

@@ -49,7 +49,7 @@ class State(NamedTuple):
     """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made.
 
     With conversions on the side a rank may be in two calls, or go on computing while it is in one: it is `stuck` if
-    all of it waits, and nothing of its messages is on the way.
+    all of it waits, and nothing of its messages is on the way. It is `debugged` while a debugger has stopped it.
     """
 
     call: str
@@ -57,8 +57,11 @@ class State(NamedTuple):
     calls: int
     receives: bool = False
     stuck: bool = False
+    debugged: bool = False
 
     def __str__(self) -> str:
+        if self.debugged:
+            return f"is stopped in a debugger, after {self.calls} collectives"
         if not self.call:
             return f"is in no collective, after {self.calls} of them"
         waits = f", waiting for {', '.join(map(str, self.waits_for))}" if self.waits_for else ""

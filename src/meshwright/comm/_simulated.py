@@ -8,6 +8,7 @@ races, and a debugger may stop inside a rank. The last rank to arrive at a colle
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import user_frame, user_place
 
 from ._call import Call, Group, clash, is_pairwise
 from ._carrier import Carrier, Receive, check_message
@@ -75,6 +78,7 @@ class _World:
         self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
         self.running = 0
+        self.threads: list[threading.Thread] = []
         self.shared: dict[object, Any] = {}
 
     def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
@@ -88,7 +92,7 @@ class _World:
         meeting = self.meetings.get(members)
         if meeting is None:
             meeting = self.meetings[members] = _Meeting()
-        _check_agreement(meeting, rank, call)
+        self._check_agreement(meeting, rank, call)
         meeting.calls[rank] = call
         meeting.brought[rank] = brings
         if len(meeting.calls) < len(members):
@@ -175,7 +179,7 @@ class _World:
     def _stuck(self) -> DeadlockError | MissingCallError:
         waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
         gone = sorted({peer for call in waiting.values() for peer in call.group if self.ended[peer]})
-        found = "; ".join(f"rank {rank} waits in {call}" for rank, call in waiting.items())
+        found = "; ".join(f"rank {rank} waits in {call}{self._at(rank)}" for rank, call in waiting.items())
         if self.boxes:
             found += f"; {self._not_received()}"
         if gone:
@@ -196,19 +200,24 @@ class _World:
             "the same order of collectives on all ranks that share them",
         )
 
+    def _check_agreement(self, meeting: _Meeting, rank: int, call: Call) -> None:
+        for peer, other in meeting.calls.items():
+            why = clash(call, rank, other, peer)
+            if why is not None:
+                raise disagreement(rank, f"{call}{self._at(rank)}", peer, f"{other}{self._at(peer)}", why)
+            if not is_pairwise(call):
+                return
+
+    def _at(self, rank: int) -> str:
+        """Where in the user's code a rank that runs or waits is."""
+        frame = sys._current_frames().get(self.threads[rank].ident or 0) if self.threads else None
+        line = user_frame(frame) if frame is not None else ""
+        return f" at {line}" if line else ""
+
     def _not_received(self) -> str:
         sent = [f"rank {address.source} calls {call}" for address, box in self.boxes.items() for call, _ in box]
         more = f", and {len(sent) - _SHOWN_MESSAGES} more" if len(sent) > _SHOWN_MESSAGES else ""
         return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
-
-
-def _check_agreement(meeting: _Meeting, rank: int, call: Call) -> None:
-    for peer, other in meeting.calls.items():
-        why = clash(call, rank, other, peer)
-        if why is not None:
-            raise disagreement(rank, str(call), peer, str(other), why)
-        if not is_pairwise(call):
-            return
 
 
 class Simulated(Carrier):
@@ -364,6 +373,7 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         )
         for rank in range(ranks)
     ]
+    world.threads = threads
     for thread in threads:
         thread.start()
     _run(world, threads)
@@ -390,7 +400,8 @@ def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) ->
     except Abandoned:
         pass
     except BaseException as error:
-        error.add_note(f"raised on rank {rank} of {world.size} simulated ranks")
+        at = user_place(error.__traceback__)
+        error.add_note(f"raised on rank {rank} of {world.size} simulated ranks" + (f", at {at}" if at else ""))
         world.fail(rank, error)
     finally:
         world.end(rank)

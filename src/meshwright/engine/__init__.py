@@ -10,6 +10,7 @@ from ._context import context_parallel
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
+    DifferenceError,
     LocalMapError,
     NonFiniteGradientError,
     StaticError,
@@ -43,15 +44,21 @@ from ._styles import (
     SequenceParallelEnd,
     VocabParallel,
 )
+from ._suggest import Suggestion, said, suggest
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
+from ._trace import CommTrace, TracedCall, trace_comm
 from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
+from ._verify import Difference, Verified, verify
 
 __all__ = [
     "STOPPED",
     "BatchError",
     "ColwiseParallel",
+    "CommTrace",
+    "Difference",
+    "DifferenceError",
     "DistModel",
     "Explanation",
     "GlobalSampler",
@@ -74,10 +81,13 @@ __all__ = [
     "StaticError",
     "Strategy",
     "StrategyError",
+    "Suggestion",
     "TorchDTensorError",
+    "TracedCall",
     "Training",
     "TrainingEnd",
     "TrainingError",
+    "Verified",
     "VocabParallel",
     "auto",
     "clip_grad_norm_",
@@ -98,6 +108,7 @@ __all__ = [
     "pipe_split",
     "plan",
     "reshard",
+    "said",
     "save_checkpoint",
     "save_state_dict",
     "set_mesh",
@@ -109,11 +120,14 @@ __all__ = [
     "stop_signals",
     "strategy_from_toml",
     "strategy_to_toml",
+    "suggest",
     "to_static",
     "to_torch_dtensor",
+    "trace_comm",
     "train",
     "unmarked",
     "unshard_dtensor",
+    "verify",
 ]
 
 watch_steps()

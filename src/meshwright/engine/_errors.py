@@ -4,6 +4,7 @@ MeshwrightError
 ├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
 ├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
 ├── TrainingError       a training run that cannot be as it was asked for
+├── DifferenceError     a model on a mesh does not give the numbers of one device
 ├── NonFiniteGradientError   gradients of which no update can be made
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
@@ -27,6 +28,10 @@ class TorchDTensorError(MeshwrightError, ValueError):
 
 class TrainingError(MeshwrightError, ValueError):
     """A training run that cannot be as it was asked for."""
+
+
+class DifferenceError(MeshwrightError, AssertionError):
+    """A model on a mesh does not give the numbers of one device."""
 
 
 class NonFiniteGradientError(MeshwrightError, ArithmeticError):

@@ -33,9 +33,14 @@ def watch_steps() -> None:
     register_optimizer_step_pre_hook(_meet)
 
 
+def own_hook(optimizer: Optimizer) -> int | None:
+    """The number of the hook that `watch_steps` has put on an optimizer."""
+    return _hooks[optimizer].id if optimizer in _hooks else None
+
+
 def _meet(optimizer: Optimizer, *_: Any) -> None:
     """Before each step: what may make the step comes behind all other hooks, which may lay parameters anew."""
-    if type(optimizer) in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE and not parts_recorded():
         if optimizer in _hooks:
             _hooks[optimizer].remove()
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step)
@@ -43,7 +48,7 @@ def _meet(optimizer: Optimizer, *_: Any) -> None:
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """The step on parts, where it can be; torch then goes on with an optimizer that has no parameters."""
-    if len(args) > 1 or kwargs or parts_recorded() or recording() or not _lies_alike(optimizer):
+    if len(args) > 1 or kwargs or recording() or not _lies_alike(optimizer):
         return None
     kind: Any = type(optimizer)
     with _as_lists(optimizer), local_parts():

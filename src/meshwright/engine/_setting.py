@@ -19,6 +19,7 @@ from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 from ._description import lies_text, setting_text
 from ._errors import StaticError
+from ._local_step import own_hook
 
 LAYER_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -71,17 +72,17 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
             yield id(part), hooks
     if optimizer is None:
         return
-    yield _hooks(optimizer, STEP_HOOKS)
+    yield _hooks(optimizer, STEP_HOOKS, own_hook(optimizer))
     for group in optimizer.param_groups:
         yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
     for p, state in optimizer.state.items():
         yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
 
 
-def _hooks(owner: Any, kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """The hooks of a layer, a parameter or an optimizer, by the numbers that torch gives out once."""
-    held = [getattr(owner, kind, None) or () for kind in kinds]
-    return tuple(map(tuple, held)) if any(held) else ()
+def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
+    """The hooks of a layer, a parameter or an optimizer but our `own`, by the numbers that torch gives out once."""
+    held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
+    return tuple(held) if any(held) else ()
 
 
 def _lies(x: Tensor) -> Any:

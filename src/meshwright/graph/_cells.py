@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from meshwright.layout import user_frame
+
 from ._effects import writes_to
 from ._errors import CaptureError
 from ._node import Over, Value
-from ._where import user_frame
 from .torch_hooks import Operator
 
 aten = torch.ops.aten

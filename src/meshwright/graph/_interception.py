@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.layout import user_frame
 from meshwright.tensor import Opaque, tensors_in
 
 from ._errors import CaptureError
-from ._where import user_frame
 from .torch_hooks import functions_told
 
 

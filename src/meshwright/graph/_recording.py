@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, user_frame
 from meshwright.tensor import DistTensor, tensors_in
 
 from ._cells import FRESH, IDENTITIES, Cell, Memory, View, functional
@@ -19,7 +19,6 @@ from ._infer import Names, as_values, stem_of
 from ._node import Node, OnCopy, Op, Origin, Place, Value, values_in
 from ._numbers import Numbers
 from ._program import Input, Role
-from ._where import user_frame
 from .torch_hooks import FakeTensor, Operator, memory_of, no_modes
 
 aten = torch.ops.aten

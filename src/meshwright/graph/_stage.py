@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import MeshwrightError, Spec
+from meshwright.layout import MeshwrightError, Spec, user_frame, user_line
 from meshwright.tensor import (
     SPLIT,
     DistTensor,
@@ -29,7 +29,6 @@ from ._errors import CaptureError
 from ._interception import intercepted
 from ._node import Origin
 from ._recording import Recording
-from ._where import user_frame, user_line
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, interception_off, unrecorded
 
 WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"

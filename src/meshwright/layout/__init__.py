@@ -8,6 +8,7 @@ from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ._size import hint, identity
 from ._spec import Spec, parse_spec
 from ._text import parse_layout, read_dtype, write_dtype
+from ._where import module_path, user_frame, user_line, user_place
 
 __all__ = [
     "PARTIAL_OPS",
@@ -35,10 +36,14 @@ __all__ = [
     "local_length",
     "local_ranges",
     "local_shape",
+    "module_path",
     "parse_layout",
     "parse_spec",
     "placements_of",
     "read_dtype",
     "replicated",
+    "user_frame",
+    "user_line",
+    "user_place",
     "write_dtype",
 ]

@@ -3,6 +3,7 @@
 from ._data import data
 from ._model import account_of
 from ._page import page
+from ._show import Listing, Picture, ShowError, show
 from ._text import text
 
-__all__ = ["account_of", "data", "page", "text"]
+__all__ = ["Listing", "Picture", "ShowError", "account_of", "data", "page", "show", "text"]

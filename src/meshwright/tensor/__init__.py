@@ -18,6 +18,8 @@ from ._errors import (
 from ._explain import Decided, decisions, recording
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
+from ._pending import bucket_of
+from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from .torch_hooks import grouped_product, operators_recorded
@@ -45,6 +47,7 @@ __all__ = [
     "Source",
     "absent",
     "attending_by",
+    "bucket_of",
     "captured_whole",
     "capturing",
     "context",
@@ -54,6 +57,7 @@ __all__ = [
     "drawing_by",
     "from_local",
     "grouped_product",
+    "in_backward",
     "lay",
     "leaves_in",
     "local_parts",
@@ -65,6 +69,8 @@ __all__ = [
     "parts_recorded",
     "pipe_split",
     "place",
+    "place_of_gradient",
+    "places_kept",
     "random_source",
     "recording",
     "recording_parts",

@@ -17,6 +17,7 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
+from ._places import is_backward, keep_place
 from .torch_hooks import bare_apply, no_interception
 
 
@@ -76,6 +77,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
+        keep_place(ctx)
         out = how.now(x)
         return x.detach() if out is x else _owned(out)  # a view would keep `x`, which may keep it
 
@@ -88,6 +90,7 @@ class _Convert(torch.autograd.Function):
             return ctx.how.transpose(grad), None
 
 
+is_backward(_Convert.backward)
 _convert: Callable[[Tensor, Move], Tensor] = bare_apply(_Convert)
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec
 
 from ._convert import Move, convert_local
+from ._places import is_backward, keep_place
 from .torch_hooks import bare_apply, no_interception
 
 BUCKET_BYTES = 25 * 2**20
@@ -56,6 +58,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.leaf, ctx.how = x, how
+        keep_place(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -72,6 +75,7 @@ class _Deferred(torch.autograd.Function):
         return None, None
 
 
+is_backward(_Deferred.backward)
 _deferred: Callable[[Tensor, Move], Tensor] = bare_apply(_Deferred)
 
 
@@ -135,6 +139,13 @@ def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
             del filled[key]
             yield groups.pop(key)
     yield from groups.values()
+
+
+def bucket_of(frame: FrameType | None) -> Spec | None:
+    """How the first gradient lies of the bucket that the frame reduces; None where it reduces none."""
+    while frame is not None and frame.f_code is not _reduced.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["first"]
 
 
 def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:

@@ -1,0 +1,211 @@
+"""Command lines with a mistake: how many of them are answered by one clear message and the right exit code.
+
+Each line is carried out in this process; some are tried as processes too, where nothing is patched.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import main
+from meshwright.cli._parser import COMMANDS
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
+FILES = {
+    "config.json": json.dumps(SIZES),
+    "empty.json": "{}",
+    "broken.json": "{",
+    "list.json": "[1, 2]",
+    "plan.toml": "dp = 2\nbatch = 8\nsequence = 64\n",
+    "broken.toml": "dp = ",
+    "strange.toml": "replicas = 2\n",
+    "train.toml": "step = 3\n",
+    "wrong.toml": 'steps = "many"\n',
+    "cluster.toml": 'cluster = "8xAbacus"\n',
+    "measured.json": '{"seconds": "long"}',
+    "table.txt": "mine: 1 microbatch\nway: 0\n0: BW0.0 F0.0\n",
+    "mine.py": "def build():\n    return 5\n\n\ndef fails():\n    raise KeyError('lost')\n",
+    "syntax.py": "def build(:\n",
+    "script.py": "print('here')\n",
+}
+PLAN = "plan {f}/config.json --cluster 8xH100 --batch 8 --sequence 64"
+EXPLAIN = "explain {f}/config.json {f}/plan.toml --cluster 2xH100"
+OK, FAILED, NOT_UNDERSTOOD = 0, 1, 2
+AS_PROCESSES = ("trian", "train --mesh pp=9", "plan {f}/none.json --cluster 8xH100 --batch 8 --sequence 64")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line, its exit code, and words that the answer has."""
+
+    text: str
+    code: int
+    answer: str
+
+
+TYPED = [
+    # no such command, option or argument
+    Line("trian", 2, "meshwright train"),
+    Line("--steps 3", 2, "write:"),
+    Line("train --step 3", 2, "train --steps"),
+    Line("train --rank=4", 2, "train --ranks"),
+    Line("train --confg a.toml", 2, "train --config"),
+    Line("train 5", 2, "no argument 5"),
+    Line("run --process {f}/script.py", 2, "run --processes"),
+    Line("schedule 1F1B --tabel", 2, "schedule --table"),
+    Line(f"{PLAN} --presision bf16", 2, "plan --precision"),
+    Line("predict {f}/config.json {f}/plan.toml --cluster 2xH100 --jsn", 2, "predict --json"),
+    Line(f"{EXPLAIN} --htlm a.html", 2, "explain --html"),
+    Line("checkpoint inspect {f} --jso", 2, "checkpoint --json"),
+    Line("doctor --no-chek", 2, "doctor --no-check"),
+    Line("doctor now", 2, "no argument now"),
+    Line("profile --dry-rn", 2, "profile --dry-run"),
+    Line("parallelize {f}/mine.py:build --ranks 2 --sugest", 2, "parallelize --suggest"),
+    # values of a wrong kind
+    Line("train --steps many", 2, "not a positive whole number"),
+    Line("train --steps 0", 2, "not a positive whole number"),
+    Line("train --seed -1", 2, "argument"),
+    Line("train --tolerance little", 2, "invalid float"),
+    Line("train --mesh ep=2", 2, "AXIS=N"),
+    Line("train --mesh dp", 2, "AXIS=N"),
+    Line("train --mesh pp=2 --ranks 2", 2, "not allowed with"),
+    Line("train --mesh pp=9", 2, "9 pipeline stages"),
+    Line("train --hidden 33", 2, "33"),
+    Line("train --save-every 5", 2, "folder="),
+    Line("train --steps", 2, "expected one argument"),
+    Line("run --ranks none {f}/script.py", 2, "not a positive whole number"),
+    Line("schedule 1F1B --times 1,-2", 2, "up to four numbers"),
+    Line("schedule 1F1B --chunks 3", 2, "takes no --chunks"),
+    Line("schedule 1F1B --width wide", 2, "not a positive whole number"),
+    Line("schedule 1F2B", 1, "1F1B"),
+    Line(f"{PLAN} --precision int4", 2, "invalid choice"),
+    Line(f"{PLAN} --given tp", 2, "NAME=VALUE"),
+    Line(f"{PLAN} --given tensor=2", 1, "tensor"),
+    Line(f"{PLAN} --given batch=2", 2, "--batch"),
+    Line("plan {f}/config.json --cluster H100 --batch 8 --sequence 64", 1, "64xH100"),
+    Line("plan {f}/config.json --cluster 8xAbacus --batch 8 --sequence 64", 1, "Abacus"),
+    Line(f"{EXPLAIN} --batch none", 2, "not a positive whole number"),
+    Line("checkpoint look {f}", 2, "invalid choice"),
+    Line("checkpoint diff {f}", 2, "diff PATH OTHER"),
+    Line("checkpoint convert {f} {f}/new --to pickle", 2, "invalid choice"),
+    Line("profile --ranks none", 2, "not a positive whole number"),
+    Line("profile --seconds 0", 2, "not a positive number of seconds"),
+    Line("parallelize {f}/mine.py:build --mesh dp", 2, "AXIS=N"),
+    Line("parallelize {f}/mine.py:build --mesh dp=2,dp=2", 2, "AXIS=N"),
+    Line("parallelize {f}/mine.py:build --mesh dp=2 --ranks 2", 2, "not allowed with"),
+    Line("parallelize {f}/mine.py:build", 2, "on how many ranks"),
+    # what is left out
+    Line("run", 2, "SCRIPT"),
+    Line("schedule", 2, "NAME"),
+    Line("plan", 2, "CONFIG"),
+    Line("plan {f}/config.json --batch 8 --sequence 64", 2, "--cluster"),
+    Line("predict {f}/config.json", 2, "PLAN"),
+    Line("explain", 2, "CONFIG"),
+    Line("checkpoint", 2, "ACTION"),
+    Line("parallelize", 2, "MODEL"),
+    # files that are missing, or are something else
+    Line("run {f}/none.py", 2, "no file"),
+    Line("train --config {f}/none.toml", 2, "No such file"),
+    Line("train --config {f}/none.py:f", 2, "no such file"),
+    Line("train --config {f}/train.toml", 2, "write: steps"),
+    Line("train --config {f}/wrong.toml", 2, "not a positive whole number"),
+    Line("train --config {f}/broken.toml", 2, "lines of TOML"),
+    Line("train --config {f}/mine.py:build", 2, "returns a int"),
+    Line("train --config {f}/mine.py:bild", 2, "mine.py:build"),
+    Line("train --config {f}/mine.py:fails", 1, "mine.py:6"),
+    Line("train --config {f}/syntax.py:build", 1, "syntax.py:1"),
+    Line("plan {f}/none.json --cluster 8xH100 --batch 8 --sequence 64", 2, "No such file"),
+    Line("plan {f}/broken.json --cluster 8xH100 --batch 8 --sequence 64", 2, "config.json"),
+    Line("plan {f}/empty.json --cluster 8xH100 --batch 8 --sequence 64", 1, "hidden_size"),
+    Line("plan {f}/list.json --cluster 8xH100 --batch 8 --sequence 64", 2, "config.json"),
+    Line("plan {f} --cluster 8xH100 --batch 8 --sequence 64", 2, "Is a directory"),
+    Line("plan {f}/config.json --cluster {f}/none.toml --batch 8 --sequence 64", 1, "No such file"),
+    Line("plan {f}/config.json --cluster {f}/broken.toml --batch 8 --sequence 64", 1, "TOML"),
+    Line("plan {f}/config.json --cluster {f}/cluster.toml --batch 8 --sequence 64", 1, "Abacus"),
+    Line(f"{PLAN} --out {{f}}/none/plan.toml", 2, "No such file"),
+    Line("predict {f}/config.json {f}/none.toml --cluster 2xH100", 2, "No such file"),
+    Line("predict {f}/config.json {f}/broken.toml --cluster 2xH100", 1, "dp = 8"),
+    Line("predict {f}/config.json {f}/strange.toml --cluster 2xH100", 1, "replicas"),
+    Line(f"{EXPLAIN} --measured {{f}}/none.json", 2, "No such file"),
+    Line(f"{EXPLAIN} --measured {{f}}/measured.json", 2, "seconds"),
+    Line(f"{EXPLAIN} --alone --html {{f}}/none/a.html", 2, "No such file"),
+    Line("schedule {f}/table.txt", 1, "waits for"),
+    Line("schedule 1F1B --svg {f}/none/a.svg", 2, "No such file"),
+    Line("checkpoint inspect {f}/none", 1, "none"),
+    Line("checkpoint verify {f}/config.json", 1, "config.json"),
+    Line("parallelize {f}/none.py:build --ranks 2", 2, "no such file"),
+    Line("parallelize {f}/mine.py:build --ranks 2", 2, "returns a int"),
+    Line("parallelize {f}/mine.py:fails --ranks 2", 1, "mine.py:6"),
+    Line("parallelize {f}/broken.json --ranks 2", 2, "file.py:function"),
+    Line("parallelize {f}/empty.json --ranks 2", 2, "model_type"),
+]
+LINES = [*(Line(f"{name} --help", 0, "usage:") for name in COMMANDS), *TYPED]
+
+
+def make_files(folder: Path) -> None:
+    """The files that the lines speak of."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+
+
+def wrong(line: Line, folder: Path) -> str:
+    """What is wrong with the answer to a line; nothing where all is as it should be."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main([word.format(f=folder) for word in line.text.split()])
+        except Exception as error:
+            return f"{line.text}: raised {type(error).__name__}: {error}"
+    return judged(line, code, out.getvalue(), err.getvalue())
+
+
+def judged(line: Line, code: int, out: str, err: str) -> str:
+    """The first fault of an answer: the code, a traceback, words that it lacks, no remedy, or more than one message."""
+    said = out if line.code == OK else err
+    faults = {
+        f"exit code {code} instead of {line.code}": code != line.code,
+        "a traceback": "Traceback" in out + err,
+        f"no word of {line.answer!r} in {said!r}": line.answer not in said,
+        "nothing to write instead": line.code != OK and "write:" not in err,
+        "more than one message": err.count("write:") > 1,
+    }
+    return next((f"{line.text}: {fault}" for fault, found in faults.items() if found), "")
+
+
+def wrong_processes(folder: Path) -> Iterator[str]:
+    """The same of lines that are processes of their own."""
+    known = {line.text: line for line in LINES}
+    for text in AS_PROCESSES:
+        words = [word.format(f=folder) for word in text.split()]
+        done = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, check=False)
+        fault = judged(known[text], done.returncode, done.stdout, done.stderr)
+        if fault:
+            yield fault
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """How many lines get a wrong answer."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_files(folder)
+        found = [fault for line in LINES if (fault := wrong(line, folder))]
+        found += [] if quick else list(wrong_processes(folder))
+    tried = len(LINES) + (0 if quick else len(AS_PROCESSES))
+    return {
+        "name": "cli",
+        "value": len(found),
+        "goal": f"none of {tried} lines without the right exit code, one clear message and what to write",
+        "ok": not found,
+        "details": {"lines": tried, "wrong": found},
+    }

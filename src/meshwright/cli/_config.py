@@ -1,0 +1,139 @@
+"""Settings of a command from a file: TOML, or a Python function that returns them."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli._function import call_function, names_function
+from meshwright.cli._parser import AXES, Parser, UsageError
+
+SAME = {"sequence": "seq"}
+"""Names of fields → of options that mean the same, where a command has only those."""
+
+
+def with_config(parser: Parser, words: Sequence[str]) -> None:
+    """Takes what `--config` names as the defaults of the parser's options; those on the line go before them.
+
+    Raises UsageError for an option that the command does not have, with the nearest, and for a value that is none.
+    """
+    source = _named(words)
+    if source is None:
+        return
+    taken = {word.partition("=")[0] for word in words}
+    found = read_config(source)
+    for name, value in found.items():
+        action = _action(parser, source, name)
+        if twice := parser.rivals(action) & {f"--{other}" for other in found}:
+            raise UsageError(f"{parser.prog}: {source}: {name} is not allowed with {twice.pop()}\n  write: one of them")
+        if not parser.rivals(action) & taken:
+            _take(parser, action, _value(parser, source, action, value))
+
+
+def _action(parser: Parser, source: str, name: str) -> argparse.Action:
+    """The option of that name."""
+    known = {action.dest: action for action in parser.actions if action.dest not in ("help", "config")}
+    plain = name.replace("-", "_")
+    found = known.get(plain) or known.get(SAME.get(plain, ""))
+    if found is None:
+        near = get_close_matches(plain, known, n=1, cutoff=0.0)[0].replace("_", "-")
+        raise UsageError(f"{parser.prog}: {source}: there is no option {name}\n  write: {near}")
+    return found
+
+
+def _take(parser: Parser, action: argparse.Action, value: Any) -> None:
+    """The value as what the option is without a word on the line; a flag that is set can be taken back there."""
+    action.default, action.required = value, False
+    if not action.option_strings:
+        action.nargs = "?"
+    if value is True:
+        name = action.dest.replace("_", "-")
+        parser.add_argument(
+            f"--no-{name}", dest=action.dest, action="store_false", default=True, help=argparse.SUPPRESS
+        )
+
+
+def _named(words: Sequence[str]) -> str | None:
+    """What stands behind `--config`."""
+    for at, word in enumerate(words):
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+        if word == "--config" and at + 1 < len(words):
+            return words[at + 1]
+    return None
+
+
+def read_config(source: str) -> dict[str, Any]:
+    """Names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
+    if names_function(source):
+        return flat(call_function(source), source)
+    try:
+        return flat(tomllib.loads(Path(source).read_text(encoding="utf-8")), source)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"meshwright: {source}: {error}\n  write: lines of TOML, such as steps = 100") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"meshwright: {source}: {why}\n  write: a TOML file, or file.py:function") from error
+
+
+def flat(value: Any, source: str) -> dict[str, Any]:
+    """Names and values: of a mapping, or of a dataclass those that are not its defaults, with those of what is in it.
+
+    >>> flat({"steps": 3, "mesh": {"dp": 2}}, "a.toml")
+    {'steps': 3, 'mesh': {'dp': 2}}
+    """
+    if isinstance(value, Mapping):
+        return {str(name): x for name, x in value.items()}
+    if not is_dataclass(value) or isinstance(value, type):
+        raise UsageError(
+            f"meshwright: {source} returns a {type(value).__name__}\n  write: a dataclass, or a dict of options"
+        )
+    found: dict[str, Any] = {}
+    for field in fields(value):
+        held = getattr(value, field.name)
+        usual = field.default_factory() if field.default_factory is not MISSING else field.default
+        if is_dataclass(held):
+            found |= flat(held, source)
+        elif held != usual:
+            found[field.name] = held
+    return found
+
+
+def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> Any:
+    """The value as the command line would have it."""
+    if isinstance(action.const, bool):
+        if isinstance(value, bool):
+            return value
+        raise UsageError(f"{parser.prog}: {source}: {action.dest} = {value!r}\n  write: {action.dest} = true, or false")
+    if action.dest == "mesh" and isinstance(value, (list, tuple)) and len(value) == len(AXES):
+        value = dict(zip(AXES, value, strict=True))
+    text = _written(value)
+    try:
+        made = action.type(text) if callable(action.type) else text
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise UsageError(
+            f"{parser.prog}: {source}: {action.dest} = {value!r}: {error}\n  write: what {parser.prog} --help says"
+        ) from error
+    if action.choices is not None and made not in action.choices:
+        raise UsageError(
+            f"{parser.prog}: {source}: {action.dest} = {value!r}\n  write: one of {', '.join(action.choices)}"
+        )
+    return made
+
+
+def _written(value: Any) -> str:
+    """A value as it stands on a command line.
+
+    >>> _written({"dp": 2, "tp": 4}), _written([1, 2]), _written(True)
+    ('dp=2,tp=4', '1,2', 'true')
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={_written(x)}" for name, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_written, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

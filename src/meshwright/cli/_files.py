@@ -1,0 +1,26 @@
+"""Files that are named on the command line: read, or written as a whole, or answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.cli._parser import UsageError
+from meshwright.graph import write_whole
+
+
+def read_text(path: str) -> str:
+    """The text of a file. Raises UsageError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"meshwright: {path}: {why}\n  write: a file that can be read") from error
+
+
+def write_text(path: str, text: str) -> None:
+    """Puts the text in the place of the file. Raises UsageError where it cannot be written."""
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        write = "a file in a folder that can be written to"
+        raise UsageError(f"meshwright: {path}: {error.strerror}\n  write: {write}") from error

@@ -1,0 +1,84 @@
+"""`meshwright parallelize`: a plan by module names for a model, from the search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from meshwright.cli._files import read_text, write_text
+from meshwright.cli._function import call_function, names_function
+from meshwright.cli._parser import UsageError
+from meshwright.engine import said, suggest
+from meshwright.layout import MeshwrightError
+
+OK, FAILED = 0, 1
+WRITE = "  write: file.py:function, where the function returns the module and a batch, or a model's config.json"
+
+
+def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Prints the lines to put into a program. 1 where nothing fits, or where the model's file fails."""
+    if settings.mesh is None and settings.ranks is None:
+        raise UsageError("meshwright parallelize: on how many ranks?\n  write: --mesh dp=2,tp=4, or --ranks 8")
+    try:
+        model, batch, loss = _model(settings)
+        found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    if settings.out:
+        write_text(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
+    if settings.json:
+        styles = {pattern: said(style) for pattern, style in found.config.plan.items()}
+        lies = {"batch": found.config.batch, "sequence": found.config.sequence}
+        told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
+        print(json.dumps({"mesh": found.mesh.sizes, "plan": styles, **lies, **told}))
+        return OK
+    print(found.text())
+    return OK
+
+
+def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """The module, a batch, and the loss if there is one."""
+    if names_function(settings.model):
+        made = call_function(settings.model)
+        if not isinstance(made, tuple) or len(made) not in (2, 3) or not hasattr(made[0], "named_modules"):
+            raise UsageError(f"meshwright parallelize: {settings.model} returns a {type(made).__name__}\n{WRITE}")
+        model, batch, *loss = made
+        return model, batch, loss[0] if loss else None
+    try:
+        config = json.loads(read_text(settings.model))
+    except ValueError as error:
+        raise UsageError(f"meshwright parallelize: {settings.model}: {error}\n{WRITE}") from error
+    return _of_config(config, settings)
+
+
+def _of_config(config: Any, settings: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """A model of transformers that holds nothing, since names of modules are those of its code."""
+    import torch
+
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f"meshwright parallelize: {settings.model} has no model_type\n{WRITE}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UsageError(
+            "meshwright parallelize: the names of modules are those of the package transformers, which is missing\n"
+            "  write: pip install 'meshwright[models]', or file.py:function"
+        ) from error
+    told: dict[str, Any] = dict(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(told.pop("model_type"), **told))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"meshwright parallelize: {settings.model}: {said}\n{WRITE}") from error
+    tokens = torch.empty(settings.batch, settings.sequence, dtype=torch.long, device="meta")
+    return model, (tokens, tokens), _next_token
+
+
+def _next_token(out: Any, labels: Any) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(out.logits.flatten(0, 1), labels.flatten())

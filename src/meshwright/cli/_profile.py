@@ -1,0 +1,112 @@
+"""`meshwright profile`: what this machine does in a second, as a cluster file for `plan`, `predict` and `explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.cli._files import write_text
+from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
+from meshwright.cli._parser import UsageError
+from meshwright.comm import launch
+from meshwright.cost import DEVICES, cluster
+from meshwright.layout import MeshwrightError, write_dtype
+
+OK, FAILED = 0, 1
+START = 10.0
+"""Seconds until processes have torch, and talk."""
+
+
+def profile(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Prints or writes the cluster. 1 where the ranks fail."""
+    cuda = torch.cuda.is_available()
+    there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    ranks = settings.ranks or there
+    if cuda and ranks > there:
+        raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  write: --ranks {there}")
+    if settings.dry_run:
+        print(_planned(ranks, "cuda" if cuda else "cpu", settings.seconds))
+        return OK
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        if launch(["-m", "meshwright.cli._measure", str(path), str(settings.seconds)], ranks) != 0:
+            print("meshwright profile: the ranks that measure failed\n  write: meshwright doctor", file=sys.stderr)
+            return FAILED
+        measured: dict[str, Any] = json.loads(path.read_text())
+        toml = cluster_text(measured)
+        read = Path(folder) / "cluster.toml"
+        read.write_text(toml)
+        try:
+            machines = cluster(str(read))
+        except MeshwrightError as error:
+            print(error, file=sys.stderr)
+            return FAILED
+    _answer(settings, measured, toml, repr(machines))
+    return OK
+
+
+def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str, machines: str) -> None:
+    if settings.out:
+        write_text(settings.out, toml)
+    if settings.json:
+        print(json.dumps({**measured, "cluster": machines}))
+    elif settings.out:
+        print(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
+    else:
+        print(toml, end="")
+
+
+def _planned(ranks: int, device: str, seconds: float) -> str:
+    """What would be measured."""
+    what = measurements(ranks, device)
+    sizes = f"products of {', '.join(map(str, PRODUCTS[device]))} in {', '.join(map(write_dtype, DTYPES[device]))}"
+    rows = [f"{ranks} processes at once, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
+    rows += ["  the bandwidth of memory, and the time that an operator takes to begin"]
+    if ranks > 1:
+        rows.append(f"  all-reduces of {', '.join(f'{n:,}' for n in MESSAGES)} bytes")
+    return "\n".join([*rows, f"{len(what)} measurements, about {START + len(what) * 1.5 * seconds:.0f} s"])
+
+
+def cluster_text(measured: Mapping[str, Any]) -> str:
+    """The file: the nearest device that is known, with the numbers that were measured."""
+    device, inside, ranks = measured["device"], measured.get("inside"), measured["ranks"]
+    flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
+    lines = [
+        f"# measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}",
+        f'cluster = "{ranks}x{known(measured["name"])}, {ranks} per node"', "",
+        "[device]",
+        f"name = {json.dumps(measured['name'])}", 'source = "meshwright profile"',
+        f"memory = {device['memory'] / 1e9:.4g}        # GB",
+        f"bandwidth = {device['bandwidth'] / 1e9:.4g}   # GB/s",
+        f"overhead = {device['overhead'] * 1e6:.4g}     # microseconds",
+        "reach = 1.0       # the rates are those of products, not of a data sheet",
+        f"flops = {{ {flops} }}  # TFLOP/s",
+    ]  # fmt: skip
+    if inside is not None:
+        lines += [
+            "", "[inside]",
+            f'name = "between {ranks} processes"', 'source = "meshwright profile"',
+            f"bandwidth = {inside['bandwidth'] / 1e9:.4g}   # GB/s",
+            f"start = {inside['start'] * 1e6:.4g}           # microseconds",
+            "latency = 0.0", "reach = 1.0",
+        ]  # fmt: skip
+    return "\n".join([*lines, ""])
+
+
+def known(name: str) -> str:
+    """The device of the tables whose name, part by part, stands in this one.
+
+    >>> known("NVIDIA H200"), known("NVIDIA A100-SXM4-40GB"), known("Intel(R) Xeon(R)"), known("NVIDIA L4")
+    ('H200', 'A100-40GB', 'cpu core', 'A100')
+    """
+    words = set(name.replace("-", " ").split())
+    fitting = [device for device in DEVICES if set(device.split("-")) <= words]
+    return max(fitting, key=len) if fitting else "A100" if "NVIDIA" in name else "cpu core"

@@ -1,0 +1,94 @@
+"""What a model computes, module by module: inputs, outputs, and the gradients of both, as a run goes along."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, map_tensors, tensors_in
+
+INPUT, OUTPUT, LOSS = "input", "output", "loss"
+OF_OUTPUT, OF_INPUT, OF_PARAMETER = "gradient of the output", "gradient of the input", "gradient"
+Key = tuple[str, str, int]
+"""What it is, the path of the module or the parameter, and how many of that there were before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a tensor, and how it lies; a plain tensor has no spec."""
+
+    spec: Spec | None
+    local: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Part:
+        with torch.no_grad():
+            if not isinstance(x, DistTensor):
+                return Part(None, x.detach().clone())
+            return Part(x.spec, x.to_local().clone())
+
+
+@dataclass
+class Observed:
+    """What was seen, in order."""
+
+    parts: dict[Key, Part] = field(default_factory=dict[Key, Part])
+    _counts: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+
+    def note(self, what: str, path: str, x: Tensor) -> None:
+        at = self._counts[what, path]
+        self._counts[what, path] += 1
+        self.parts[what, path, at] = Part.of(x)
+
+
+def observe(
+    model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | None
+) -> dict[Key, Part]:  # fmt: skip
+    """One forward and one backward pass; the hooks stay on the model, which is a copy.
+
+    The loss is what `loss` makes of the model's result and the batch's last part, else the sum of what the model gives.
+    """
+    seen = Observed()
+    for path, module in model.named_modules():
+        _watch(seen, path, module)
+    given = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tuple(batch))
+    out = model(*given) if loss is None else loss(model(*given[:-1]), given[-1])
+    terms = [x.sum() for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
+    total: Any = sum(terms[1:], terms[0]) if terms else None
+    if total is None:
+        return seen.parts
+    seen.note(LOSS, "", total)
+    if total.requires_grad:
+        total.backward()
+    for name, p in reversed(list(model.named_parameters())):
+        if p.grad is not None:
+            seen.note(OF_PARAMETER, name, p.grad)
+    return seen.parts
+
+
+def _watch(seen: Observed, path: str, module: nn.Module) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def watched(x: Tensor) -> Tensor:
+            seen.note(INPUT, path, x)
+            if not (x.requires_grad and torch.is_grad_enabled()):
+                return x
+            own = x.view_as(x)  # a node of its own: the gradient that this module gives, and not that of others
+            own.register_hook(lambda grad: seen.note(OF_INPUT, path, grad))
+            return own
+
+        return map_tensors(watched, args), map_tensors(watched, kwargs)
+
+    def behind(_: nn.Module, inputs: Any, out: Any) -> None:
+        for x in tensors_in(out):
+            seen.note(OUTPUT, path, x)
+            if x.requires_grad and torch.is_grad_enabled():
+                x.register_hook(lambda grad: seen.note(OF_OUTPUT, path, grad))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(behind)

@@ -1,0 +1,142 @@
+"""From what the search finds to what a person writes: styles by patterns of module names, and what they cannot say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.comm import Recorded, use
+from meshwright.cost import Cluster
+from meshwright.layout import ProcessMesh, Shard, Spec, axes_of
+from meshwright.search import MeshPlan, SearchError
+from meshwright.tensor import DistTensor
+
+from ._auto import plan
+from ._parallelize import Parallelism, parallelize
+from ._styles import ColwiseParallel, RowwiseParallel, Style
+
+AXES = ("dp", "tp")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Styles by patterns for `parallelize`, and what of the searched plan they leave out."""
+
+    mesh: ProcessMesh
+    config: Parallelism
+    left_out: tuple[str, ...]
+    searched: MeshPlan
+
+    def text(self) -> str:
+        """Lines of Python to put into a program."""
+        rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
+        lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
+        return "\n".join(
+            [
+                f"# {str(self.searched).splitlines()[0]}, as predicted",
+                f"mesh = mw.ProcessMesh({self.mesh.mesh.tolist()}, {list(self.mesh.dim_names)})",
+                *(["plan = {", *rows, "}"] if rows else ["plan = {}  # weights are whole on every rank"]),
+                f"config = mw.Parallelism(plan, {lies})",
+                "model, optimizer = mw.parallelize(model, optimizer, mesh, config)",
+                *(f"# left out: {line}" for line in self.left_out),
+            ]
+        )
+
+
+def said(style: Any) -> str:
+    """A style as a person writes it.
+
+    >>> said(ColwiseParallel(transposed=True))
+    'ColwiseParallel(transposed=True)'
+    """
+    told = [f"{f.name}={getattr(style, f.name)!r}" for f in fields(style) if getattr(style, f.name) != f.default]
+    return f"{type(style).__name__}({', '.join(told)})"
+
+
+def suggest(
+    model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None = None, *,
+    mesh: Mapping[str, int] | None = None, cluster: Cluster | str | None = None, ranks: int | None = None,
+) -> Suggestion:  # fmt: skip
+    """How to make `model` parallel by names, from the best plan for a `mesh` of dp and tp, or for so many `ranks`.
+
+    The styles are tried on the model: a parameter that they lay otherwise than the plan asks is told as left out.
+    Raises SearchError where no plan has that mesh, or nothing fits.
+    """
+    sizes = dict(mesh or {})
+    if strange := sorted(set(sizes) - set(AXES)):
+        raise SearchError(
+            f"a suggestion for a mesh with {strange[0]}", f"a mesh {sizes}",
+            "the search cuts batches (dp) and weights (tp)", "dp=2,tp=4; stages are cut by mw.split_pipeline",
+        )  # fmt: skip
+    total = ranks or sizes.get("dp", 1) * sizes.get("tp", 1)
+    plans = plan(model, batch, loss, cluster=cluster, ranks=total)
+    found = [p for p in plans if not mesh or (p.dp, p.tp) == (sizes.get("dp", 1), sizes.get("tp", 1))]
+    if not found:
+        raise SearchError(
+            f"a suggestion for a mesh {sizes}", f"plans for {', '.join(p.how for p in plans)}",
+            "that mesh does not fit into memory, or its dp does not divide the batch", "another mesh, or none",
+        )  # fmt: skip
+    best = found[0]
+    config = Parallelism(_patterns(model, dict(_styles(model, best.layouts))), *_batch(model, best))
+    return Suggestion(best.mesh, config, tuple(_left_out(model, best, config)), best)
+
+
+def _inputs(model: nn.Module, best: MeshPlan) -> dict[str, Spec]:
+    """What is no parameter and no buffer."""
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return {name: spec for name, spec in best.layouts.items() if name not in own}
+
+
+def _batch(model: nn.Module, best: MeshPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that cut the first two dims of the first input that is cut."""
+    first = next((s for s in _inputs(model, best).values() if s.layout.cut_axes), None)
+    dims = [axes_of(d) for d in first.layout.dims[:2]] if first is not None else []
+    rows, columns = [*dims, (), ()][:2]
+    return rows, columns
+
+
+def _styles(model: nn.Module, layouts: Mapping[str, Spec]) -> Iterator[tuple[str, Style]]:
+    """Path of a module → the style that cuts its weight as the plan has it."""
+    for path, module in model.named_modules():
+        spec = layouts.get(f"{path}.weight" if path else "weight")
+        where = spec.layout.on("tp") if spec is not None and "tp" in spec.mesh.sizes else None
+        if not isinstance(where, Shard) or not isinstance(getattr(module, "weight", None), Tensor):
+            continue
+        transposed = type(module).__name__ == "Conv1D"  # transformers' linear layer, which takes first
+        over_results = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
+        style = ColwiseParallel if where.dim == (1 if over_results else 0) else RowwiseParallel
+        if where.dim < 2:
+            yield path, style(transposed=transposed)
+
+
+def _patterns(model: nn.Module, wanted: Mapping[str, Style]) -> dict[str, Style]:
+    """Patterns that give each module its style and no other one; numbers of layers become stars where they may."""
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: dict[str, Style] = {}
+    for path, style in wanted.items():
+        pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", path)
+        matched = [p for p in paths if fnmatchcase(p, pattern)]
+        fits = len(matched) > 1 and all(wanted.get(p) == style for p in matched)
+        found[pattern if fits else path] = style
+    return found
+
+
+def _left_out(model: nn.Module, best: MeshPlan, config: Parallelism) -> Iterator[str]:
+    """Tensors that the styles lay otherwise than the plan, found by laying a copy that holds nothing."""
+    laid = deepcopy(model).to("meta")
+    with use(Recorded(0, best.mesh.size)):
+        parallelize(laid, None, best.mesh, config)
+    held = dict([*laid.named_parameters(), *laid.named_buffers()])
+    for name, spec in best.layouts.items():
+        own = held.get(name)
+        if isinstance(own, DistTensor) and own.spec.layout.dims != spec.layout.dims:
+            yield f"{name} would lie as {spec!r}, and lies as {own.spec!r}"
+    for name, spec in _inputs(model, best).items():
+        if [axes_of(d) for d in spec.layout.dims] != [config.batch, config.sequence, *[()] * spec.ndim][: spec.ndim]:
+            yield f"{name} would lie as {spec!r}"

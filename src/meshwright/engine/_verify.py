@@ -1,0 +1,239 @@
+"""One device and a mesh side by side: which tensor is the first that differs, and what that says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import joined, simulate
+from meshwright.layout import ProcessMesh, Spec, expand_products
+
+from ._errors import DifferenceError, StrategyError
+from ._observed import INPUT, LOSS, OF_INPUT, OF_OUTPUT, OF_PARAMETER, OUTPUT, Key, Part, observe
+from ._parallelize import Parallelism, parallelize
+
+Marks = Parallelism | Callable[[nn.Module, ProcessMesh], Any]
+Parts = Mapping[int, Part]
+"""What each rank holds of one tensor."""
+MOST = 8
+_LOOK = {
+    INPUT: "what makes the input of {0}: the forward pass of {1} before it calls that",
+    OUTPUT: "the forward pass of {0}: what goes into it is right",
+    LOSS: "what makes the loss of the model's result",
+    OF_OUTPUT: "the backward pass of what takes the output of {0}, in {1}: a rule, a local_map or an autograd.Function",
+    OF_INPUT: "the backward pass of {0}: what goes into that is right",
+    OF_PARAMETER: "how {0} is used: the gradients of what goes in and comes out around it are right",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor of the sharded run that is not that of one device.
+
+    `what` is an output, an input, or a gradient; `path` of its module or parameter; `layout` how it lies; `error` the
+    largest deviation, relative to the largest number; `why` what is odd about it; `look` where to look.
+    """
+
+    what: str
+    path: str
+    call: int
+    layout: str
+    error: float
+    why: str
+    look: str
+
+    @property
+    def name(self) -> str:
+        """Which tensor it is."""
+        of = f" of {self.path or 'the model'}" if self.what != LOSS else ""
+        return f"{self.what}{of}" + (f", number {self.call + 1}" if self.call else "")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}, relative error {self.error:.2g}, as {self.layout}"
+
+
+@dataclass(frozen=True, repr=False)
+class Verified:
+    """What `verify` found: how many tensors it compared, the largest error, and what differs, in order."""
+
+    mesh: ProcessMesh
+    compared: int
+    largest: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is as on one device."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The tensor that was the first to differ; all before it are right."""
+        return self.differences[0] if self.differences else None
+
+    def check(self) -> None:
+        """Raises DifferenceError if anything differs."""
+        if self.first is not None:
+            raise DifferenceError(
+                f"the numbers of one device on {self.mesh!r}", f"the {self.first.name} is the first that differs",
+                f"{self.first.why}; relative error {self.first.error:.2g}", f"look at {self.first.look}",
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return f"equal: {self.compared} tensors on {self.mesh!r}, relative error at most {self.largest:.2g}"
+        rows = [f"{len(self.differences)} of {self.compared} tensors differ on {self.mesh!r}; the first is the"]
+        rows += [f"  {self.first}", f"  look at {self.first.look}"]
+        rows += [f"then {d.name}: {d.error:.2g}" for d in self.differences[1:MOST]]
+        more = len(self.differences) - MOST
+        return "\n".join([*rows, *([f"and {more} more"] if more > 0 else [])])
+
+    __repr__ = __str__
+
+
+def verify(
+    model: nn.Module,
+    batch: Sequence[Any],
+    mesh: ProcessMesh,
+    marks: Marks,
+    loss: Callable[..., Any] | None = None,
+    *,
+    lay: Callable[[Sequence[Any], ProcessMesh], Sequence[Any]] | None = None,
+    rtol: float | None = None,
+) -> Verified:
+    """`model` on one device and, marked, on simulated ranks: the first tensor that differs, or that none does.
+
+    `marks` is a `Parallelism`, or a function that lays a model over the mesh; `lay` one that lays the batch. Both runs
+    make a forward and a backward pass with copies of the model; inputs and outputs of every module, their gradients and
+    those of the parameters are compared. `loss` is called as `to_static` calls it; without it what the model gives is
+    summed. `rtol` is the relative error that is allowed, by default the square root of the dtype's precision.
+
+    >>> import torch, meshwright as mw
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> plan = mw.Parallelism({"0": mw.ColwiseParallel(), "2": mw.RowwiseParallel()})
+    >>> mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    >>> mw.verify(net, [torch.randn(5, 4)], mesh, plan).equal
+    True
+    """
+    mark = _marking(marks)
+
+    def on_mesh() -> dict[Key, Part]:
+        laid = copy.deepcopy(model)
+        laid = mark(laid, mesh) or laid
+        return observe(laid, batch if lay is None else lay(batch, mesh), loss)
+
+    with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        reference = observe(copy.deepcopy(model), batch, loss)
+        torch.set_rng_state(state)
+        ranks = simulate(on_mesh, max(mesh.process_ids) + 1)
+    return _compared(model, reference, ranks, mesh, rtol)
+
+
+def _marking(marks: Any) -> Callable[[nn.Module, ProcessMesh], Any]:
+    if isinstance(marks, Parallelism):
+        return lambda model, mesh: parallelize(model, None, mesh, marks)[0]
+    if callable(marks):
+        return marks
+    raise StrategyError(
+        "verify(model, batch, mesh, marks)", f"a {type(marks).__name__} for marks",
+        "marks lay the model over the mesh", "a Parallelism, or a function of the model and the mesh",
+    )  # fmt: skip
+
+
+def _compared(
+    model: nn.Module, reference: Mapping[Key, Part], ranks: Sequence[Mapping[Key, Part]], mesh: ProcessMesh,
+    rtol: float | None,
+) -> Verified:  # fmt: skip
+    found, largest = list[Difference](), 0.0
+    for key, part in reference.items():
+        held = {rank: seen[key] for rank, seen in enumerate(ranks) if key in seen and rank in mesh}
+        error, why = _apart(part.local, held)
+        allowed = _precision(part.local.dtype) if rtol is None else rtol
+        if error <= allowed:
+            largest = max(largest, error)
+        else:
+            layout = repr(next((p.spec for p in held.values()), None) or "a plain tensor").strip("'")
+            look = _LOOK[key[0]].format(*_names(model, key))
+            found.append(Difference(*key, layout, error, why or "other numbers", look))
+    return Verified(mesh, len(reference), largest, tuple(found))
+
+
+def _names(model: nn.Module, key: Key) -> tuple[str, str]:
+    """The module or parameter, and the module that it is in, as a person would name them."""
+    what, path, _ = key
+    above = path.rpartition(".")[0]
+    kinds = {name: type(m).__name__ for name, m in model.named_modules()}
+    own = path if what == OF_PARAMETER else f"{path or 'the model'} ({kinds.get(path, '?')})"
+    return own, f"{above or 'the model'} ({kinds.get(above, '?')})" if path else "the code around the model"
+
+
+def _precision(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _apart(whole: Tensor, held: Parts) -> tuple[float, str]:
+    """The largest deviation of the parts from the whole, relative to its largest number, and what is odd about them."""
+    if not held:
+        return float("inf"), "no rank of the mesh makes it"
+    specs = {part.spec for part in held.values()}
+    if len(specs) > 1:
+        return float("inf"), f"it lies differently on different ranks: {', '.join(map(repr, specs))}"
+    (spec,) = specs
+    pairs = list(_pairs(whole, spec, held))
+    if bad := next((pair for pair in pairs if pair[1].shape != pair[2].shape), None):
+        return float("inf"), f"its shape on rank {bad[0]} is {tuple(bad[1].shape)}, and should be {tuple(bad[2].shape)}"
+    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    errors = [(_far(a, b), rank) for rank, a, b in pairs]
+    worst, rank = max(errors)
+    relative = worst / scale if scale > 0 else worst
+    return relative, "" if relative == 0 else _oddness(pairs, rank)
+
+
+def _pairs(whole: Tensor, spec: Spec | None, held: Parts) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Rank, what it holds (terms joined with those of the others), and that part of the whole."""
+    if spec is None or spec.shape != whole.shape:
+        yield from ((rank, part.local, whole) for rank, part in held.items())
+        return
+    shape, _ = expand_products(spec.shape, spec.layout)
+    for rank in held:
+        group = spec.mesh.group(rank, spec.layout.partial_axes) if rank in spec.mesh else ()
+        if not group or group[0] != rank:
+            continue
+        at = tuple(slice(begin, begin + length) for begin, length in spec.local_ranges(rank))
+        own = _whole_term(spec.mesh, spec.layout.partial, rank, held)
+        yield rank, own, whole.reshape(shape)[at].reshape(spec.local_shape(rank))
+
+
+def _whole_term(mesh: ProcessMesh, axes: Sequence[tuple[str, str]], rank: int, held: Parts) -> Tensor:
+    """The terms along all these axes, joined."""
+    if not axes:
+        return held[rank].local
+    *others, (axis, op) = axes
+    return joined([_whole_term(mesh, others, peer, held) for peer in mesh.group(rank, [axis])], op)
+
+
+def _far(a: Tensor, b: Tensor) -> float:
+    """The largest distance; infinite where only one of them is a number."""
+    if not b.numel():
+        return 0.0
+    wide = torch.complex128 if b.is_complex() or a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan())
+    return float((x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max())
+
+
+def _oddness(pairs: Sequence[tuple[int, Tensor, Tensor]], rank: int) -> str:
+    """All parts a multiple of what they should be, or ranks that should hold the same and do not."""
+    a = torch.cat([held.reshape(-1).to(torch.complex128) for _, held, _ in pairs])
+    b = torch.cat([right.reshape(-1).to(torch.complex128) for *_, right in pairs])
+    power = float((b.abs() ** 2).sum())
+    ratio = float((a * b.conj()).real.sum()) / power if power else 1.0
+    if power and _far(a, ratio * b) <= 1e-3 * abs(ratio) * float(b.abs().max()) and abs(ratio - 1) > 1e-3:
+        return f"{ratio:.4g} times what one device gives"
+    return f"other numbers on rank {rank}"

@@ -1,0 +1,38 @@
+"""Every command with a mistake: the right exit code, one message with what to write instead, and no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cli import LINES, Line, make_files, wrong, wrong_processes
+from meshwright.cli._parser import COMMANDS
+
+FEWEST = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("lines")
+    make_files(found)
+    return found
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.text)
+def test_each_line_is_answered(line: Line, folder: Path) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    assert wrong(line, folder) == ""
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
+        name for name in before if name != "__pycache__"
+    ]
+
+
+def test_lines_as_processes_are_answered_alike(folder: Path) -> None:
+    assert list(wrong_processes(folder)) == []
+
+
+def test_every_command_has_lines() -> None:
+    assert len(LINES) >= FEWEST
+    for command in COMMANDS:
+        assert sum(line.text.split()[0] == command for line in LINES) >= 3, command

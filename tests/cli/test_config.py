@@ -1,0 +1,124 @@
+"""`--config`: the options of a command from TOML or from a function; the line goes before, and nothing is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.cli._parser import UsageError, parse
+
+MODULE = """
+from dataclasses import dataclass, field
+import meshwright.models
+
+@dataclass
+class Mine:
+    steps: int = 50
+    mesh: str = "dp=2"
+    hidden: int = 64
+
+def mine():
+    return Mine(steps=7, mesh="tp=2")
+
+def job():
+    return meshwright.models.Job(mesh=(1, 4, 1), steps=9, sequence=32)
+
+def mapping():
+    return {"batch": 8, "processes": True}
+
+def rate():
+    return meshwright.models.Job(learning_rate=0.1)
+
+def fails():
+    return 1 / 0
+
+def number():
+    return 5
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "a.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_gives_the_options_and_the_line_goes_before(tmp_path: Path) -> None:
+    file = written(tmp_path, "steps = 7\nsave-every = 2\ntolerance = 0.5\nprocesses = true\nmesh = {dp=2, tp=2}")
+    settings = parse(["train", "--config", file])
+    assert (settings.steps, settings.save_every, settings.tolerance, settings.mesh) == (7, 2, 0.5, (1, 2, 2))
+    assert settings.processes
+    assert settings.batch == 16
+    settings = parse(["train", f"--config={file}", "--steps", "3", "--no-processes", "--ranks", "2"])
+    assert (settings.steps, settings.processes, settings.mesh, settings.ranks) == (3, False, None, 2)
+
+
+def test_required_options_and_arguments_may_stand_in_the_file(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, 'model = "config.json"\ncluster = "8xH100"\nbatch = 8\nsequence = 64\n[given]\ntp = 2\nzero = 1\n'
+    )
+    settings = parse(["plan", "--config", file])
+    assert (settings.model, settings.cluster, settings.batch, settings.sequence) == ("config.json", "8xH100", 8, 64)
+    assert settings.given == {"tp": 2, "zero": 1}
+    assert parse(["plan", "other.json", "--config", file, "--batch", "4"]).model == "other.json"
+    with pytest.raises(UsageError, match="--sequence"):
+        parse(["plan", "--config", written(tmp_path, 'model = "c"\ncluster = "8xH100"\nbatch = 8\n')])
+
+
+def test_a_function_gives_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MODULE)
+    settings = parse(["train", "--config", f"{path}:mine"])
+    assert (settings.steps, settings.mesh, settings.hidden) == (7, (1, 1, 2), 256)
+    settings = parse(["train", "--config", f"{path}:job"])
+    assert (settings.steps, settings.mesh, settings.seq) == (9, (1, 4, 1), 32)
+    settings = parse(["train", "--config", f"{path}:mapping", "--batch", "4"])
+    assert (settings.batch, settings.processes) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("step = 3", "write: steps"),
+        ("steps = 0", "steps = 0: 0 is not a positive whole number"),
+        ('steps = "many"', "not a positive whole number"),
+        ("steps = 2.5", "not a positive whole number"),
+        ("processes = 1", "processes = true, or false"),
+        ('mesh = "ep=2"', "AXIS=N"),
+        ("mesh = [2, 2]", "AXIS=N"),
+        ('mesh = "dp=2"\nranks = 4', "not allowed with --ranks"),
+        ("steps = ", "lines of TOML"),
+        ("help = true", "there is no option help"),
+        ('config = "b.toml"', "there is no option config"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_answered(
+    text: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--config", written(tmp_path, text)]) == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert "a.toml" in error
+    assert "write:" in error
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "answer"),
+    [
+        ("nowhere.toml", 2, "No such file"),
+        ("nowhere.py:f", 2, "there is no such file"),
+        ("{path}:min", 2, "mine.py:mine"),
+        ("{path}:number", 2, "returns a int"),
+        ("{path}:rate", 2, "no option learning_rate"),
+        ("{path}:fails", 1, "raised ZeroDivisionError at {path}:24"),
+    ],
+)
+def test_a_source_that_gives_nothing_is_answered(
+    source: str, code: int, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MODULE)
+    assert main(["train", "--config", source.format(path=path)]) == code
+    assert answer.format(path=path) in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""`meshwright doctor`: what is missing is told with what to install, and two ranks are tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cli import _doctor, _self_check, main
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
+    return {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_a_whole_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-check"]) == 0
+    out = capsys.readouterr().out
+    assert "ready" in out
+    assert all(word in out for word in ("torch", "numpy", "safetensors", "rich", "gloo", "devices", "C++ compiler"))
+
+
+def test_what_is_needed_and_missing_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"torch": "2.9.1+cpu", "rich": None, "ortools": None}
+    monkeypatch.setattr(_doctor, "_version", lambda name: versions.get(name, "99"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "MISSING  torch" in out
+    assert "pip install 'torch" in out
+    assert "pip install 'rich" in out
+    assert "without  ortools (solver)" in out
+    assert "pip install 'meshwright[solver]'  (not needed)" in out
+    assert "simulated" not in out
+
+
+def test_two_ranks_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("meshwright.comm.launch", lambda argv, ranks, timeout: started.append(argv) or 3)
+    assert main(["doctor", "--json"]) == 1
+    found = told(capsys)
+    assert found["two simulated ranks"]["good"]
+    assert "exit code 3" in found["two processes"]["found"]
+    assert started == [["-m", "meshwright.cli._self_check"]]
+
+
+def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, seen = _self_check._step, []
+
+    def wrong(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append(x)
+        out, of_x, of_w = right(x, w)
+        return out, of_x, of_w * (1 if type(x) is torch.Tensor else 2)
+
+    assert _self_check.in_this_process() == ""
+    monkeypatch.setattr(_self_check, "_step", wrong)
+    assert "gradient of w" in _self_check.in_this_process()

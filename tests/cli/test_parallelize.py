@@ -1,0 +1,138 @@
+"""`meshwright parallelize`: the lines that it prints run, and give the numbers of one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.cli import main
+from meshwright.engine import suggest
+
+MINE = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 512), nn.Linear(512, 50)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x):
+        x = self.words(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(out, labels):
+    return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def build():
+    return Net(), (torch.randint(0, 50, (2, 16)), torch.randint(0, 50, (2, 16))), loss
+
+
+def fails():
+    raise KeyError("lost")
+
+
+def number():
+    return 5
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_what_it_prints_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = mine.parent / "lines.py"
+    assert main(["parallelize", f"{mine}:build", "--mesh", "dp=2,tp=2", "--suggest", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert '"layers.*.up": mw.ColwiseParallel(),' in printed
+    assert '"layers.*.down": mw.RowwiseParallel(),' in printed
+    assert "left out" not in printed
+    names: dict[str, Any] = {}
+    exec(MINE, names)
+    torch.manual_seed(0)
+    model, batch, loss = names["build"]()
+    lines = out.read_text().replace("model, optimizer = ", "pass # ")
+    exec(lines, names)
+    found = mw.verify(model, batch, names["mesh"], names["config"], loss)
+    assert found.equal, str(found)
+
+
+def test_it_answers_in_json(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parallelize", f"{mine}:build", "--ranks", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mesh"]["dp"] * told["mesh"]["tp"] == 2
+    assert told["seconds"] > 0
+
+
+def test_names_of_a_config_are_those_of_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 1000,
+    }))  # fmt: skip
+    asked = ["--mesh", "tp=2", "--batch", "1", "--cluster", "8xA100"]
+    assert main(["parallelize", str(config), *asked]) == 0
+    assert '"model.layers.*.self_attn.q_proj": mw.ColwiseParallel(),' in capsys.readouterr().out
+
+
+def test_what_styles_cannot_say_is_left_out() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(1024, 4096))
+            self.back = nn.Linear(4096, 1024)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.back(torch.relu(x @ self.matrix)).sum()
+
+    found = suggest(Own(), [torch.randn(2, 1024)], mesh={"tp": 2})
+    assert any(line.startswith("matrix would lie as f32[1024, 4096@tp]") for line in found.left_out)
+    assert "# left out: matrix" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "answer"),
+    [
+        ("{mine}:build", 2, "--mesh dp=2,tp=4"),
+        ("{mine}:built --ranks 2", 2, "mine.py:build"),
+        ("{mine}:number --ranks 2", 2, "returns a int"),
+        ("{mine}:fails --ranks 2", 1, "mine.py:37"),
+        ("{mine}:build --mesh pp=2", 1, "split_pipeline"),
+        ("{mine}:build --mesh dp=4", 1, "another mesh"),
+        ("nowhere.py:build --ranks 2", 2, "there is no such file"),
+        ("nowhere.json --ranks 2", 2, "No such file"),
+    ],
+)
+def test_bad_lines_are_answered(
+    line: str, code: int, answer: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parallelize", *line.format(mine=mine).split()]) == code
+    error = capsys.readouterr().err
+    assert answer in error
+    assert "Traceback" not in error

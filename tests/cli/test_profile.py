@@ -1,0 +1,68 @@
+"""`meshwright profile`: what was measured becomes a cluster that `plan` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.cli import _measure, _profile, main
+from meshwright.comm import current
+from meshwright.cost import cluster
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in this process, and small tasks."""
+
+    def launch(argv: Sequence[str], ranks: int) -> int:
+        cpu = torch.device("cpu")
+        told = mw.simulate(lambda: _measure.measure(current(), float(argv[3]), cpu), ranks)
+        Path(argv[2]).write_text(json.dumps(told[0]))
+        return 0
+
+    monkeypatch.setattr(_profile, "launch", launch)
+    monkeypatch.setattr(_profile.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(_measure.PRODUCTS, "cpu", (16, 32))
+    monkeypatch.setitem(_measure.COPIED, "cpu", 4096)
+    monkeypatch.setattr(_measure, "MESSAGES", (4, 1024))
+
+
+def test_a_cluster_file_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "here.toml"
+    assert main(["profile", "--ranks", "2", "--seconds", "0.001", "--out", str(out)]) == 0
+    assert f"--cluster {out}" in capsys.readouterr().out
+    made = cluster(str(out))
+    assert (made.devices, made.per_node) == (2, 2)
+    assert set(made.device.flops) >= {torch.float32, torch.float64, torch.bfloat16}
+    assert made.inside.start > 0
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 100,
+    }))  # fmt: skip
+    assert main(["plan", str(config), "--cluster", str(out), "--batch", "4", "--sequence", "16"]) == 0
+
+
+def test_it_answers_in_json_and_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--ranks", "1", "--seconds", "0.001", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [m["what"] for m in told["measurements"]] == ["product"] * 6 + ["copy", "overhead"]
+    assert "inside" not in told
+    assert all(m["seconds"] > 0 for m in told["measurements"])
+    assert main(["profile", "--ranks", "1", "--seconds", "0.001"]) == 0
+    assert "[device]" in capsys.readouterr().out
+
+
+def test_a_dry_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_profile, "launch", lambda argv, ranks: 1)
+    assert main(["profile", "--ranks", "4", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "4 processes at once" in out
+    assert "10 measurements, about" in out
+    assert main(["profile", "--ranks", "4"]) == 1
+    assert "meshwright doctor" in capsys.readouterr().err

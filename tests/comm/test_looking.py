@@ -1,0 +1,98 @@
+"""Looking inside ranks: a debugger in one of them, and prints that tell whose they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.comm import current, prefix_prints, simulate
+from meshwright.comm._links import State
+from meshwright.comm._looking import in_debugger
+
+SIMULATED = """
+import meshwright as mw
+from meshwright.comm import current
+
+def program():
+    here = current()
+    if here.rank == 1:
+        breakpoint()
+    here.barrier((0, 1, 2))
+    return here.rank
+
+print(mw.simulate(program, 3))
+"""
+PROCESSES = """
+import sys, time, warnings
+from meshwright.comm import Check, init_process
+from meshwright.comm._looking import in_debugger
+
+warnings.simplefilter("ignore")
+here = init_process(check=Check(limit=0.3, patience=0.6))
+here.barrier((0, 1))
+if here.rank == 0:
+    assert not in_debugger()
+    breakpoint()
+here.barrier((0, 1))
+print("done")
+"""
+
+
+def test_a_breakpoint_in_a_simulated_rank_is_a_prompt_and_the_others_wait(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SIMULATED)
+    typed = "p 'rank', mw.get_rank()\nnext\nc\n"
+    done = subprocess.run(
+        [sys.executable, str(script)], input=typed, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "('rank', 1)" in done.stdout
+    assert done.stdout.rstrip().endswith("[0, 1, 2]")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    started = [sys.executable, "-m", "meshwright", "run", "--ranks", "2", "--processes", str(script)]
+    with subprocess.Popen(
+        started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONBREAKPOINT": "pdb.set_trace"},
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write("import time; time.sleep(2.5)\nc\n")
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert "(Pdb)" in out
+    assert "done" in out
+
+
+def test_a_rank_in_a_debugger_says_so() -> None:
+    assert not in_debugger()
+    assert str(State("", (), 3, debugged=True)) == "is stopped in a debugger, after 3 collectives"
+
+
+def test_prints_begin_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def program() -> None:
+        print("one", current().rank, end="")
+        current().barrier((0, 1))
+        print(" two\nthree")
+
+    with prefix_prints():
+        print("outside")
+        simulate(program, 2)
+    print("after")
+    assert capsys.readouterr().out.splitlines() == [
+        "outside", "[0] one 0", "[1] one 1 two", "[1] three", "[0]  two", "[0] three", "after",
+    ]  # fmt: skip
+
+
+def test_a_script_runs_with_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')")
+    assert main(["run", "--prefix", str(script)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["[0] here", "[1] here"]
