@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.engine import auto as auto
     from meshwright.engine import clip_grad_norm_ as clip_grad_norm_
     from meshwright.engine import context_parallel as context_parallel
+    from meshwright.engine import dispatch_experts as dispatch_experts
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -106,6 +107,7 @@ __all__ = [
     "auto",
     "clip_grad_norm_",
     "context_parallel",
+    "dispatch_experts",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",
@@ -147,9 +149,9 @@ _ROOMS = {
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "engine": [
-        "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "DistModel", "dtensor_from_fn",
-        "dtensor_from_local", "explain",
-        "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "latest_checkpoint", "load_checkpoint",
+        "auto", "clip_grad_norm_", "ColwiseParallel", "context_parallel", "dispatch_experts", "DistModel",
+        "dtensor_from_fn", "dtensor_from_local", "explain", "from_torch_dtensor", "get_mesh", "get_rank",
+        "GlobalSampler", "latest_checkpoint", "load_checkpoint",
         "load_state_dict",
         "local_map", "LocalLayer", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
         "PrepareLayerInput", "PrepareLayerOutput", "reshard", "RowwiseParallel", "save_checkpoint",

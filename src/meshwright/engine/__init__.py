@@ -10,6 +10,7 @@ from ._context import context_parallel
 from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
+    ExpertsError,
     LocalMapError,
     NonFiniteGradientError,
     StaticError,
@@ -17,6 +18,7 @@ from ._errors import (
     TorchDTensorError,
     TrainingError,
 )
+from ._experts import dispatch_experts
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
@@ -52,6 +54,7 @@ __all__ = [
     "BatchError",
     "ColwiseParallel",
     "DistModel",
+    "ExpertsError",
     "Explanation",
     "GlobalSampler",
     "LocalLayer",
@@ -81,6 +84,7 @@ __all__ = [
     "auto",
     "clip_grad_norm_",
     "context_parallel",
+    "dispatch_experts",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",

@@ -2,6 +2,7 @@
 
 MeshwrightError
 ├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
+├── ExpertsError        tokens, what was routed, and a function of experts, do not fit
 ├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
 ├── TrainingError       a training run that cannot be as it was asked for
 ├── NonFiniteGradientError   gradients of which no update can be made
@@ -15,6 +16,10 @@ from meshwright.layout import MeshwrightError
 
 class LocalMapError(MeshwrightError, ValueError):
     """A function of local parts, and what it was said to take or give, do not fit."""
+
+
+class ExpertsError(MeshwrightError, ValueError):
+    """Tokens, what was routed, and a function of experts do not fit."""
 
 
 class BatchError(MeshwrightError, ValueError):

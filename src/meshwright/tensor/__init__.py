@@ -16,7 +16,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
-from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
+from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
@@ -64,6 +64,7 @@ __all__ = [
     "operators_recorded",
     "pipe_split",
     "place",
+    "present",
     "random_source",
     "recording_parts",
     "redistribute",
