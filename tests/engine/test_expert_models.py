@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from benchmarks import experts as figure
 from meshwright.comm import current
 
 Tensors = list[Tensor]
@@ -251,3 +252,16 @@ def test_experts_in_a_pipeline(style: str, how: str) -> None:
     for found in mw.simulate(piped, 4, style, how):
         torch.testing.assert_close(found[0], goal[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found[1], goal[1], rtol=1e-4, atol=1e-5)
+
+
+GOLDEN = {
+    "gather": [1702656, 1702656, 1702656, 1702656],
+    "sums": [327168, 327168, 327168, 327168],
+    "travel": [27520, 29568, 34688, 35712],
+}
+"""Bytes that each of four ranks receives in a step of 64 tokens, by how rows and experts meet."""
+
+
+@pytest.mark.parametrize("way", figure.WAYS)
+def test_bytes_of_a_step_are_as_written_down(way: str) -> None:
+    assert figure.received(way, 64) == GOLDEN[way]
