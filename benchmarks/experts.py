@@ -1,9 +1,9 @@
 """Experts over four ranks: bytes that a rank receives in a training step, by how rows and experts meet.
 
-Tokens are cut over the ranks that hold the experts. "gather" brings every expert to every rank, as it must where nothing
-is known of grouped products; "sums" is a model as it is, where each rank computes the rows of its own experts and sums wait;
-"travel" is `mw.dispatch_experts`, where rows go to the ranks that hold their experts. Counted to the byte, on all ranks,
-for forward and backward pass, the router's gradient included.
+Tokens are cut over the ranks that hold the experts. "gather" brings every expert to every rank, as it must where
+nothing is known of grouped products; "sums" is a model as it is, where each rank computes the rows of its own experts
+and sums wait; "travel" is `mw.dispatch_experts`, where rows go to the ranks that hold their experts. Counted to the
+byte, on all ranks, for forward and backward pass, the router's gradient included.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def received(way: str, tokens: int) -> list[int]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: of the bytes that others' ways move, how many times more than where rows travel, at the busiest rank."""
+    """The figure: how many times the bytes of rows that travel the other ways move, at the busiest rank."""
     sizes = (64, 256) if quick else (64, 256, 1024, 4096)
     found = {tokens: {way: received(way, tokens) for way in WAYS} for tokens in sizes}
     busiest = {tokens: {way: max(each) for way, each in ways.items()} for tokens, ways in found.items()}
