@@ -61,7 +61,14 @@ def dispatched(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Te
     return mw.dispatch_experts(x, indices, weights, experts, [up, down])
 
 
-STYLES: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (grouped, batched, looped, dense, dispatched)}
+def bounded(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def experts(rows: Tensor, ends: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
+
+    return mw.dispatch_experts(x, indices, weights, experts, [up, down], capacity=4)
+
+
+STYLES: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (grouped, batched, looped, dense, dispatched, bounded)}
 
 
 class Mixture(nn.Module):
@@ -175,7 +182,7 @@ def trained(style: str, case: str | None, static: bool = False) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("style", "case"),
     [("grouped", "dp × ep"), ("grouped", "ep × tp"), ("dispatched", "dp × ep"), ("dispatched", "ep × tp"),
-     ("batched", "ep"), ("dense", "dp × ep")],
+     ("batched", "ep"), *[("bounded", case) for case in LAYOUTS]],
 )  # fmt: skip
 def test_steps_are_those_of_one_device(style: str, case: str, static: bool) -> None:
     goal = trained(style, None)

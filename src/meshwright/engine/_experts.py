@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.tensor import DistTensor, captured_whole
 
 from ._errors import ExpertsError
+from ._experts_fixed import Places
 from ._experts_mesh import on_mesh
 from ._experts_rows import Routed, combined, experts_of, run_experts
 
@@ -52,10 +53,13 @@ def dispatch_experts(
     _check(tokens, indices, weights, parameters, capacity)
     every = (tokens, indices, weights, *parameters)
     routed = Routed(experts, capacity, parameters[0].shape[0], indices.shape[-1])
-    whole = any(captured_whole(x) is not None for x in every)
-    if not whole and any(isinstance(x, DistTensor) for x in every):
+    note = next((told for x in every if (told := captured_whole(x)) is not None), None)
+    if note is None and any(isinstance(x, DistTensor) for x in every):
         return on_mesh(routed, tokens, indices, weights, parameters)
-    return _on_one_device(routed, tokens, indices, weights, parameters)
+    if note is None or capacity is None:
+        return _on_one_device(routed, tokens, indices, weights, parameters)
+    given = (tokens, indices, weights, list(parameters))
+    return note(Places(routed, _on_one_device), given, lambda: _on_one_device(routed, *given))
 
 
 def _on_one_device(
