@@ -42,8 +42,9 @@ def dispatch_experts(
 
     An expert takes the first `capacity` rows in the order of the tokens, or all rows where that is None (dropless);
     rows that it does not take, and indices of no expert, add nothing. The result lies as `tokens` do, with the numbers
-    of one device. A static program does what one device does, by the rules of its operators. Raises ExpertsError for
-    shapes that do not fit, and for random numbers that are drawn for a rank's rows.
+    of one device. In a static program rows travel where there is a capacity, and without one it does what one device
+    does, by the rules of operators. Raises ExpertsError for shapes that do not fit, and for random numbers that are
+    drawn for a rank's rows.
 
     >>> def product(rows, ends, w): return torch.nn.functional.grouped_mm(rows, w, offs=ends)
     >>> x, to, one = torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1)

@@ -1,7 +1,7 @@
-"""Experts with a capacity in a static program: each has as many places as it takes rows, so that all sizes are fixed.
+"""Experts with a capacity in a static program: each has a place for each row that it takes, so that sizes are fixed.
 
-Rows of tokens are terms of the places, which the ranks that hold the experts add up, and what was made of them are terms
-of the tokens. The ranks that cut only tokens share out the places of each expert.
+Rows of tokens are terms of the places, which the ranks that hold the experts add up, and what was made of them are
+terms of the tokens. The ranks that cut only tokens share out the places of each expert.
 """
 
 from __future__ import annotations

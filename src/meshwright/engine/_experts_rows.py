@@ -73,4 +73,4 @@ def _generators(rows: Tensor) -> list[Tensor]:
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:
     """Rows, token by token, times their weights, added up for each token."""
-    return (rows.unflatten(0, tuple(weights.shape)) * weights.unsqueeze(-1)).sum(1)
+    return (rows.unflatten(0, (-1, weights.shape[-1])) * weights.unsqueeze(-1)).sum(1)
