@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current
-from meshwright.layout import Layout, ProcessMesh, Spec, axes_of, replicated
-from meshwright.tensor import DistTensor, place, present, redistribute
+from meshwright.layout import Layout, Spec, replicated
+from meshwright.tensor import DistTensor, present, redistribute
 
-from ._experts_mesh import Roles
+from ._experts_mesh import Roles, laid, roles_of
 from ._experts_rows import Routed, combined, experts_of, run_experts
 
 
@@ -33,10 +33,9 @@ class Places:
         if not known or any(x.mesh is not known[0].mesh for x in known):
             return self.otherwise(self.routed, tokens, indices, weights, parameters)
         mesh = known[0].mesh
-        x, ids, scores = (_laid(t.reshape(-1, t.shape[-1]), mesh) for t in (tokens, indices, weights))
-        own = [_laid(p, mesh) for p in parameters]
-        rows, experts = (axes_of(t.spec.layout.dims[0]) for t in (x, own[0]))
-        roles = Roles(mesh, experts, (*rows, *(a for a in experts if a not in rows)))
+        x, ids, scores = (laid(t.reshape(-1, t.shape[-1]), mesh) for t in (tokens, indices, weights))
+        own = [laid(p, mesh) for p in parameters]
+        roles = roles_of(mesh, x, own[0])
         own = [redistribute(p, mesh, roles.of_parameter(p.spec.layout)) for p in own]
         if any(set(p.spec.layout.cut_axes) - set(roles.experts) for p in own):
             return self.otherwise(self.routed, tokens, indices, weights, parameters)
@@ -47,10 +46,6 @@ class Places:
 
     def __repr__(self) -> str:
         return f"dispatch_experts of {self.routed.name}, {self.routed.capacity} rows each"
-
-
-def _laid(x: Any, mesh: ProcessMesh) -> DistTensor:
-    return x if isinstance(x, DistTensor) else place(x, mesh, replicated(x.dim()))
 
 
 def _placed(

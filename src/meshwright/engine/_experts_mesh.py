@@ -91,10 +91,10 @@ def on_mesh(
 ) -> DistTensor:
     """What the experts make of tokens, which lies as those do."""
     mesh = resolve_mesh(next(x.mesh for x in (*parameters, tokens, indices, weights) if isinstance(x, DistTensor)))
-    flat = [_laid(x.reshape(-1, x.shape[-1]), mesh) for x in (tokens, indices, weights)]
-    held = [_laid(p, mesh) for p in parameters]
+    flat = [laid(x.reshape(-1, x.shape[-1]), mesh) for x in (tokens, indices, weights)]
+    held = [laid(p, mesh) for p in parameters]
     home = flat[0]
-    roles = _roles(mesh, home, held[0])
+    roles = roles_of(mesh, home, held[0])
     x = redistribute(flat[0], mesh, roles.of_tokens(home.spec.layout))
     ids, scores = (redistribute(t, mesh, Layout((roles.tokens, ()))) for t in flat[1:])
     own = [redistribute(p, mesh, roles.of_parameter(p.spec.layout)) for p in held]
@@ -107,11 +107,13 @@ def on_mesh(
     return back.reshape(*tokens.shape[:-1], out.shape[-1])  # pyright: ignore[reportReturnType] - of a DistTensor
 
 
-def _laid(x: Tensor, mesh: ProcessMesh) -> DistTensor:
+def laid(x: Tensor, mesh: ProcessMesh) -> DistTensor:
+    """`x`, which every rank has whole where it is not distributed."""
     return x if isinstance(x, DistTensor) else place(x, mesh, replicated(x.dim()))
 
 
-def _roles(mesh: ProcessMesh, tokens: DistTensor, parameter: DistTensor) -> Roles:
+def roles_of(mesh: ProcessMesh, tokens: DistTensor, parameter: DistTensor) -> Roles:
+    """What the axes are for, by how tokens [rows, d] and a parameter of all experts lie."""
     experts = axes_of(parameter.spec.layout.dims[0])
     cuts = tokens.spec.layout.dims[0]
     rows = axes_of(cuts) if tokens.mesh is mesh else ()
