@@ -99,6 +99,12 @@ def loader(batch: Any, *args: Any, **kwargs: Any) -> Any:
     return on_ranks(lambda: list(mw.shard_dataloader([batch], *args, **kwargs)))
 
 
+def dispatched(experts: Any = None, at: Any = None, **other: Any) -> Any:
+    tokens = torch.ones(4, 6) if at is None else x(at=at)
+    given = {"indices": torch.zeros(4, 1, dtype=torch.int64), "weights": torch.ones(4, 1), **other}
+    return mw.dispatch_experts(tokens, experts=experts, **{"parameters": [torch.ones(2, 6)], **given})
+
+
 def trains(data: Any, steps: int, **how: Any) -> None:
     layer = torch.nn.Linear(2, 1)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -177,6 +183,17 @@ CASES: list[Case] = [
     ("a distributed tensor inside", on_ranks(lambda: mw.local_map(lambda a: a + x(2, 6), [ROWS])(x(at=ROWS))),
      engine.LocalMapError, "as arguments"),
     ("a layer with other results", on_ranks(lambda: TwoResults()(x(at=ROWS))), engine.LocalMapError, "per result"),
+    ("parameters of no experts", lambda: dispatched(parameters=[]), engine.ExpertsError, "stacked"),
+    ("parameters of other experts", lambda: dispatched(parameters=[torch.ones(2, 4), torch.ones(3, 4)]),
+     engine.ExpertsError, "stacked"),
+    ("indices of other tokens", lambda: dispatched(indices=torch.zeros(5, 1, dtype=torch.int64)),
+     engine.ExpertsError, r"weights \[\.\.\., k\]"),
+    ("experts that take nothing", lambda: dispatched(capacity=0), engine.ExpertsError, "None for all rows"),
+    ("experts that lose rows", lambda: dispatched(lambda rows, ends, w: rows[:1]), engine.ExpertsError, "features"),
+    ("experts that draw", on_ranks(lambda: dispatched(lambda rows, *_: torch.dropout(rows, 0.5, True), at=ROWS)),
+     engine.ExpertsError, "dropout on the tokens"),
+    ("experts that meet distributed tensors", on_ranks(lambda: dispatched(lambda rows, *_: rows * x(1), at=ROWS)),
+     engine.ExpertsError, "among the parameters"),
     ("inputs without a mesh", loader((torch.ones(2),) * 3, [MESH, PAIR]), engine.BatchError, "one per input"),
     ("keys that are not there", loader({"a": torch.ones(2)}, [MESH, PAIR], input_keys=["b"]),
      engine.BatchError, r"\['a'\]"),

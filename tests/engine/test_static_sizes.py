@@ -82,3 +82,36 @@ def test_a_size_that_is_compared_is_recorded_for_both_answers() -> None:
         return dist_model.recordings
 
     assert mw.simulate(run, 1) == [3]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(4.0))
+
+
+class Reshaped(Scaled):
+    """A reshape to sizes that Python asked for, which may be those that the tensor has."""
+
+    def forward(self, x_nd: Tensor) -> Tensor:
+        return x_nd.reshape(*x_nd.shape[:-1], x_nd.shape[-1]) * self.scale
+
+
+class Chosen(Scaled):
+    """Rows by numbers that count over the whole batch, of which a rank holds a part."""
+
+    def forward(self, x_nd: Tensor) -> Tensor:
+        return x_nd[torch.tensor([3, 0, 1])] * self.scale
+
+
+@pytest.mark.parametrize("kind", [Reshaped, Chosen])
+def test_sizes_that_change_of_a_batch_that_is_cut(kind: type[Scaled]) -> None:
+    def run() -> int:
+        dist_model = mw.to_static(mw.shard_layer(kind(), MESH)).eval()
+        for n in (8, 16, 24, 12):
+            x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+            found = mw.unshard_dtensor(dist_model(mw.shard_tensor(x, MESH, [mw.Shard(0), mw.Shard(0)])))
+            torch.testing.assert_close(found, kind()(x))
+        return dist_model.recordings
+
+    assert mw.simulate(run, 4) == [2] * 4

@@ -1,6 +1,7 @@
 """Sample calls of every operator that has a rule, one line each: `operator: arguments`.
 
-`x` is normal, `p` lies between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is true or false, `c` complex.
+`x` is normal, `f` too but of single precision, `p` lies between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is
+true or false, `c` complex, `ends(...)` are where groups end.
 Sizes of 4 and 5 make uneven and empty pieces on three ranks.
 """
 
@@ -28,7 +29,7 @@ DOMAIN |= dict.fromkeys(["real", "imag", "view_as_real"], "c(4, 5)")
 INTEGERS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm __and__ __or__ __xor__"
 INTEGERS += " __lshift__ __rshift__ __iand__ __ior__ __ixor__"
 CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma igammac special_gammainc special_gammaincc
-    special_zeta linalg_eig _safe_softmax
+    special_zeta linalg_eig _safe_softmax histc
     _weight_int8pack_mm _weight_int4pack_mm_for_cpu""".split()
 """Operators that torch has no derivative of."""
 FIXED = {
@@ -133,6 +134,13 @@ einsum: "Ii,iJ,J->IJ", [x(4, 5), x(5, 3), x(3)]
 tensordot: x(3, 4, 5), x(5, 4, 2), [1, -1], [1, 0]
 linalg_cross: x(4, 3), x(4, 3)
 _int_mm: i8(4, 5), i8(5, 6)
+_grouped_mm: f(7, 8), f(5, 8, 12), ends(2, 2, 3, 6, 7)
+_grouped_mm: f(7, 8), f(2, 12, 8).mT, offs=ends(3, 7)
+_grouped_mm: f(5, 8, 4), f(12, 4).mT, ends(0, 3, 3, 9, 12)
+_grouped_mm: f(12, 8).mT, f(12, 4), ends(2, 2, 12)
+_grouped_mm: f(5, 4, 8), f(5, 8, 12)
+histc: x(4, 5), 3, -1.0, 1.0
+histc: f(5), bins=4, max=3
 view: x(4, 6), [2, 2, 6]
 view: x(4, 6), [24]
 view: x(4, 6), [6, 4]
@@ -570,6 +578,8 @@ NAMES: dict[str, Any] = {
     "p": lambda *s: torch.rand(s, dtype=torch.float64) * 0.8 + 0.1,
     "i": lambda n, *s: torch.randint(0, n, s),
     "i8": lambda *s: torch.randint(-9, 9, s, dtype=torch.int8),
+    "f": torch.randn,
+    "ends": lambda *s: torch.tensor(s, dtype=torch.int32),
     "b": lambda *s: torch.rand(s) < 0.6,
     "c": lambda *s: torch.randn(s, dtype=torch.complex128),
     "same": lambda *s: torch.randint(0, 2, s).double(),

@@ -11,6 +11,7 @@ from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
     DifferenceError,
+    ExpertsError,
     LocalMapError,
     NonFiniteGradientError,
     StaticError,
@@ -18,6 +19,7 @@ from ._errors import (
     TorchDTensorError,
     TrainingError,
 )
+from ._experts import dispatch_experts
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
@@ -60,6 +62,7 @@ __all__ = [
     "Difference",
     "DifferenceError",
     "DistModel",
+    "ExpertsError",
     "Explanation",
     "GlobalSampler",
     "LocalLayer",
@@ -92,6 +95,7 @@ __all__ = [
     "auto",
     "clip_grad_norm_",
     "context_parallel",
+    "dispatch_experts",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",

@@ -2,6 +2,7 @@
 
 MeshwrightError
 ├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
+├── ExpertsError        tokens, what was routed, and a function of experts, do not fit
 ├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
 ├── TrainingError       a training run that cannot be as it was asked for
 ├── DifferenceError     a model on a mesh does not give the numbers of one device
@@ -16,6 +17,10 @@ from meshwright.layout import MeshwrightError
 
 class LocalMapError(MeshwrightError, ValueError):
     """A function of local parts, and what it was said to take or give, do not fit."""
+
+
+class ExpertsError(MeshwrightError, ValueError):
+    """Tokens, what was routed, and a function of experts do not fit."""
 
 
 class BatchError(MeshwrightError, ValueError):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
+from math import prod
 from operator import itemgetter
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Recorded, use
-from meshwright.layout import ProcessMesh, Spec
+from meshwright.layout import ProcessMesh, Spec, axes_of
 from meshwright.reshard import Exchange, Plan, Relabel
 from meshwright.tensor import (
     Source,
@@ -66,6 +67,9 @@ class RecordingCarrier(Recorded):
         self._recorder = recorder
 
     def offset(self, spec: Spec, dim: int) -> int:
+        size, axes = spec.shape[dim], axes_of(spec.layout.dims[dim])
+        if axes and not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic: equal parts
+            return self.place(spec.mesh, axes) * (size // prod(spec.mesh.sizes[a] for a in axes))
         if is_everywhere(spec.mesh, lambda rank: spec.offset(rank, dim)):
             return spec.offset(self.rank, dim)
         return self._recorder.add_rank_number(Offset(spec, dim), spec.offset(self.rank, dim))

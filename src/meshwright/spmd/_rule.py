@@ -28,6 +28,8 @@ class Rule:
     `parts`    the same computation in smaller torch ops, taken when the equation alone would have to communicate.
     `guard`    local function to run in the operator's place where some rank is left without a piece.
     `alternatives`  other rules for the same call, by the names they are asked for.
+    `stays`    factors that stay cut where an operand comes cut along them: to repeat that operand would cost work and
+               memory beside bytes.
     """
 
     text: str
@@ -37,6 +39,7 @@ class Rule:
     parts: Callable[..., Any] | None = None
     guard: Form | None = None
     alternatives: Mapping[str, Alternative] = field(default_factory=dict[str, "Alternative"])
+    stays: frozenset[str] = frozenset()
 
     @property
     def equation(self) -> Equation:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _forms_grouped as grouped
 from ._forms import LocalCall
 from ._rule import Entry, Rule
 from ._rules_dims import names_of, written
@@ -90,6 +91,22 @@ def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | 
     return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(names_of(x)) if d != at})
 
 
+def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Rule:
+    """Groups of rows, of columns or of what is summed over, as `offs` says where they end; or whole matrices.
+
+    Matrices that are cut by group stay so: with all of them, every rank would make the products of all rows.
+    """
+    if offs is None:
+        return Rule("b m k * b k n -> b m n", forms=dict.fromkeys("kmn", grouped.matrices_by_matrices))
+    if w.dim() == 3:
+        forms = dict.fromkeys("tken", grouped.rows_by_matrices)
+        return Rule("t k * e k n | o! -> t n", forms=forms, stays=frozenset("e"))
+    if x.dim() == 3:
+        forms = dict.fromkeys("emkt", grouped.matrices_by_columns)
+        return Rule("e m k * k t | o! -> m t", forms=forms, stays=frozenset("e"))
+    return Rule("m t * t n | e! -> e m n", forms=dict.fromkeys("mtn", grouped.columns_by_rows))
+
+
 THREE = 3
 """Size of the dim that a cross product is taken along."""
 
@@ -114,4 +131,5 @@ PRODUCT: dict[str, Entry] = {
     "aten.tensordot": tensordot_rule,
     "aten.linalg_cross": cross_rule,
     "aten._int_mm": "m k * k n -> m n",
+    "aten._grouped_mm": grouped_rule,
 }

@@ -176,6 +176,11 @@ def glu_rule(x: Tensor, dim: int = -1) -> str:
     return f"{' '.join(before)}, -> {' '.join(half if d == at else n for d, n in enumerate(names))}"
 
 
+def histc_rule(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
+    """How many elements are in each bin; bins that the least and the greatest element bound need all elements."""
+    return None if min == max else Rule(f"{written(names_of(x))}, -> new", over="sum")
+
+
 REDUCE: dict[str, Entry] = {
     "aten.sum": reduction(True, "sum"),
     "aten.nansum": reduction(False, "sum"),
@@ -217,6 +222,7 @@ REDUCE: dict[str, Entry] = {
     "aten.logcumsumexp": looks_along(False),
     "aten.renorm": renorm_rule,
     "aten.trace": "m! n! ->",
+    "aten.histc": histc_rule,
     "aten.diff": diff_rule,
     "aten.glu": glu_rule,
     **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.special_softmax"), looks_along(False, forms.softmax)),

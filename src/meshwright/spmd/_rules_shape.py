@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._errors import RuleError
 from ._forms import LocalCall
 from ._rule import Entry, Rule
 from ._rules_dims import dims_at, grouped, names_of, sized, written
@@ -66,6 +67,11 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
         same = next((d for d, (m, n) in enumerate(zip(old, new, strict=False)) if m != n), min(len(old), len(new)))
         before = " ".join(f"a{d}" + ("" if d < same else "!") for d in range(len(old)))
         return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
+    if prod(old) != prod(new):
+        raise RuleError(
+            f"a reshape of {tuple(old)}", f"sizes {tuple(new)}", "they make another number of elements",
+            f"sizes whose product is {prod(old)}, or one of them -1",
+        )  # fmt: skip
     left, right = common_factors(old, new)
     return f"{' '.join(map(grouped, left))} -> {' '.join(map(grouped, right))}"
 

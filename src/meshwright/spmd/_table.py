@@ -29,6 +29,7 @@ RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in t
 
 GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, FOURIER, CONV) for n in table) - {
     "aten.all",
+    "aten.histc",
     "aten.rms_norm",
 }
 """Operators whose kernels refuse empty tensors, or whose derivatives are others there: they are run on zeros.

@@ -16,7 +16,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions, recording
-from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
+from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._pending import bucket_of
 from ._places import in_backward, place_of_gradient, places_kept
@@ -71,6 +71,7 @@ __all__ = [
     "place",
     "place_of_gradient",
     "places_kept",
+    "present",
     "random_source",
     "recording",
     "recording_parts",

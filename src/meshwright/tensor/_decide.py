@@ -110,7 +110,9 @@ def _pick(here: _Along, form: str | None) -> Choice | None:
     best: tuple[float, int, float] | None = None
     found = None
     for choice in chain(wished, choices(bound, held)):
-        if not _keeps_written(here.call, choice, held) or not _one_form(bound, choice, form):
+        if not (_keeps_written(here.call, choice, held) and _keeps_cut(bound, choice, held)):
+            continue
+        if not _one_form(bound, choice, form):
             continue
         price = _price(here, choice)
         if best is None or price < best:
@@ -120,6 +122,14 @@ def _pick(here: _Along, form: str | None) -> Choice | None:
 
 def _keeps_written(call: Call, choice: Choice, held: Sequence[Held]) -> bool:
     return all(choice.ins[i] == held[i] and choice.outs[0] == held[i] for i in call.mutated)
+
+
+def _keeps_cut(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
+    """False where an operand would leave a cut that the rule says it stays in."""
+    stays = bound.rule.stays
+    return not stays or all(
+        not isinstance(h, int) or h < 0 or bound.names[h] not in stays or h == choice.factor for h in held
+    )
 
 
 def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:

@@ -38,12 +38,12 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     src = Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
     dst = src.with_layout(layout)
     if not x.is_leaf and x.requires_grad:
-        return _present(convert_local(x, src, dst) if current().rank in mesh else x, dst)
+        return present(convert_local(x, src, dst) if current().rank in mesh else x, dst)
     with torch.no_grad():
         local = x.detach()
         local = convert_local(local, src, dst) if current().rank in mesh else local
         local = local.clone() if shares_storage(local, x) and isinstance(x, nn.Parameter) else local
-    out = _present(plain_view(local), dst)
+    out = present(plain_view(local), dst)
     with no_interception():
         out.requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
@@ -68,8 +68,8 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     return out
 
 
-def _present(local: Tensor, spec: Spec) -> DistTensor:
-    """The distributed tensor with this local part, or without any on a rank outside the mesh."""
+def present(local: Tensor, spec: Spec) -> DistTensor:
+    """The distributed tensor with this local part, or without any on a rank outside the mesh; differentiable."""
     with no_interception():
         if current().rank in spec.mesh:
             return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
@@ -100,7 +100,7 @@ def from_local(
             "shape=(…) with the global shape when parts are uneven",
         )  # fmt: skip
     with no_interception():
-        return _present(local.view_as(local), spec)
+        return present(local.view_as(local), spec)
 
 
 def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]:

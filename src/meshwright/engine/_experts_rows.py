@@ -1,0 +1,76 @@
+"""Rows of experts, on one device and on a rank: in which order they stand, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.tensor import DistTensor
+
+from ._errors import ExpertsError
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts' function, how many rows each takes (None: all), how many there are, and how many a token has."""
+
+    experts: Callable[..., Tensor]
+    capacity: int | None
+    count: int
+    choices: int
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.experts, "__name__", self.experts))
+
+
+def experts_of(indices: Tensor, count: int) -> Tensor:
+    """The expert of each row, token by token; `count` for none."""
+    ids = indices.reshape(-1)
+    return torch.where((ids >= 0) & (ids < count), ids, count)
+
+
+def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """What the experts' function makes of the rows, which is checked."""
+    name = routed.name
+    out = routed.experts(rows, ends, *parameters)
+    if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[0] != rows.shape[0]:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's function
+        found: Any = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+        raise ExpertsError(
+            f"experts {name} of rows {tuple(rows.shape)}", f"{found}", "each row is to become one row",
+            f"a tensor of shape ({rows.shape[0]}, features)",
+        )  # fmt: skip
+    if isinstance(out, DistTensor) and not isinstance(rows, DistTensor):
+        raise ExpertsError(
+            f"experts {name} of rows {tuple(rows.shape)}", f"a result {out.spec!r} that is distributed",
+            "the function met a distributed tensor beside the rows of this rank",
+            "everything that has a part for each expert among the parameters",
+        )  # fmt: skip
+    return out
+
+
+def without_chance(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """As `run_experts`, where rows are those of one rank, so that no random numbers may be drawn for them."""
+    before = _generators(rows)
+    out = run_experts(routed, rows, ends, parameters)
+    if any(not torch.equal(a, b) for a, b in zip(before, _generators(rows), strict=True)):
+        raise ExpertsError(
+            f"experts {routed.name} of rows {tuple(rows.shape)}", "random numbers drawn for them",
+            "which rows a rank has depends on the mesh, and so would the numbers",
+            "dropout on the tokens, or on what is made of them",
+        )  # fmt: skip
+    return out
+
+
+def _generators(rows: Tensor) -> list[Tensor]:
+    """The states of the generators that the experts could draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])]
+
+
+def combined(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows, token by token, times their weights, added up for each token."""
+    return (rows.unflatten(0, (-1, weights.shape[-1])) * weights.unsqueeze(-1)).sum(1)
