@@ -16,6 +16,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions
+from ._handle_values import not_finite_anywhere
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, recording_parts
 from ._random import Source, drawing_by, random_source
@@ -59,6 +60,7 @@ __all__ = [
     "local_parts",
     "map_leaves",
     "map_tensors",
+    "not_finite_anywhere",
     "note_spec",
     "noted_spec",
     "operators_recorded",
