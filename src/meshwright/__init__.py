@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from meshwright.engine import load_checkpoint as load_checkpoint
     from meshwright.engine import load_state_dict as load_state_dict
     from meshwright.engine import local_map as local_map
+    from meshwright.engine import materialize as materialize
     from meshwright.engine import microbatched as microbatched
     from meshwright.engine import parallelize as parallelize
     from meshwright.engine import pipe_split as pipe_split
@@ -117,6 +118,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "local_map",
+    "materialize",
     "microbatched",
     "parallelize",
     "pipe_split",
@@ -151,7 +153,7 @@ _ROOMS = {
         "dtensor_from_local", "explain",
         "from_torch_dtensor", "get_mesh", "get_rank", "GlobalSampler", "latest_checkpoint", "load_checkpoint",
         "load_state_dict",
-        "local_map", "LocalLayer", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
+        "local_map", "LocalLayer", "materialize", "microbatched", "Parallelism", "parallelize", "pipe_split", "plan",
         "PrepareLayerInput", "PrepareLayerOutput", "reshard", "RowwiseParallel", "save_checkpoint",
         "save_state_dict", "SequenceParallelBegin", "SequenceParallelDisable", "SequenceParallelEnable",
         "SequenceParallelEnd", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_tensor",

@@ -189,6 +189,9 @@ CASES: list[Case] = [
     ("data that end", lambda: trains(iter([torch.ones(2)]), 3), engine.BatchError, "DataLoader"),
     ("a run that could not go on", lambda: trains([torch.ones(2)], 1, folder="/tmp/none"),
      engine.BatchError, "GlobalSampler"),
+    ("no first values", lambda: mw.materialize(torch.nn.Embedding.from_pretrained(torch.empty(2, 2, device="meta")),
+                                               init=lambda m: setattr(m, "weight", torch.nn.Parameter(m.weight + 1))),
+     engine.MaterializeError, "in place"),
     ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
     ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),
     ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),  # type: ignore[arg-type]

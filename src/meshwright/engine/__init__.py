@@ -11,6 +11,7 @@ from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
     LocalMapError,
+    MaterializeError,
     NonFiniteGradientError,
     StaticError,
     StrategyError,
@@ -20,6 +21,7 @@ from ._errors import (
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
+from ._materialize import materialize
 from ._mesh import get_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
@@ -56,6 +58,7 @@ __all__ = [
     "GlobalSampler",
     "LocalLayer",
     "LocalMapError",
+    "MaterializeError",
     "NonFiniteGradientError",
     "Parallelism",
     "PrepareLayerInput",
@@ -91,6 +94,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "local_map",
+    "materialize",
     "microbatched",
     "parallelize",
     "pipe_split",

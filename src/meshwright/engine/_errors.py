@@ -5,6 +5,7 @@ MeshwrightError
 ├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
 ├── TrainingError       a training run that cannot be as it was asked for
 ├── NonFiniteGradientError   gradients of which no update can be made
+├── MaterializeError    a tensor on the meta device that nothing gives values to
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
 
@@ -31,6 +32,10 @@ class TrainingError(MeshwrightError, ValueError):
 
 class NonFiniteGradientError(MeshwrightError, ArithmeticError):
     """Gradients with numbers that are infinite or none: no update can be made of them."""
+
+
+class MaterializeError(MeshwrightError, ValueError):
+    """A tensor on the meta device that nothing gives values to."""
 
 
 class StaticError(MeshwrightError):
