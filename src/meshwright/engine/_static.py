@@ -47,6 +47,7 @@ from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._loss_scale import LossScale
+from ._optimizer import refuse_master_weights
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate, piped, whole_program
 from ._program_files import Model, Shelf, load_programs, save_programs
@@ -443,6 +444,7 @@ class DistModel:
     def _with_update(self, captured: Capture, step: Program) -> Program:
         """The step, whose outputs are a loss and gradients, and the optimizer's step behind it."""
         assert self.optimizer is not None
+        refuse_master_weights(self.optimizer)
         here = current()
         grads: Mapping[str, Any] = step.outputs["grads"]
         trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
