@@ -181,11 +181,9 @@ class AroundStep:
         """The parameter in float32: the copy of before, but for elements that somebody else has written to since."""
         known = state.pop(MASTER, None)
         with torch.no_grad():
-            copy = p.detach().float()
-            if known is not None:
-                known = copy = _laid(known, copy)
+            copy = p.detach().float() if known is None else _laid(known, p)
             if known is not None and self._versions.get(p) != _version(p):
-                copy = torch.where(known.to(p.dtype) == p, known, p.float())
+                copy = torch.where(copy.to(p.dtype) == p, copy, p.float())
             assert p.grad is not None
             copy.grad = p.grad.float()
         return copy
@@ -203,12 +201,15 @@ class AroundStep:
         memory, old = self.memory, self._host.pop(p, {})
         for key, x in state.items():
             if _moves(p, x):
-                there = _local(old[key]) if key in old and old[key].shape == x.shape else None
+                before = old.get(key)
+                same = before is not None and (before.shape, before.dtype) == (x.shape, x.dtype)
+                there = _local(old[key]) if same else None
                 state[key] = _mapped(x, lambda t, there=there: memory.keep(t, there))
 
 
-def _laid(x: Tensor, like: Tensor) -> Tensor:
-    return place(x, like.spec.mesh, like.spec.layout) if isinstance(like, DistTensor) else x
+def _laid(x: Tensor, p: Tensor) -> Tensor:
+    """A copy that was loaded lies as its parameter does by now."""
+    return place(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
 
 
 def _moves(p: Tensor, x: Any) -> bool:
