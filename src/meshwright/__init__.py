@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwright.engine import load_checkpoint as load_checkpoint
     from meshwright.engine import load_state_dict as load_state_dict
     from meshwright.engine import local_map as local_map
+    from meshwright.engine import materialize as materialize
     from meshwright.engine import microbatched as microbatched
     from meshwright.engine import parallelize as parallelize
     from meshwright.engine import pipe_split as pipe_split
@@ -125,6 +126,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "local_map",
+    "materialize",
     "microbatched",
     "parallelize",
     "pipe_split",

@@ -116,7 +116,7 @@ def scales_microbatches() -> None:
     net = mw.split_pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), mesh)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    mw.train(mw.microbatched(net, None, mesh, 2), sgd, [], mw.Training(1, show=False), scaler=scaler)
+    mw.train(mw.microbatched(net, None, mesh, 2, scaler=scaler), sgd, [], mw.Training(1, show=False))
 
 
 Case = tuple[str, Callable[[], Any], type[mw.MeshwrightError], str]
@@ -206,11 +206,14 @@ CASES: list[Case] = [
     ("data that end", lambda: trains(iter([torch.ones(2)]), 3), engine.BatchError, "DataLoader"),
     ("a run that could not go on", lambda: trains([torch.ones(2)], 1, folder="/tmp/none"),
      engine.BatchError, "GlobalSampler"),
+    ("no first values", lambda: mw.materialize(torch.nn.Embedding.from_pretrained(torch.empty(2, 2, device="meta")),
+                                               init=lambda m: setattr(m, "weight", torch.nn.Parameter(m.weight + 1))),
+     engine.MaterializeError, "in place"),
     ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
     ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),
     ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),
      engine.TrainingError, "dist_model"),
-    ("a scaler for microbatches", on_ranks(scales_microbatches, 2), engine.TrainingError, "to_static"),
+    ("a scaler for microbatches", on_ranks(scales_microbatches, 2), engine.TrainingError, "scaler=scaler"),
     ("gradients that are no numbers", lambda: trains([torch.full((2,), torch.nan)], 1),
      engine.NonFiniteGradientError, "of before the step"),
     ("a loader on no such axis", loader(torch.ones(2), MESH, "pp"), layout.MeshError, "'dp', 'tp'"),

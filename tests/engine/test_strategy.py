@@ -23,7 +23,7 @@ from meshwright.engine._strategy import (
 )
 from meshwright.graph import Program, communication
 from meshwright.models import Llama, LlamaConfig, mark
-from meshwright.passes import Bucket, Hierarchy
+from meshwright.passes import Amp, Bucket, Hierarchy
 
 SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_forward=48)
 PLAIN: dict[str, Any] = {
@@ -170,7 +170,11 @@ def test_own_passes_come_last(plain: Any) -> None:
         (lambda: Pipeline(accumulate_steps=0), "microbatch"),
         (lambda: mw.Strategy.of(pipeline={"enable": True}, release=True), "release"),
         (lambda: mw.Strategy.of(pipeline={"enable": True}, gradient_merge={"enable": True, "k_steps": 2}), "pieces"),
-        (lambda: mw.Strategy.of(amp={"enable": True, "dtype": "float16"}), "bfloat16"),
+        (lambda: mw.Strategy.of(amp={"enable": True, "dtype": "float64"}), "bfloat16"),
+        (lambda: mw.Strategy.of(amp={"init_loss_scaling": 0.0}), "positive"),
+        (lambda: mw.Strategy.of(amp={"decr_ratio": 2.0}), "decr_ratio"),
+        (lambda: mw.Strategy.of(amp={"enable": True, "dtype": "float16"}, release=True), "release"),
+        (lambda: mw.Strategy(passes=(Amp(torch.float16),)), "loss scale"),
         (lambda: mw.Strategy.of(gradient_merge={"k_steps": 0}), "piece"),
         (lambda: mw.Strategy(compiler="cinn"), "inductor"),
         (lambda: strategy_from_toml("[sharding]\nenabled = true"), "enable"),
@@ -193,6 +197,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
         mw.Strategy(sharding=Sharding(True, 3, ("dp", "ep"), 64), recompute=Recomputing(True, budget=0.25)),
         mw.Strategy(passes=(Bucket(bytes=2**20), Hierarchy("gpu", "node"))),
         mw.Strategy(fused_passes=FusedPasses(True, ("fuse_norm",))),
+        mw.Strategy.of(amp={"enable": True, "dtype": "float16", "init_loss_scaling": 8.0, "incr_every_n_steps": 3}),
     ],
 )
 def test_toml_and_back(strategy: mw.Strategy) -> None:

@@ -13,6 +13,7 @@ from ._errors import (
     DifferenceError,
     ExpertsError,
     LocalMapError,
+    MaterializeError,
     NonFiniteGradientError,
     StaticError,
     StrategyError,
@@ -24,6 +25,7 @@ from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
 from ._local_map import LocalLayer, local_map
 from ._local_step import watch_steps
+from ._materialize import materialize
 from ._mesh import get_mesh, init_mesh, set_mesh
 from ._microbatches import microbatched
 from ._optimizer import shard_optimizer
@@ -67,6 +69,7 @@ __all__ = [
     "GlobalSampler",
     "LocalLayer",
     "LocalMapError",
+    "MaterializeError",
     "NonFiniteGradientError",
     "Parallelism",
     "PrepareLayerInput",
@@ -107,6 +110,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "local_map",
+    "materialize",
     "microbatched",
     "parallelize",
     "pipe_split",

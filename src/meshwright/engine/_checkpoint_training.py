@@ -29,13 +29,14 @@ from meshwright.tensor import DistTensor, absent, local_parts, stamp
 
 from ._checkpoint import Where, held
 from ._checkpoint_random import place_for_random, put_back_random, random_of
+from ._loss_scale import LossScale
 from ._optimizer import lay_states
 from ._static import DistModel
 
 Model = nn.Module | DistModel
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
 """Name and parameter, and its states by key."""
-MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.groups"
+MODEL, STATE, GROUPS, SCALE = "model.", "optimizer.state.", "optimizer.groups", "loss_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,13 @@ def save_checkpoint(
 
     That is parameters, buffers, the optimizer's states and options, the scheduler, the place in the data (anything with
     `state_dict`, or a Python value), the states of torch's, Python's and NumPy's generators, and the step. A static
-    model brings its own optimizer. What else is as in `save_state_dict`.
+    model brings its own optimizer, and the scale of its loss. What else is as in `save_state_dict`.
     """
     network, optimizer = _parts(model, optimizer)
     tensors: dict[str, Held] = {}
     values: dict[str, Any] = {"step": step, "data": _state_of(data), "scheduler": _state_of(scheduler)}
+    scale = _scale_of(model)
+    values |= {SCALE: scale.state_dict()} if scale is not None else {}
     model_leaves = ((f"{MODEL}{name}", value) for name, value in network.state_dict().items())
     for name, value in (*model_leaves, *_optimizer_leaves(network, optimizer)):
         if isinstance(value, Tensor):
@@ -105,12 +108,19 @@ def load_checkpoint(
     for thing, name in ((scheduler, "scheduler"), (data, "data")):
         if hasattr(thing, "load_state_dict"):
             thing.load_state_dict(catalogue.values[name])
+    scale = _scale_of(model)
+    if scale is not None and SCALE in catalogue.values:
+        scale.load_state_dict(catalogue.values[SCALE])
     put_back_random(random, world(), same)
     return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder)
 
 
 def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
     return (model.network, optimizer or model.optimizer) if isinstance(model, DistModel) else (model, optimizer)
+
+
+def _scale_of(model: Model) -> LossScale | None:
+    return model.loss_scale if isinstance(model, DistModel) else None
 
 
 def _state_of(thing: Any) -> Any:

@@ -7,6 +7,7 @@ MeshwrightError
 ├── TrainingError       a training run that cannot be as it was asked for
 ├── DifferenceError     a model on a mesh does not give the numbers of one device
 ├── NonFiniteGradientError   gradients of which no update can be made
+├── MaterializeError    a tensor on the meta device that nothing gives values to
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
 
@@ -41,6 +42,10 @@ class DifferenceError(MeshwrightError, AssertionError):
 
 class NonFiniteGradientError(MeshwrightError, ArithmeticError):
     """Gradients with numbers that are infinite or none: no update can be made of them."""
+
+
+class MaterializeError(MeshwrightError, ValueError):
+    """A tensor on the meta device that nothing gives values to."""
 
 
 class StaticError(MeshwrightError):

@@ -56,6 +56,11 @@ OF_THE_WHOLE = (
         'amp={"enable": True, "level": "O1"}, which is torch.autocast for programs and for Python',
     ),
     _Option(
+        "amp.dtype = 'float16'", lambda s: s.amp.scaling is not None, (),
+        "the program that updates parameters is the one that scales, and here Python updates them",
+        'amp={"enable": True} in bfloat16, or the model itself with torch.autocast and torch.amp.GradScaler',
+    ),
+    _Option(
         "an Amp pass", lambda s: False, (Amp,),
         "Python between programs would compute in another dtype than they", 'amp={"enable": True}',
     ),

@@ -9,15 +9,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current
-from meshwright.graph import Capture, Input, Slot, lies_as
+from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, lies_as
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, lay, place
+
+from ._loss_scale import LossScale
 
 Fetch = Callable[[Sequence[Any]], Any]
 """Gives an input of a program, from the leaves of a batch."""
 
 
-def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None) -> Fetch:
+def fetch_of(
+    given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None, scale: LossScale | None = None
+) -> Fetch:
     """What gives the input `given`, where `slots` are the model's parameters and buffers."""
     if given.role in ("parameter", "buffer"):
         return _held(slots, given.name)
@@ -29,8 +33,16 @@ def fetch_of(given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = 
         return _always(given.source)
     if given.role == "number":
         return _always(given.source(current()))
+    if isinstance(given.source, tuple) and given.source[0] == LOSS_SCALE:
+        assert scale is not None
+        return _of_scale(scale, given)
     assert optimizer is not None
     return _of_group(optimizer, given.source) if isinstance(given.source, int) else _of_state(optimizer, slots, given)
+
+
+def _of_scale(scale: LossScale, given: Input) -> Fetch:
+    _, key = given.source
+    return lambda leaves: scale.held(key, given.value.device)
 
 
 def _of_group(optimizer: Optimizer, at: int) -> Fetch:

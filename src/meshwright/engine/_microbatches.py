@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.comm import Posted, current
@@ -23,14 +25,26 @@ class Microbatches:
     """A step of forward and backward passes over microbatches, as a schedule has them; the model runs eagerly.
 
     Call it with a batch, whose leaves are cut along dim 0. Gradients are added to `.grad`, and are means over the
-    microbatches like the loss that it gives; the optimizer is left to the caller.
+    microbatches like the loss that it gives; the optimizer is left to the caller. Forward passes run under `autocast`,
+    where that is a dtype, and gradients are those of the loss that `scaler` has scaled.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Tensor] | None, schedule: Schedule, stages: Stages
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor] | None,
+        schedule: Schedule,
+        stages: Stages,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.loss, self.schedule = model, loss, schedule
+        self.autocast, self.scaler = autocast, scaler
         self._stages = stages
+
+    def under(self, autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None) -> Microbatches:
+        """The same steps under another autocast, with another scaler."""
+        return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
 
     def __call__(self, *batch: Any) -> Tensor:
         """The mean loss of all microbatches of a batch. RewriteError where they would be uneven."""
@@ -51,9 +65,11 @@ class Microbatches:
         for is_backward, m in self._row(here.rank):
             with here.during(2 * m + is_backward):
                 if is_backward:
-                    running.pop(m).backward()
+                    loss = running.pop(m)
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 else:
-                    running[m] = self._loss_of(given[m]) / count
+                    with self._autocast():
+                        running[m] = self._loss_of(given[m]) / count
                     total = running[m].detach() + total
         return total
 
@@ -63,6 +79,11 @@ class Microbatches:
             for atom in action.atoms:
                 if atom.kind is Kind.FORWARD or atom.kind in _BACKWARD:
                     yield atom.kind in _BACKWARD, atom.microbatch
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
     def _loss_of(self, batch: Sequence[Any]) -> Tensor:
         if self.loss is None:
@@ -79,12 +100,15 @@ def microbatched(
     schedule: str = "1F1B",
     *,
     axis: str = "pp",
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Microbatches:
     """`model`, whose stages lie on `mesh` along `axis`, as steps over microbatches in the eager mode.
 
     `loss` takes what the model gives and the last input of a batch; without one the model gives the loss itself.
     `schedule` is the name or the text of a table with one chunk per rank: a forward pass that stops at a later chunk
-    is for `to_static`. Raises ScheduleError and StageError for tables that do not fit.
+    is for `to_static`. Forward passes run under `autocast`, and losses are scaled by `scaler`, with which the caller
+    steps. Raises ScheduleError and StageError for tables that do not fit.
 
     >>> import torch, meshwright as mw
     >>> def step():
@@ -106,4 +130,4 @@ def microbatched(
             "a forward pass runs once, and the model stands there once",
             "torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
         )  # fmt: skip
-    return Microbatches(model, loss, found, stages)
+    return Microbatches(model, loss, found, stages, autocast, scaler)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from meshwright.layout import Placement
 from meshwright.tensor import DistTensor
 
+from ._around_step import MASTER, AroundStep, HostMemory
+from ._errors import StaticError, StrategyError
 from ._sharding import ShardingStage, ShardingStage1, ShardingStage2, ShardingStage3
 from ._tensors import shard_tensor
 
@@ -21,9 +23,17 @@ StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor 
 """`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
 _LAYS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
 """Optimizer → what lays the states of anything that has some."""
+_AROUND: WeakKeyDictionary[Optimizer, AroundStep] = WeakKeyDictionary()
+"""Optimizer → what is done around its steps."""
 
 
-def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | ShardingStage | None = None) -> AnyOptimizer:
+def shard_optimizer(
+    optimizer: AnyOptimizer,
+    shard_fn: StateFn | ShardingStage | None = None,
+    *,
+    master_weights: bool = False,
+    offload: bool = False,
+) -> AnyOptimizer:
     """`optimizer` whose accumulators lie as `shard_fn` says; returns the same optimizer.
 
     A sharding stage cuts states, gradients and parameters as ZeRO does: `ShardingStage1("dp")`,
@@ -31,9 +41,18 @@ def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | ShardingStage |
     parameters do, as torch makes them. States that are loaded as whole plain tensors are laid over the mesh like that,
     too. `shard_fn(key, parameter, accumulator)` is asked once for each accumulator that has its parameter's shape,
     after the step that makes it or when it is loaded.
+
+    With `master_weights` parameters in half precision are updated in float32, and so are their states: copies that lie
+    as the updated parts, the states "master_weight". With `offload` states are in the host's memory between steps, and
+    come to the device bucket by bucket. Neither takes a closure. Raises StrategyError for a second call with either.
     """
-    if isinstance(shard_fn, (ShardingStage1, ShardingStage2, ShardingStage3)):
+    around = _around(optimizer, shard_fn, master_weights, offload)
+    if isinstance(shard_fn, (ShardingStage2, ShardingStage3)):
         shard_fn.apply(optimizer)
+    if around is not None:
+        _AROUND[optimizer] = around
+        _hook(optimizer, around)
+    if isinstance(shard_fn, (ShardingStage1, ShardingStage2, ShardingStage3)):
         shard_fn = None
     asked: set[tuple[int, str]] = set()
 
@@ -54,18 +73,66 @@ def shard_optimizer(optimizer: AnyOptimizer, shard_fn: StateFn | ShardingStage |
     return optimizer
 
 
+def _hook(optimizer: Optimizer, around: AroundStep) -> None:
+    """Around the steps of this optimizer, and not of a copy of it, whose step is recorded."""
+
+    def before(of: Optimizer, args: Any, kwargs: Any) -> None:
+        if of is optimizer:
+            around.before(of, args, kwargs)
+
+    def behind(of: Optimizer, *_: Any) -> None:
+        if of is optimizer:
+            around.behind(of)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(behind)
+    optimizer.register_load_state_dict_pre_hook(around.note_loaded)
+    optimizer.register_load_state_dict_post_hook(around.put_loaded)
+
+
 def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:
     """Lays states of a parameter, which the optimizer does not have yet, as `shard_optimizer` was told."""
-    lay = _LAYS.get(optimizer)
+    lay, around = _LAYS.get(optimizer), _AROUND.get(optimizer)
     if lay is not None:
         lay(SimpleNamespace(state={parameter: states}))
+    if around is not None:
+        around.lay(parameter, states)
+
+
+def refuse_master_weights(optimizer: Optimizer) -> None:
+    """Raises StaticError for an optimizer whose states are elsewhere while it makes no step."""
+    around = _AROUND.get(optimizer)
+    if around is not None and (around.master or around.memory):
+        raise StaticError(
+            "a static step of an optimizer with master_weights or offload", "copies that Python brings before a step",
+            "a program reads and writes parameters and states where they are",
+            'parameters in float32 with Strategy(amp={"enable": True, "level": "O2"}), which casts them',
+        )  # fmt: skip
+
+
+def _around(optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: bool) -> AroundStep | None:
+    stage = shard_fn.around(optimizer) if isinstance(shard_fn, ShardingStage1) else None
+    known = _AROUND.get(optimizer)
+    if stage is None and not (master_weights or offload):
+        return None
+    if known is not None:
+        raise StrategyError(
+            f"mw.shard_optimizer({type(optimizer).__name__}, ...)", "an optimizer whose step is prepared already",
+            "what is done around a step is said once", "one call: shard_fn, master_weights and offload together",
+        )  # fmt: skip
+    return AroundStep(master_weights, HostMemory() if offload else None, stage)
 
 
 def _lay_state(
     parameter: DistTensor, state: dict[str, Any], shard_fn: StateFn | None, asked: set[tuple[int, str]]
 ) -> None:
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != parameter.shape or (id(parameter), key) in asked:
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != parameter.shape
+            or (id(parameter), key) in asked
+            or key == MASTER
+        ):
             continue
         if value.dim() == 0 and not isinstance(value, DistTensor):  # a step counter beside a scalar parameter
             continue

@@ -34,8 +34,9 @@ class Parallelism:
     `plan` has patterns of module paths ("layers.*.q_proj") and how those modules are parallel. Inputs are cut along
     dim 0 over the axes `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the
     stages of the axis `pp` begin; without it they are shared out evenly. `zero` is the stage of ZeRO (0: none), over
-    the axes `zero_axes`, else over those of the batch. `context` is how attention goes along a sequence that is cut,
-    while the model runs: "gather", "ring" or "ulysses" (`context_parallel`).
+    the axes `zero_axes`, else over those of the batch; `master_weights` and `offload` are as in `shard_optimizer`.
+    `context` is how attention goes along a sequence that is cut, while the model runs: "gather", "ring" or "ulysses"
+    (`context_parallel`).
     """
 
     plan: Mapping[str, Style] = field(default_factory=dict[str, Style])
@@ -45,6 +46,8 @@ class Parallelism:
     pp: str = "pp"
     zero: int = 0
     zero_axes: tuple[str, ...] | None = None
+    master_weights: bool = False
+    offload: bool = False
     context: Context = "gather"
 
     def __post_init__(self) -> None:
@@ -158,9 +161,8 @@ def _follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[s
 
 def _shard(model: nn.Module, optimizer: Optimizer, mesh: ProcessMesh, config: Parallelism) -> None:
     axes = tuple(a for a in config.zero_axes or config.batch if a in mesh.sizes)
-    if not config.zero or not axes:
-        shard_optimizer(optimizer)
-    elif config.zero == 1:
-        shard_optimizer(optimizer, ShardingStage1(axes))
-    else:
-        shard_optimizer(optimizer, (ShardingStage2 if config.zero == 2 else ShardingStage3)(axes, model))
+    stage = None
+    if config.zero and axes:
+        kind = {1: lambda: ShardingStage1(axes), 2: lambda: ShardingStage2(axes, model)}
+        stage = kind.get(config.zero, lambda: ShardingStage3(axes, model))()
+    shard_optimizer(optimizer, stage, master_weights=config.master_weights, offload=config.offload)

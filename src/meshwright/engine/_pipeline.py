@@ -125,7 +125,7 @@ def _check_alike(found: Sequence[Stages]) -> None:
 
 def _step(captured: Capture, strategy: Strategy) -> Program:
     """The step of one microbatch, after the passes that look at its forward and backward pass together."""
-    step = verify(record_gradients(captured, current().rank, current().size))
+    step = verify(record_gradients(captured, current().rank, current().size, strategy.amp.scaling is not None))
     return apply_passes(step, strategy.passes_on("step"))
 
 

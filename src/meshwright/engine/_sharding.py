@@ -6,7 +6,7 @@ optimizer's step alone; in stages 2 and 3 it always is one, and the modules that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ._regather import Regather
 from ._stand_in import stand_in
 
 Axes = str | tuple[str, ...]
+Around = Callable[[], None]
 Cut = Mapping[Tensor, Spec]
 """Parameter → how it lies where it is cut."""
 
@@ -35,27 +36,24 @@ class ShardingStage1:
     axes: Axes
     least: int = 1024
 
-    def apply(self, optimizer: Optimizer) -> None:
-        """Prepares an optimizer. Raises MeshError for an axis that a parameter's mesh has not."""
+    def around(self, optimizer: Optimizer) -> tuple[Around, Around]:
+        """What comes before and behind each step. Raises MeshError for an axis that a parameter's mesh has not."""
         cut = _cut(optimizer, self.axes, self.least, self)
         wholes: dict[Tensor, tuple[Spec, Any]] = {}
 
-        def before(of: Optimizer, *_: Any) -> None:
-            if of is optimizer:  # not a copy, whose step is recorded
-                for p, spec in cut.items():
-                    wholes[p] = (_spec(p), p.grad)
-                    _lay_with_gradient(p, spec)
+        def before() -> None:
+            for p, spec in cut.items():
+                wholes[p] = (_spec(p), p.grad)
+                _lay_with_gradient(p, spec)
 
-        def behind(of: Optimizer, *_: Any) -> None:
-            if of is optimizer:
-                for p, (spec, grad) in wholes.items():
-                    p.grad = None
-                    lay(p, spec)
-                    p.grad = grad
-                wholes.clear()
+        def behind() -> None:
+            for p, (spec, grad) in wholes.items():
+                p.grad = None
+                lay(p, spec)
+                p.grad = grad
+            wholes.clear()
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(behind)
+        return before, behind
 
 
 @dataclass(frozen=True)

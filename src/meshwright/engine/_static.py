@@ -46,6 +46,8 @@ from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 from ._apart import lie_apart, without_inputs
 from ._errors import StaticError
 from ._inputs import Fetch, fetch_of, lay_as_captured
+from ._loss_scale import LossScale
+from ._optimizer import refuse_master_weights
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate, piped, whole_program
 from ._program_files import Model, Shelf, load_programs, save_programs
@@ -110,6 +112,9 @@ class DistModel:
         """The modules that run as programs, where the whole could not be one."""
         self.pipeline: Chosen | None = None
         """The schedule of the microbatches, and why it is that one; once a pipeline was called."""
+        scaling = strategy.amp.scaling
+        self.loss_scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
+        """The factor of the loss in training with `amp` in float16, which the steps change; None without."""
         self.layouts: Layouts | None = None
         """How the values of the captured model lie, once it was called."""
         self._mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
@@ -275,7 +280,9 @@ class DistModel:
                 given[at].copy_(value)
         if "state" in outputs and self.optimizer is not None:
             note_step(self.optimizer)
-        self._keep_states(outputs.get("state", {}), found.program)
+        made = outputs.get("state", {})
+        if made and not ("skipped" in outputs and bool(outputs["skipped"])):
+            self._keep_states(made, found.program)
         return outputs["out"]
 
     def _run_pieces(self, batch: Sequence[Any]) -> Any:
@@ -291,7 +298,7 @@ class DistModel:
 
     def _keep_states(self, states: Mapping[StateKey, Any], program: Program) -> None:
         """The optimizer's states that the first step made."""
-        if not states or self.optimizer is None:
+        if self.optimizer is None:
             return
         parameters = {slot.name: slot.tensor for slot in slots_of(self.network)}
         for (name, key), value in states.items():
@@ -371,7 +378,7 @@ class DistModel:
             lambda part: self._run_of(part, captured.slots),
         )  # fmt: skip
         at = {given.value: n for n, given in enumerate(run.inputs)}
-        fetch = tuple(fetch_of(given, captured.slots, self.optimizer) for given in run.inputs)
+        fetch = tuple(fetch_of(given, captured.slots, self.optimizer, self.loss_scale) for given in run.inputs)
         return Compiled(whole_program(found.copies, run), run, fetch, tuple(at[x] for x in run.writes)), fits
 
     def _run_of(self, program: Program, slots: Sequence[Slot]) -> tuple[Run, tuple[Value, ...]]:
@@ -393,7 +400,7 @@ class DistModel:
         return Compiled(
             program,
             runner(lowered),
-            tuple(fetch_of(given, slots, self.optimizer) for given in program.inputs),
+            tuple(fetch_of(given, slots, self.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
         )
 
@@ -429,7 +436,7 @@ class DistModel:
         here = current()
         if self._mode != "train":
             return record_forward(captured, here.rank, here.size)
-        step = record_gradients(captured, here.rank, here.size)
+        step = record_gradients(captured, here.rank, here.size, self.loss_scale is not None)
         if self.strategy.merge is not None:
             step = self.strategy.merge.program(step, list(leaves_in(batch)))
         return self._with_update(captured, step)
@@ -437,6 +444,7 @@ class DistModel:
     def _with_update(self, captured: Capture, step: Program) -> Program:
         """The step, whose outputs are a loss and gradients, and the optimizer's step behind it."""
         assert self.optimizer is not None
+        refuse_master_weights(self.optimizer)
         here = current()
         grads: Mapping[str, Any] = step.outputs["grads"]
         trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
@@ -445,9 +453,10 @@ class DistModel:
         cut: Mapping[str, Spec] = {}
         if sharding.enable and sharding.stage < 3:
             cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
-        update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size, cut)
+        scaling = self.strategy.amp.scaling
+        update = record_update(self.optimizer, names, trained, self._states(), here.rank, here.size, cut, scaling)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
-        return joined(step, update, feeds, lambda a, b: {"out": a["out"], "state": b["state"]})
+        return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
 
 
 def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from math import inf
 from typing import Any, Literal, get_type_hints
 
-from meshwright.graph import Pass, registered_passes
+import torch
+
+from meshwright.graph import Pass, Scaling, registered_passes
 from meshwright.layout import Spec
 from meshwright.passes import (
     Amp,
@@ -37,6 +40,9 @@ from meshwright.passes import (
 )
 
 from ._errors import StrategyError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Names in `amp.dtype` → dtypes."""
 
 FUSED: Mapping[str, type[Pass]] = {p.name: p for p in (FuseNorm, FuseAttention, FuseActivation, FuseLoss)}
 """Names in `fused_passes_list` → passes."""
@@ -66,21 +72,49 @@ class Sharding:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Operators in bfloat16, parameters and states as they are: level O1 as `torch.autocast`, O2 as pure as it goes.
+    """Operators in half precision, parameters and states as they are: O1 as `torch.autocast`, O2 as pure as it goes.
 
-    float16 is refused: its gradients vanish without a loss scale, which programs do not have.
+    In float16 the loss is scaled, as `torch.amp.GradScaler` does: by `init_loss_scaling` at first, by `decr_ratio` less
+    behind a step whose gradients are not all finite on all ranks (no rank makes its update), and by `incr_ratio` more
+    behind `incr_every_n_steps` steps without such. `DistModel.loss_scale` holds the factor.
     """
 
     enable: bool = False
     dtype: str = "bfloat16"
     level: str = "O1"
+    init_loss_scaling: float = 65536.0
+    incr_every_n_steps: int = 2000
+    incr_ratio: float = 2.0
+    decr_ratio: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.dtype != "bfloat16" or self.level not in ("O1", "O2"):
+        if self.dtype not in DTYPES or self.level not in ("O1", "O2"):
             raise StrategyError(
-                f"amp.dtype = {self.dtype!r}, amp.level = {self.level!r}", "bfloat16, and levels O1 and O2",
-                "gradients in float16 vanish without a loss scale", 'dtype = "bfloat16", level = "O1"',
+                f"amp.dtype = {self.dtype!r}, amp.level = {self.level!r}", "bfloat16 and float16, levels O1 and O2",
+                "operators run in half precision", 'dtype = "bfloat16", level = "O1"',
             )  # fmt: skip
+        if not (0 < self.init_loss_scaling < inf and self.incr_every_n_steps >= 1):
+            raise StrategyError(
+                f"amp.init_loss_scaling = {self.init_loss_scaling:g}, incr_every_n_steps = {self.incr_every_n_steps}",
+                "a scale, or a number of steps, that is none", "a loss is multiplied by a positive number",
+                "init_loss_scaling = 65536.0, incr_every_n_steps = 2000",
+            )  # fmt: skip
+        if not 0 < self.decr_ratio < 1 < self.incr_ratio < inf:
+            raise StrategyError(
+                f"amp.incr_ratio = {self.incr_ratio:g}, amp.decr_ratio = {self.decr_ratio:g}",
+                "a scale that would not go back behind an overflow, or not grow again",
+                "it goes back by decr_ratio, and grows by incr_ratio", "incr_ratio = 2.0, decr_ratio = 0.5",
+            )  # fmt: skip
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """How the loss is scaled, where it is."""
+        scaled = self.enable and self.dtype == "float16"
+        return Scaling(self.incr_ratio, self.decr_ratio, self.incr_every_n_steps) if scaled else None
 
 
 @dataclass(frozen=True)
@@ -226,6 +260,16 @@ class Strategy:
                 f"compiler = {self.compiler!r}", "no such compiler", "a program runs node by node, or through Inductor",
                 'compiler = "none" or "inductor"',
             )  # fmt: skip
+        if self.amp.scaling is not None and self.release:
+            raise StrategyError(
+                'amp.dtype = "float16", release = true', "updates where gradients are made",
+                "whether there is an update is known once all gradients are there", "release = false",
+            )  # fmt: skip
+        if any(isinstance(p, Amp) and p.dtype == torch.float16 for p in self.passes):
+            raise StrategyError(
+                "Amp(torch.float16) among passes", "no loss scale", "gradients in float16 vanish without one",
+                'amp = {"enable": True, "dtype": "float16"}',
+            )  # fmt: skip
         if self.pipeline.enable and self.release:
             raise StrategyError(
                 "pipeline.enable = true, release = true", "updates where gradients are made",
@@ -277,7 +321,7 @@ class Strategy:
             chosen = self.fused_passes.fused_passes_list or tuple(FUSED)
             yield from (FUSED[name]() for name in chosen)
         if self.amp.enable:
-            yield Amp(level="O1" if self.amp.level == "O1" else "O2")
+            yield Amp(self.amp.torch_dtype, "O1" if self.amp.level == "O1" else "O2")
         if self.sp_optimization.enable:
             yield SequenceParallel(self.sp_optimization.axis, self.sp_optimization.dim)
         if self.sharding.enable and self.sharding.stage == 3:

@@ -129,6 +129,8 @@ class _Run:
         evaluation: Iterable[Any] | None,
     ) -> None:
         _check(model, data, training, scaler)
+        if isinstance(model, Microbatches):
+            model = model.under(training.autocast or model.autocast, scaler)
         self.model, self.optimizer, self.data, self.scheduler = model, optimizer, data, scheduler
         self.scaler = scaler if scaler is not None else torch.amp.GradScaler(enabled=False)
         self.network = model.model if isinstance(model, Microbatches) else model
@@ -201,9 +203,11 @@ class _Run:
         """One step, and whether some rank was asked to stop."""
         start = perf_counter()
         batch = next(batches)
-        with self._autocast():
-            loss = self.model(*_arguments(batch)[0]) if isinstance(self.model, Microbatches) else self._loss_of(batch)
-        if not isinstance(self.model, Microbatches):
+        if isinstance(self.model, Microbatches):
+            loss = self.model(*_arguments(batch)[0])
+        else:
+            with self._autocast():
+                loss = self._loss_of(batch)
             self.scaler.scale(loss).backward()
         value = unshard_dtensor(loss.detach()).item()
         norm = self._norm(value, say)
@@ -296,11 +300,10 @@ class _Kept:
 
 def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
     """Raises for what cannot be trained, or cannot go on."""
-    if isinstance(model, Microbatches) and (scaler is not None or training.autocast is not None):
+    if isinstance(model, Microbatches) and model.scaler not in (None, scaler):
         raise TrainingError(
-            "mw.train of microbatches with autocast or a scaler", "a pipeline in the eager mode",
-            "its losses are not scaled, and ranks outside a stage do not know the dtypes inside it",
-            'mw.to_static with mw.Strategy.of(pipeline={"enable": True}, amp={"enable": True}), or float32',
+            "mw.train of microbatches with a scaler of their own", "a loop that does not know it",
+            "gradients would be taken for those of the loss as it is", "mw.train(..., scaler=scaler), and none there",
         )  # fmt: skip
     if isinstance(model, DistModel):
         raise TrainingError(

@@ -16,6 +16,7 @@ from ._interception import Hook, UserFunction
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
 from ._linear_tail import linear_tail
+from ._loss_scale import HELD, LOSS_SCALE, Scaling
 from ._match import Match
 from ._measure import Measure, measure_of
 from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
@@ -64,6 +65,8 @@ from .torch_hooks import Operator, note_step
 __all__ = [
     "ALWAYS",
     "EVERYWHERE",
+    "HELD",
+    "LOSS_SCALE",
     "AnyRewrite",
     "Capture",
     "CaptureError",
@@ -98,6 +101,7 @@ __all__ = [
     "Rewriter",
     "RulePass",
     "Run",
+    "Scaling",
     "SideEffectError",
     "Slot",
     "Snapshot",

@@ -38,6 +38,7 @@ from meshwright.tensor import (
 from ._capture import Capture
 from ._draft import Draft
 from ._errors import CaptureError
+from ._loss_scale import scale_input
 from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
@@ -275,11 +276,12 @@ def _modes(origin: Origin) -> Generator[None]:
         yield
 
 
-def record_gradients(captured: Capture, rank: int, size: int) -> Program:
+def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = False) -> Program:
     """The program of the captured call, whose output is the loss, and of its gradients.
 
     Outputs are `{"out": loss, "grads": {parameter: gradient}}`; the loss is whole on every rank, gradients lie as the
-    dual of their parameter says. Raises CaptureError for a call that does not give one number.
+    dual of their parameter says. With `scaled` they are those of the loss times the loss scale, a state of the program.
+    Raises CaptureError for a call that does not give one number.
     """
     recorder = Recorder(rank, size, captured)
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
@@ -287,13 +289,14 @@ def record_gradients(captured: Capture, rank: int, size: int) -> Program:
         given = {i.value: recorder.add(i, i.name in wanted) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
+        root = _times_scale(captured.program, recorder, loss) if scaled else loss
     trained = {i.name: given[i.value] for i in captured.program.inputs if i.name in wanted}
     for slot in captured.slots:
         for hook in (slot.tensor._backward_hooks or {}).values() if slot.name in trained else ():
             with interception_off():  # such a hook takes the rank's part
                 trained[slot.name].register_hook(hook)
     with recorder.recording_as("backward"):
-        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        grads = torch.autograd.grad(root, list(trained.values()), allow_unused=True)
         with torch.no_grad():
             write_back(captured.program, given, known)
             out = whole(loss.detach())
@@ -310,6 +313,14 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
         write_back(captured.program, given, known)
         out = map_tensors(whole, map_values(lambda v: known[v], captured.program.outputs))
     return recorder.finish({"out": out})
+
+
+def _times_scale(program: Program, recorder: Recorder, loss: Tensor) -> Tensor:
+    """The loss times its scale: a node where the loss is made, whose gradient is the first of all."""
+    maker = program.producers.get(program.outputs)
+    if maker is not None:
+        recorder.replaying(maker.origin)
+    return loss * recorder.add(scale_input("scale", loss.device))
 
 
 def _loss(out: Any) -> Tensor:

@@ -18,6 +18,7 @@ from meshwright.layout import MeshwrightError, Spec
 from meshwright.tensor import DistTensor, redistribute
 
 from ._errors import CaptureError
+from ._loss_scale import HELD, Scaling, Unscaled, kept_where, scale_input, unscaled
 from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
@@ -35,6 +36,7 @@ def record_update(
     rank: int,
     size: int,
     shards: Mapping[str, Spec] | None = None,
+    scaling: Scaling | None = None,
 ) -> Program:
     """The program of one `optimizer.step()` on the parameters `trained`, which have gradients.
 
@@ -42,6 +44,9 @@ def record_update(
 
     Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
     learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes.
+
+    With `scaling` gradients are those of a scaled loss; the output "skipped" tells that one of them is not finite: then
+    parameters and states stay what they are, and states that the step makes are to be thrown away.
     """
     recorder = Recorder(rank, size)
     pieces = {i.name: replace(i, spec=(shards or {}).get(i.name, i.spec)) for i in trained}
@@ -49,8 +54,9 @@ def record_update(
         wholes = {i.name: recorder.add(i) for i in trained}
         grads = {i.name: recorder.add(_gradient(i)) for i in trained}
         parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
+        plain = None if scaling is None else _unscaled(recorder, grads, pieces)
         for name, x in parameters.items():
-            x.grad = grads[name]
+            x.grad = grads[name] if plain is None else plain.grads[name]
         moved = _moved(optimizer, names, trained)
         given: dict[StateKey, Any] = {
             key: _stand_in(recorder, key, value, pieces.get(key[0]), key[0] in moved) for key, value in states.items()
@@ -59,9 +65,17 @@ def record_update(
         _stepped(twin)
         for name in shards or {}:
             wholes[name].copy_(parameters[name])
+        if plain is not None and scaling is not None:
+            plain.renew(scaling)
     known = {x: name for name, x in parameters.items()}
     after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
-    return _finished(recorder, given, after)
+    return _finished(recorder, given, after, plain)
+
+
+def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[str, Input]) -> Unscaled:
+    device = next(iter(grads.values())).device
+    scale, count = (recorder.add(scale_input(key, device)) for key in HELD)
+    return unscaled(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
 
 
 def _piece(x: Tensor, spec: Spec | None) -> Tensor:
@@ -73,7 +87,9 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
     return out
 
 
-def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any]) -> Program:
+def _finished(
+    recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[StateKey, Any], plain: Unscaled | None
+) -> Program:
     """States that are tensors are written back; those that are new, or Python numbers, are given out."""
     _check_path(recorder)
     written = {value for value, _ in recorder.recording.written()}
@@ -87,7 +103,12 @@ def _finished(recorder: Recorder, given: Mapping[StateKey, Any], after: Mapping[
         )  # fmt: skip
     made = {key: v for key, v in after.items() if key not in given or (_is_number(v) and v is not given[key])}
     writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
-    return recorder.finish({"state": made}, [(x, v) for x, v in writes if x is not v])
+    writes = [(x, v) for x, v in writes if x is not v]
+    if plain is None:
+        return recorder.finish({"state": made}, writes)
+    program = recorder.finish({"state": made, "skipped": plain.found}, writes)
+    renewed = [recorder.recording.input_of(x) for x in (plain.scale, plain.count)]
+    return kept_where(program, program.outputs["skipped"], renewed)
 
 
 def _check_path(recorder: Recorder) -> None:

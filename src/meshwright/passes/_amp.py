@@ -1,4 +1,4 @@
-"""Automatic mixed precision: operators run in bfloat16, parameters and the optimizer's states stay as they are.
+"""Automatic mixed precision: operators run in half precision, parameters and optimizer states stay as they are.
 
 It is a pass on the captured model, before gradients are recorded, so that casts are differentiated like everything
 else: master weights, and gradients in their dtype, come by construction. What runs in which dtype is decided by torch's
@@ -42,7 +42,10 @@ SINGLE = {
 @register_pass
 @dataclass(frozen=True)
 class Amp(Pass):
-    """Level "O1" is `torch.autocast`. At "O2" parameters but those of norms are cast, too; `single` run in float32."""
+    """Level "O1" is `torch.autocast`. At "O2" parameters but those of norms are cast, too; `single` run in float32.
+
+    Gradients in float16 vanish without a loss scale, which is no part of the pass: `Strategy(amp=...)` has both.
+    """
 
     name: ClassVar[str] = "amp"
     on: ClassVar[Literal["captured", "recorded"]] = "captured"
@@ -51,9 +54,9 @@ class Amp(Pass):
     single: frozenset[str] = field(default=frozenset(SINGLE), repr=False)
 
     def __post_init__(self) -> None:
-        if self.dtype != torch.bfloat16:
+        if self.dtype not in (torch.bfloat16, torch.float16):
             raise RewriteError(
-                f"Amp({self.dtype})", "no loss scale", "gradients in float16 vanish without one", "Amp(torch.bfloat16)"
+                f"Amp({self.dtype})", "bfloat16 and float16", "operators run in half precision", "Amp(torch.bfloat16)"
             )
         if self.level not in ("O1", "O2"):
             raise RewriteError(f"Amp(level={self.level!r})", "levels O1 and O2", "there are no others", 'level="O1"')

@@ -16,6 +16,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions, recording
+from ._handle_values import not_finite_anywhere
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._pending import bucket_of
@@ -63,6 +64,7 @@ __all__ = [
     "local_parts",
     "map_leaves",
     "map_tensors",
+    "not_finite_anywhere",
     "note_spec",
     "noted_spec",
     "operators_recorded",

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import Operator, imagining, no_modes, operators_recorded, shares_storage
+from .torch_hooks import Operator, imagining, no_interception, no_modes, operators_recorded, shares_storage
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 """What autocast casts: double precision stays."""
@@ -47,13 +47,13 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
     try:
         return _captured(func, args, kwargs, spec_of, None)
     except Exception:
-        lower = _autocast_dtype(args, kwargs)
+        lower = autocast_dtype(args, kwargs)
         if lower is None:
             raise
         return _captured(func, args, kwargs, spec_of, lower)
 
 
-def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+def autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
     """What autocast makes of floating operands, where it is on for one of them."""
     devices = {x.device.type for x in tensors_in((args, kwargs))} - {"meta"}
     return next((torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)), None)
@@ -82,6 +82,38 @@ def _captured(
         with operators_recorded(lambda *node: nodes.append(Node(*node))):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
+
+
+def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype] | None:
+    """The dtypes of what `func` gives for whole tensors as autocast is now; None where torch refuses to tell."""
+
+    def spec_of(x: Tensor) -> Spec | None:
+        return getattr(x, "_spec", None)
+
+    def stand_in(x: Tensor) -> Tensor:
+        like = spec_of(x) or x
+        return torch.empty(like.shape, dtype=like.dtype, device=x.device)
+
+    with no_modes(), imagining(_sizes(args, kwargs, spec_of), always=True), no_interception(), torch.no_grad():
+        try:
+            out = func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
+        except Exception:  # torch refuses fake tensors, in many ways
+            return None
+        return [t.dtype for t in tensors_in(out)]
+
+
+def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
+    """True when autocast to `lower` runs the operator in float32 also where its operands are in `lower`."""
+
+    def stand_in(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=lower if x.dtype in _CAST else x.dtype, device=device)
+
+    with no_modes(), imagining(_sizes(node.args, node.kwargs, lambda _: None), always=True), torch.no_grad():
+        try:
+            out = node.op(*map_tensors(stand_in, node.args), **map_tensors(stand_in, node.kwargs))
+        except Exception:  # torch refuses fake tensors, in many ways
+            return False
+        return any(t.dtype == torch.float32 for t in tensors_in(out))
 
 
 def _sizes(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,14 +49,39 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(unscale)
 def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """Gradient scaling: every rank of the world learns of a gradient that is not finite anywhere."""
+    """Gradient scaling: torch's own on this rank's parts, and every rank of the world learns of what it found."""
     grads, found, inverse = args
-    for grad in grads:
-        grad.mul_(whole_local(inverse))
+    factor = whole_local(inverse)
     with no_interception():
-        bad = torch.tensor([float(any(not g.isfinite().all() for g in grads))])
+        here = torch.zeros_like(found)
+        parts = _parts(grads)
+        if parts:
+            func(parts, here, factor)
+    worst = largest_anywhere(here)
+    with no_interception():
+        found.copy_(torch.maximum(found, worst))
+
+
+def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """1.0 where some rank of the world has a number that is not finite in a part of the tensors, else 0.0.
+
+    A plain tensor without dims on `device`, the same on every rank; every rank makes the call.
+    """
+    with no_interception():
+        bad = [x.isfinite().logical_not().any().to(device) for x in _parts(tensors)]
+        here = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+    return largest_anywhere(here)
+
+
+def largest_anywhere(number: Tensor) -> Tensor:
+    """The largest of all ranks' numbers, each a plain tensor of one element; every rank makes the call."""
     world = ProcessMesh(range(current().size), ["world"])
-    spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), bad.dtype)
-    worst = convert_local(bad, spec, spec.with_layout(replicated(1)))
+    spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), number.dtype)
+    out = convert_local(number.reshape(1), spec, spec.with_layout(replicated(1)))
     with no_interception():
-        found.copy_(torch.maximum(found, worst.reshape(found.shape).to(found.dtype)))
+        return plain_view(out).reshape(number.shape)
+
+
+def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank has of the tensors, under plain tensors; call it with interception off."""
+    return [plain_view(x) for x in tensors if not (isinstance(x, DistTensor) and x._away) and x.numel()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._absent import link, make_absent
-from ._capture import Captured, Node, capture
+from ._capture import Captured, Node, autocast_dtype, capture, dtypes_given
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
 from ._plan import Inline, Step, is_constant, is_written, plan_call
@@ -23,8 +23,22 @@ from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_t
 def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
     """How `func` is carried out where no operand has elements, and whether floats count by value.
 
-    Results have the same specs as on the mesh's ranks, and no elements.
+    Results have the same specs as on the mesh's ranks, and no elements. What autocast makes of a call is part of its
+    plan here: elsewhere local results tell their dtypes.
     """
+    run, by_value = _planned(func, args, kwargs, tensors)
+    plans = {autocast_dtype(args, kwargs): run}
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        now = autocast_dtype(args, kwargs)
+        if now not in plans:
+            plans[now], _ = _planned(func, args, kwargs or {}, list(tensors_in((args, kwargs))))
+        return plans[now](func, types, args, kwargs)
+
+    return chosen, by_value
+
+
+def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
     like = next(t._spec for t in tensors if isinstance(t, DistTensor))
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
@@ -47,10 +61,11 @@ def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -
     if found is not None and found is captured.nodes:
         return run_graph(captured), True
     known: Any = found.outs if isinstance(found, Step) else found
+    dtypes = None if autocast_dtype(args, kwargs) is None else dtypes_given(func, args, kwargs)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _draw_along(captured)
-        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known)
+        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known, dtypes)
 
     return run, False
 
@@ -85,9 +100,14 @@ def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
     return map_tensors(lambda _: next(made), out)
 
 
-def _without_elements(captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None) -> Any:
+def _without_elements(
+    captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None,
+    dtypes: Sequence[torch.dtype] | None,
+) -> Any:  # fmt: skip
     results = list(tensors_in(captured.out))
     specs = list(known or [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in results])
+    if dtypes is not None:
+        specs = [s.with_dtype(dtype) for s, dtype in zip(specs, dtypes, strict=True)]
     real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
     for t in results:
         if id(t) in real and any(is_written(node.op) for node in captured.nodes):  # not x.to(x.dtype)

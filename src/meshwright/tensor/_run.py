@@ -12,7 +12,7 @@ from meshwright.comm import current
 from meshwright.layout import Spec
 
 from ._alias import break_view
-from ._capture import Captured, Node
+from ._capture import Captured, Node, autocast_dtype, is_raised
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._local import shared_move, write_into
 from ._plan import Inline, Step
@@ -168,15 +168,32 @@ def _own(out: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _run_local(step: Step) -> Run:
-    finish = _finisher(step)
+    finish, raised = _finisher(step), _raising(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = _moved(step, args, kwargs)
+            tensors = raised(_moved(step, args, kwargs))
             out = _own(_like(step.node.out, _computed(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
     return run
+
+
+def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What makes operands float32 where autocast wants the operator so: its second form is other operators."""
+    if step.form is None:
+        return lambda tensors: tensors
+    known: dict[torch.dtype, bool] = {}
+
+    def raised(tensors: list[Tensor]) -> list[Tensor]:
+        lower = autocast_dtype(tensors, None)
+        if lower is None:
+            return tensors
+        if lower not in known:
+            known[lower] = is_raised(step.node, tensors[0].device, lower)
+        return [t.float() if t.dtype is lower else t for t in tensors] if known[lower] else tensors
+
+    return raised
 
 
 def _computed(step: Step, tensors: Sequence[Tensor]) -> Any:

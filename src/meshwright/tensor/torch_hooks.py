@@ -132,10 +132,14 @@ class _Recorder(SchemaCheckMode):
 
 
 @contextmanager
-def imagining(sizes: Iterable[Any]) -> Generator[None]:
-    """Inside, tensors are fake ones where some of the sizes are symbolic: plain meta tensors would pin those down."""
+def imagining(sizes: Iterable[Any], always: bool = False) -> Generator[None]:
+    """Inside, tensors are fake ones where some of the sizes are symbolic: plain meta tensors would pin those down.
+
+    With `always`, in any case: fake tensors have a device, and so autocast does to them what it does to real ones.
+    """
     env = next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None)
-    with fake_tensor.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) if env is not None else nullcontext():
+    fake = always or env is not None
+    with fake_tensor.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) if fake else nullcontext():
         yield
 
 

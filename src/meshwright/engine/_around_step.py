@@ -1,0 +1,243 @@
+"""What is done around an optimizer's step: float32 copies of parameters, and states that live in the host's memory.
+
+The optimizer's own code makes the update. For a parameter in half precision it is given the float32 copy, the *master
+weight*, with the gradient in float32; then the parameter takes over the copy's value. The copy is a state like others:
+it lies as the part of the parameter that is updated, is saved with the states, and goes to the host with them.
+
+States on the host come to the device bucket by bucket, each with an update of its own, and go back behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.tensor import DistTensor, local_parts, place, stamp
+
+from ._errors import StrategyError
+
+MASTER = "master_weight"
+"""Key of the float32 copy among a parameter's states."""
+
+HALVES = (torch.float16, torch.bfloat16)
+State = dict[str, Any]
+
+
+class Memory(Protocol):
+    """Where states live between steps."""
+
+    def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
+        """`x` there; in the memory of `old`, which was kept before, where there is one."""
+        ...
+
+    def bring(self, x: Tensor, device: torch.device) -> Tensor:
+        """`x`, which was kept, on the device."""
+        ...
+
+    def wait(self) -> None:
+        """Everything that was kept can be read from now on."""
+        ...
+
+
+class HostMemory:
+    """The memory of the host: pinned where a CUDA device copies into it, without waiting."""
+
+    def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
+        if x.device.type == "cpu":
+            return x
+        pinned = x.device.type == "cuda"
+        there = torch.empty_like(x, device="cpu", pin_memory=pinned) if old is None else old
+        return there.copy_(x, non_blocking=pinned)
+
+    def bring(self, x: Tensor, device: torch.device) -> Tensor:
+        return x.to(device, non_blocking=True)
+
+    def wait(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+@dataclass(eq=False)
+class AroundStep:
+    """An optimizer's step on master weights, where `master` is set, with states in `memory`, where there is one.
+
+    `stage` are functions that run before and behind all of it. Buckets hold parameters of so many bytes in float32.
+    """
+
+    master: bool = False
+    memory: Memory | None = None
+    stage: tuple[Callable[[], None], Callable[[], None]] | None = None
+    bucket: int = 64 * 2**20
+    _params: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
+    _open: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    _host: dict[Tensor, State] = field(default_factory=dict[Tensor, State])
+    _loaded: dict[Any, State] = field(default_factory=dict[Any, State])
+    _versions: dict[Tensor, int] = field(default_factory=dict[Tensor, int])
+
+    def before(self, of: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+        if self.stage is not None:
+            self.stage[0]()
+        if not (self.master or self.memory):
+            return
+        if any(callable(a) for a in (*args, *kwargs.values())):
+            raise StrategyError(
+                f"{type(of).__name__}.step(closure) with master_weights or offload", "a closure",
+                "it would run the model inside the step, while the parameters are elsewhere", "loss.backward() before",
+            )  # fmt: skip
+        if self._params:
+            raise StrategyError(
+                f"{type(of).__name__}.step() with master_weights or offload", "a step before it that has not ended",
+                "parameters and states are where that one needs them: it failed, or this one is called by it",
+                "an optimizer whose step does not call another class's step; behind a failure, load a checkpoint",
+            )  # fmt: skip
+        self._params = [group["params"] for group in of.param_groups]
+        *others, last = list(self._buckets(of)) or [[]]
+        step: Callable[[Optimizer], Any] = getattr(type(of).step, "__wrapped__")  # noqa: B009 - without hooks like these
+        for bucket in others:
+            self._enter(of, bucket)
+            step(of)
+            self._leave(of)
+        self._enter(of, last)
+
+    def behind(self, of: Optimizer) -> None:
+        if self.master or self.memory:
+            self._leave(of)
+            for group, params in zip(of.param_groups, self._params, strict=True):
+                group["params"] = params
+            self._params = []
+        if self.memory is not None:
+            self.memory.wait()
+        if self.stage is not None:
+            self.stage[1]()
+
+    def lay(self, parameter: Tensor, state: State) -> None:
+        """States that come from elsewhere go where they live."""
+        if self.memory is not None:
+            self._keep(parameter, state)
+            self.memory.wait()
+
+    def note_loaded(self, _: Optimizer, state: dict[str, Any]) -> None:
+        """States that `load_state_dict` is about to cast to the dtypes of parameters."""
+        self._loaded = state["state"]
+
+    def put_loaded(self, of: Optimizer) -> None:
+        """States in float32 are so again."""
+        loaded, self._loaded = self._loaded, {}
+        parameters = [p for group in of.param_groups for p in group["params"]]
+        for at, p in enumerate(parameters):
+            state: State = of.state.get(p, {})
+            for key, x in loaded.get(at, {}).items():
+                if isinstance(x, Tensor) and key in state and state[key].dtype != x.dtype:
+                    state[key] = _mapped(x, lambda t, p=p: t.clone().to(_device(p)))
+            self.lay(p, state)
+        self._versions.clear()
+
+    def _buckets(self, of: Optimizer) -> Iterator[list[Tensor]]:
+        """The parameters that have gradients, in order; an optimizer that we do not know gets all at once."""
+        found = [p for params in self._params for p in params if p.grad is not None]
+        if self.memory is None or not type(of).__module__.startswith("torch.optim."):
+            yield found
+            return
+        sizes = [0]
+        for p in found:
+            sizes.append(sizes[-1] + p.numel() * 4)
+        for _, members in groupby(zip(found, sizes, strict=False), lambda pair: pair[1] // self.bucket):
+            yield [p for p, _ in members]
+
+    def _enter(self, of: Optimizer, bucket: Sequence[Tensor]) -> None:
+        """The optimizer has these parameters alone, or their copies, with their states on the device."""
+        became: dict[Tensor, Tensor] = {}
+        for p in bucket:
+            state = self._brought(p, of.state.pop(p, {}))
+            became[p] = self._copy(p, state) if self.master and p.dtype in HALVES else p
+            if state:
+                of.state[became[p]] = state
+        for group, params in zip(of.param_groups, self._params, strict=True):
+            group["params"] = [became[p] for p in params if p in became]
+        self._open = list(became.items())
+
+    def _leave(self, of: Optimizer) -> None:
+        """Parameters take over what their copies are, and states go where they live."""
+        for p, taken in self._open:
+            state: State = of.state.pop(taken, {})
+            if taken is not p:
+                taken.grad = None
+                with torch.no_grad():
+                    p.copy_(taken)
+                state[MASTER] = taken
+                self._versions[p] = _version(p)
+            self._keep(p, state)
+            if state:
+                of.state[p] = state
+        self._open = []
+
+    def _copy(self, p: Tensor, state: State) -> Tensor:
+        """The parameter in float32: the copy of before, but for elements that somebody else has written to since."""
+        known = state.pop(MASTER, None)
+        with torch.no_grad():
+            copy = p.detach().float() if known is None else _laid(known, p)
+            if known is not None and self._versions.get(p) != _version(p):
+                copy = torch.where(copy.to(p.dtype) == p, copy, p.float())
+            assert p.grad is not None
+            copy.grad = p.grad.float()
+        return copy
+
+    def _brought(self, p: Tensor, state: State) -> State:
+        if self.memory is None:
+            return state
+        memory, device = self.memory, _device(p)
+        self._host[p] = {key: x for key, x in state.items() if _moves(p, x)}
+        return {k: _mapped(x, lambda t: memory.bring(t, device)) if _moves(p, x) else x for k, x in state.items()}
+
+    def _keep(self, p: Tensor, state: State) -> None:
+        if self.memory is None:
+            return
+        memory, old = self.memory, self._host.pop(p, {})
+        for key, x in state.items():
+            if _moves(p, x):
+                before = old.get(key)
+                same = before is not None and (before.shape, before.dtype) == (x.shape, x.dtype)
+                there = _local(old[key]) if same else None
+                state[key] = _mapped(x, lambda t, there=there: memory.keep(t, there))
+
+
+def _laid(x: Tensor, p: Tensor) -> Tensor:
+    """A copy that was loaded lies as its parameter does by now."""
+    return place(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
+
+
+def _moves(p: Tensor, x: Any) -> bool:
+    """True for states as large as their parameter; a counter stays where the optimizer wants it."""
+    return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
+
+
+def _mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `fn` makes of this rank's part, laid as `x` is."""
+    with local_parts():
+        local = fn(x.detach().as_subclass(Tensor))
+        if not isinstance(x, DistTensor):
+            return local
+        out: Any = stamp(local.view_as(local), x._spec)
+        out.__class__ = type(x)
+        return out
+
+
+def _local(x: Tensor) -> Tensor:
+    with local_parts():
+        return x.detach().as_subclass(Tensor)
+
+
+def _version(x: Tensor) -> int:
+    with local_parts():
+        return x._version
+
+
+def _device(x: Tensor) -> torch.device:
+    with local_parts():
+        return x.device

@@ -1,0 +1,209 @@
+"""A model without memory, laid over a mesh, gets memory for this rank's part and its first values.
+
+A module's tensors are made and filled before those of the next one, so that a rank never holds more than its share of
+the model and one whole parameter: of a parameter that is cut, "torch" draws the whole, as one device does, and keeps
+the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.tensor import DistTensor, local_parts, place, stamp
+
+from ._errors import MaterializeError
+
+Init = Callable[[nn.Module], Any]
+
+
+def materialize(model: nn.Module, init: Init | None = None, device: torch.device | str | None = None) -> nn.Module:
+    """`model`, whose tensors on the meta device get memory and first values; the same module, the same parameters.
+
+    Module by module, children first, as constructors do it: memory for what the module owns, its `reset_parameters()`
+    where it has that, and `init(module)`. Models of transformers need no `init`: their own follows. What several
+    modules share gets its values from the first of them. Tensors that have memory already keep their values. Frozen
+    parameters stay frozen, and an optimizer that has the parameters goes on with them.
+
+    The numbers are those of one device that makes the same call with the same seed, and those of constructing the model
+    there, where constructors draw by `reset_parameters` alone. Raises MaterializeError for what nothing gives values.
+
+    >>> import meshwright as mw
+    >>> def go():
+    ...     with torch.device("meta"):
+    ...         net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    ...     net[0].weight = mw.shard_tensor(net[0].weight, mw.ProcessMesh([0, 1], ["tp"]), [mw.Shard(0)])
+    ...     net = mw.shard_layer(net, mw.ProcessMesh([0, 1], ["tp"]))
+    ...     torch.manual_seed(0)
+    ...     return mw.materialize(net)
+    >>> _ = torch.manual_seed(0)
+    >>> one = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    >>> found = mw.simulate(go, 2)
+    >>> [torch.equal(found[r][0].weight.to_local(), one[0].weight[2 * r : 2 * r + 2]) for r in range(2)]
+    [True, True]
+    """
+    work = _Work(torch.device(device) if device is not None else _real_device())
+    own = _initialisers(model)
+    with torch.no_grad():
+        for path, module in _children_first(model):
+            work.fill(path, module, init)
+            for below, part in _children_first(module, path) if module in own else ():
+                work.refill(below, part, own[module][part])
+        for path, module in model.named_modules():
+            work.check(path, module)
+    return model
+
+
+class _Work:
+    """What was made so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.first: dict[int, nn.Module] = {}
+        """Tensor that was made here → the module that gives it its values."""
+        self.kept: list[Tensor] = []
+
+    def fill(self, path: str, module: nn.Module, init: Init | None) -> None:
+        """Memory and first values for what the module owns."""
+        for _, _, x in _slots(module):
+            if _device(x).type == "meta":
+                _give_memory(x, self.device)
+                self.first[id(x)] = module
+                self.kept.append(x)
+        self.refill(path, module, lambda m: self._reset(m, init))
+
+    def refill(self, path: str, module: nn.Module, init: Init) -> None:
+        """First values once more; what is another module's, or was there before, keeps those that it has."""
+        before = {(id(table), key): x for table, key, x in _slots(module)}
+        if before and not any(id(x) in self.first for x in before.values()):
+            return
+        others = [x for x in before.values() if self.first.get(id(x)) is not module]
+        held = [(x, _local(x).clone()) for x in others]
+        init(module)
+        for x, values in held:
+            _local(x).copy_(values)
+        for table, key, new in list(_slots(module)):
+            old = before.get((id(table), key))
+            if old is not None and new is not old:
+                self._put_back(f"{path}.{key}".lstrip("."), table, key, old, new)
+
+    def check(self, path: str, module: nn.Module) -> None:
+        """Raises MaterializeError for what has memory, and no values; and for what is neither parameter nor buffer."""
+        for key, x in module.__dict__.items():
+            if isinstance(x, Tensor) and _device(x).type == "meta":
+                raise MaterializeError(
+                    f"to materialize {f'{path}.{key}'.lstrip('.')!r}", "a tensor that is neither parameter nor buffer",
+                    "it was made on the meta device, and nothing tells its values", "register_buffer for it",
+                )  # fmt: skip
+        for _, key, x in _slots(module):
+            if id(x) in self.first and not _has_values(_local(x)):
+                raise MaterializeError(
+                    f"to materialize {type(module).__name__}.{key}, at {f'{path}.{key}'.lstrip('.')!r}",
+                    "no value behind reset_parameters and init",
+                    "its constructor's values were lost on the meta device, and nothing else tells them",
+                    f"mw.materialize(model, init=fn), where fn(module) fills {type(module).__name__}.{key} in place",
+                )  # fmt: skip
+
+    def _reset(self, module: nn.Module, init: Init | None) -> None:
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        if init is not None:
+            init(module)
+
+    def _put_back(self, path: str, table: dict[str, Any], key: str, old: Tensor, new: Tensor) -> None:
+        """A buffer that was made anew lies as the old one; a parameter may be an optimizer's."""
+        if isinstance(old, nn.Parameter) or old.shape != new.shape or old.dtype != new.dtype:
+            raise MaterializeError(
+                f"to materialize {path!r}", "another tensor in its place",
+                "what it was is laid over a mesh, and an optimizer may hold it", "values written in place",
+            )  # fmt: skip
+        with local_parts():
+            values = place(new, old.spec.mesh, old.spec.layout) if isinstance(old, DistTensor) else new
+            _local(old).copy_(_local(values))
+        table[key] = old
+
+
+def _children_first(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, behind what it is made of, as `nn.Module.apply` goes."""
+    seen: set[nn.Module] = set()
+
+    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in module.named_children():
+            yield from walk(f"{path}.{name}".lstrip("."), child)
+        yield path, module
+
+    yield from walk(path, model)
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """The module's own parameters and buffers, and where they are."""
+    for table in (module._parameters, module._buffers):
+        yield from ((table, name, x) for name, x in table.items() if x is not None)
+
+
+def _give_memory(x: Tensor, device: torch.device) -> None:
+    """Memory for this rank's part under the object that everybody holds; numbers that are none, until it has others."""
+    with local_parts():
+        new = torch.empty_like(x.detach().as_subclass(Tensor), device=device)
+        if new.is_floating_point() or new.is_complex():
+            new.fill_(torch.nan)
+        made: Any = new.requires_grad_(x.requires_grad)
+        if isinstance(x, DistTensor):
+            made = stamp(made, x._spec)
+            made.__class__ = type(x)
+        elif isinstance(x, nn.Parameter):
+            made = nn.Parameter(made, x.requires_grad)
+        made.__dict__.update(x.__dict__)
+        torch.utils.swap_tensors(x, made)
+
+
+def _has_values(local: Tensor) -> bool:
+    """False where a number is still the one that is none; whole numbers cannot tell, but that they were written to."""
+    with local_parts():
+        if local.is_floating_point() or local.is_complex():
+            return not bool(local.isnan().any())
+        return local.numel() == 0 or local._version > 0
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part, nothing of it where the rank is outside the mesh."""
+    with local_parts():
+        local = x.detach().as_subclass(Tensor)
+        return local.reshape(-1)[:0] if isinstance(x, DistTensor) and x._away else local
+
+
+def _device(x: Tensor) -> torch.device:
+    with local_parts():
+        return x.device
+
+
+def _real_device() -> torch.device:
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
+
+
+# --- transformers, which gives values by a function of the whole model -----------------------------------------------
+
+
+def _initialisers(model: nn.Module) -> Mapping[nn.Module, Mapping[nn.Module, Init]]:
+    """Model of transformers → module below → the function of the innermost such model that gives it values.
+
+    A constructor calls it for what is below and has no values yet, and so do constructors of models inside, before.
+    """
+    inits = {m: _own_init(m) for m in model.modules()}
+    found: dict[nn.Module, dict[nn.Module, Init]] = {}
+    for outer in (m for m, own in inits.items() if own is not None):
+        found[outer] = {m: own for part in outer.modules() if (own := inits[part]) for m in part.modules()}
+    return found
+
+
+def _own_init(module: nn.Module) -> Init | None:
+    own = getattr(module, "_initialize_weights", None)
+    return own if callable(own) and callable(getattr(module, "init_weights", None)) else None

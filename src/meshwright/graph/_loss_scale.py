@@ -1,0 +1,105 @@
+"""A loss that is scaled so that its gradients do not vanish in float16, and what becomes of the scale.
+
+As `torch.amp.GradScaler` does it, recorded: the loss is multiplied, gradients are divided by the same, and where one of
+them is not finite on some rank, no rank takes over what the update gives. The scale and its counter are inputs that the
+program renews.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, not_finite_anywhere, redistribute
+
+from ._draft import Draft
+from ._errors import CaptureError
+from ._node import Node, Origin, Value
+from ._program import Input, Program
+
+aten = torch.ops.aten
+
+LOSS_SCALE = ""
+"""The owner of the scale and its counter among the owners of states, which are parameters and have names."""
+
+HELD = {"scale": torch.float32, "growth": torch.int32}
+"""What is kept from step to step: the factor, and the steps since it changed."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the scale changes: by `backoff` behind an overflow, by `growth` behind `interval` steps without one."""
+
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+
+def scale_input(key: str, device: torch.device) -> Input:
+    """The input that holds the scale, or its counter."""
+    name = f"loss_scale.{key}"
+    return Input(Value(name, (), HELD[key], str(device)), "state", name, None, (LOSS_SCALE, key))
+
+
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """Gradients as they are without a scale, the scale and its counter, and whether a gradient was not finite."""
+
+    grads: Mapping[str, Tensor]
+    scale: Tensor
+    count: Tensor
+    found: Tensor
+
+    def renew(self, how: Scaling) -> None:
+        """The scale and its counter of the next step."""
+        count = self.count + 1
+        more = self.scale * how.growth
+        grows = (count == how.interval) & more.isfinite()
+        here = torch.where(self.found, self.scale * how.backoff, torch.where(grows, more, self.scale))
+        count = torch.where(self.found | (count == how.interval), torch.zeros_like(count), count)
+        self.scale.copy_(here)
+        self.count.copy_(count)
+
+
+def unscaled(grads: Mapping[str, Tensor], lie: Mapping[str, Spec | None], scale: Tensor, count: Tensor) -> Unscaled:
+    """The gradients of a scaled loss, divided by the scale; each lies as the part of the parameter that is updated."""
+    inverse = scale.double().reciprocal().float()
+    parts = {name: _part(x, lie[name]) for name, x in grads.items()}
+    found = not_finite_anywhere(parts.values(), scale.device) > 0
+    return Unscaled({name: x * inverse for name, x in parts.items()}, scale, count, found)
+
+
+def _part(grad: Tensor, spec: Spec | None) -> Tensor:
+    if grad.dtype == torch.float16:
+        raise CaptureError(
+            "to record a step with a loss scale", "a parameter in float16",
+            "its gradient is divided by the scale in float16, where it vanishes",
+            "model.float(): parameters in float32, operators in float16",
+        )  # fmt: skip
+    if not isinstance(grad, DistTensor) or spec is None:
+        return grad
+    return redistribute(grad, spec.mesh, spec.layout.with_varying(()))
+
+
+def kept_where(program: Program, found: Value, renewed: Iterable[Value]) -> Program:
+    """The program, whose inputs keep what they hold where `found` is true; but not the `renewed` ones."""
+    draft, spared = Draft(program), {*renewed}
+    origin = Origin("update")
+    told = {found.device: found}
+    specs = dict(program.specs)
+    writes: list[tuple[Value, Value]] = []
+    for x, v in program.writes:
+        if x in spared:
+            writes.append((x, v))
+            continue
+        if x.device not in told:
+            told[x.device] = draft.add(aten.to.device, found, x.device, torch.bool, before=draft.end, origin=origin)
+        kept = draft.add(aten.where.self, told[x.device], x, v, before=draft.end, origin=origin)
+        specs |= {kept: specs[v]} if v in specs else {}
+        writes.append((x, kept))
+    nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft)
+    return replace(program, nodes=nodes, writes=tuple(writes), specs=specs)
