@@ -119,7 +119,6 @@ class _Cut:
         late = [node for node in self.step.nodes if node.origin.phase != "forward"]
         for node in late:
             place = self._backward(node)
-            place = place or self._of_slices(node)
             if place is not None:
                 self._settle(node, place)
         for node in reversed(late):
@@ -191,13 +190,6 @@ class _Cut:
             return BEHIND
         return Place("B", self._side(node, origin.edge, origin.chunk, back=True), origin.slice)
 
-    def _of_slices(self, node: Node) -> Place | None:
-        """Where gradients of a value that several slices read are added up: with the last of them to be there."""
-        near = [self.of.get(v, BEHIND) for v in node.ins]
-        if self.slices == 1 or node.op != _ADD or len(near) != 2 or any(p.part != "B" for p in near):
-            return None
-        return min(near, key=lambda p: (p.chunk, p.slice))
-
     def _beside(self, node: Node) -> Place:
         """Where what no forward node has a gradient for belongs: with what reads it in the backward pass, else with
         what it reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
@@ -231,12 +223,22 @@ class _Cut:
                 self._move(node, BEHIND)
 
     def _add_up(self) -> None:
-        """What slices add up becomes terms of the sum over all microbatches, so that no W waits for another."""
-        behind = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
-        for v in dict.fromkeys((*behind, *values_in(self.step.outputs))):
-            users = self.step.users.get(v, ())
-            if self._is_added(v) and all(self.at.get(u) == BEHIND for u in users):
+        """What slices, or uses of a tied weight, add up becomes terms of the sum over all microbatches: no W waits.
+
+        What stands for gradients of other ranks' parameters is added up behind, where it is made.
+        """
+        left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
+        left += values_in(self.step.outputs)
+        while left:
+            v = left.pop()
+            if not self._is_added(v) or any(self.at.get(u) != BEHIND for u in self.step.users.get(v, ())):
+                continue
+            node = self.step.producers[v]
+            if self.at[node].chunk in self._own:
                 self._terms[v] = tuple(self._flat(v))
+            else:
+                self._move(node, BEHIND)
+                left += node.ins
 
     def _flat(self, v: Value) -> Iterator[Value]:
         node = self.step.producers[v]
@@ -249,9 +251,9 @@ class _Cut:
 
     def _is_added(self, v: Value) -> bool:
         node = self.step.producers.get(v)
-        if self.slices == 1 or node is None or node.op != _ADD or len(node.ins) != 2 or node.kwargs:
+        if node is None or node.op != _ADD or len(node.ins) != 2 or node.kwargs:
             return False
-        return node in self.at and self.at[node].part == "B" and node.origin.chunk is None
+        return node in self.at and self.at[node].part == "B"
 
     def _reaches_only_behind(self, node: Node) -> bool:
         users = (u for v in node.outs for u in self.step.users.get(v, ()))
