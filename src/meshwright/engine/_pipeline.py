@@ -28,6 +28,7 @@ from meshwright.pipeline import (
     parse_schedule,
     staged,
     taken_apart,
+    weight_versions,
     with_behind,
 )
 from meshwright.search import Problem, find_schedule
@@ -155,6 +156,13 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
             f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
             "its actions name the slices",
             f"slices = {found.slices}" if found.slices > 1 else 'schedule_mode = "Seq1F1B", or slices = 1',
+        )  # fmt: skip
+    versions = weight_versions(found)
+    if max(versions) > 1:
+        raise StageError(
+            f"schedule {found.name!r}", f"{' and '.join(map(str, versions))} versions of the weights on its ranks",
+            "a step updates weights once, behind all of its microbatches: what the optimizer means on one device",
+            '"ZB-H1" or "ZB-2p", which fill the same bubbles; meshwright schedule draws this one all the same',
         )  # fmt: skip
     check(found)
     return found
