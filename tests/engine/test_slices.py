@@ -212,6 +212,10 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
             (taken_apart(step, stages, slices=slices),),
             behind_all((taken_apart(step, stages, slices=slices),), sequences),
         )
+        forward = [program for place, program in parts.programs.items() if place.part == "F"]
+        joined = {v for f in forward for node in f.nodes if str(node.op) == "aten.cat.default" for v in node.outs}
+        assert len(joined) == 2 * 2 * (slices - 1)  # keys and values of two blocks
+        assert not any(joined & {*f.outputs} for f in forward)  # which no backward pass keeps
         rng = random.Random(1)
         for _ in range(12):
             table = random_table(sequences, slices, rng)
@@ -246,3 +250,8 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
 def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         mw.simulate(lambda: piped(GPT(2), mw.ProcessMesh([0, 1], ["pp"]), 1, 5, **options), 2)
+
+
+def test_recomputation_is_refused() -> None:
+    with pytest.raises(StrategyError, match="slices = 2"):
+        mw.Strategy.of(pipeline={"enable": True, "slices": 2}, recompute={"enable": True, "budget": 0.5})

@@ -239,6 +239,11 @@ class Strategy:
                 "pipeline.enable = true, release = true", "updates where gradients are made",
                 "a pipeline's gradients are there behind the last microbatch", "release = false",
             )  # fmt: skip
+        if self.pipeline.enable and self.pipeline.slices != 1 and self.recompute.enable:
+            raise StrategyError(
+                f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true", "both",
+                "what slices share would be made again for each of them", "more slices, or recompute without slices",
+            )  # fmt: skip
         if self.pipeline.enable and self.gradient_merge.enable:
             raise StrategyError(
                 "pipeline.enable = true, gradient_merge.enable = true", "two ways to take a batch in pieces",

@@ -34,6 +34,7 @@ from meshwright.graph import (
 )
 from meshwright.reshard import Exchange
 
+from ._again import joined_again
 from ._errors import StageError
 from ._stages import Stages
 
@@ -86,7 +87,7 @@ def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: 
 
     With `recompute`, what a backward pass makes of forward values alone is a part of its own, R.
     """
-    return _Cut(step, stages, recompute, slices).parts()
+    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices).parts()
 
 
 @dataclass
