@@ -124,10 +124,10 @@ def microbatched(
     ranks = tuple(mesh[axis, stage].process_ids for stage in range(mesh.get_dim_size(axis)))
     stages = Stages(tuple(tuple(sorted(r)) for r in ranks), tuple(range(len(ranks))))
     found = schedule_of(Pipeline(schedule_mode=schedule, accumulate_steps=microbatches), stages)
-    if len(found.ways) > 1 or found.recomputed:
+    if len(found.ways) > 1 or found.recomputed or found.slices > 1:
         raise StageError(
-            f"schedule {found.name!r} in the eager mode", "R, or two copies of the model",
-            "a forward pass runs once, and the model stands there once",
+            f"schedule {found.name!r} in the eager mode", "R, slices of sequences, or two copies of the model",
+            "a forward pass runs once and as a whole, and the model stands there once",
             "torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
         )  # fmt: skip
     return Microbatches(model, loss, found, stages, autocast, scaler)

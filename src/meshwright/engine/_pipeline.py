@@ -21,12 +21,14 @@ from meshwright.pipeline import (
     check_fits,
     chunk_times,
     in_pieces,
+    in_slices,
     known,
     mirrored,
     one_by_one,
     parse_schedule,
     staged,
     taken_apart,
+    weight_versions,
     with_behind,
 )
 from meshwright.search import Problem, find_schedule
@@ -92,15 +94,16 @@ def piped(
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
     chosen = _chosen(strategy.pipeline, *first, trained)
     schedule = chosen.schedule
-    count = range(schedule.microbatches)
+    count = range(schedule.sequences)
     form_of = batch.form_of if isinstance(batch, Separate) else (0,) * len(count)
-    pairs = sorted({(schedule.way_of(m), form_of[m]) for m in count})
+    way_of = [schedule.way_of(m * schedule.slices) for m in count]
+    pairs = sorted({*zip(way_of, form_of, strict=True)})
     steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
     _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
-    copies = [taken_apart(step, stages, bool(schedule.recomputed)) for step, stages in steps]
-    copies = with_behind(copies, update(behind_all(copies, schedule.microbatches)))
+    copies = [taken_apart(step, stages, bool(schedule.recomputed), schedule.slices) for step, stages in steps]
+    copies = with_behind(copies, update(behind_all(copies, schedule.sequences)))
     if isinstance(batch, Separate):
-        copy_of = [pairs.index((schedule.way_of(m), form_of[m])) for m in count]
+        copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
         return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen)
     how = strategy.microbatches
     assert how is not None
@@ -130,7 +133,7 @@ def _step(captured: Capture, strategy: Strategy) -> Program:
 
 
 def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> Chosen:
-    if options.schedule_mode != AUTO:
+    if options.schedule_mode != AUTO or slices_of(options) > 1:
         return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as asked")
     times = chunk_times(program, stages, trained)
     problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
@@ -143,10 +146,23 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
     """The table for these stages, checked."""
     found = _table(options, stages)
     check_fits(found, stages)
-    if found.microbatches != options.accumulate_steps:
+    if found.sequences != options.accumulate_steps:
         raise StrategyError(
-            f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.microbatches} microbatches",
-            "a table names its microbatches", f"accumulate_steps = {found.microbatches}",
+            f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.sequences} microbatches",
+            "a table names its microbatches", f"accumulate_steps = {found.sequences}",
+        )  # fmt: skip
+    if found.slices != slices_of(options):
+        raise StrategyError(
+            f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
+            "its actions name the slices",
+            f"slices = {found.slices}" if found.slices > 1 else 'schedule_mode = "Seq1F1B", or slices = 1',
+        )  # fmt: skip
+    versions = weight_versions(found)
+    if max(versions) > 1:
+        raise StageError(
+            f"schedule {found.name!r}", f"{' and '.join(map(str, versions))} versions of the weights on its ranks",
+            "a step updates weights once, behind all of its microbatches: what the optimizer means on one device",
+            '"ZB-H1" or "ZB-2p", which fill the same bubbles; meshwright schedule draws this one all the same',
         )  # fmt: skip
     check(found)
     return found
@@ -159,7 +175,34 @@ def _table(options: Pipeline, stages: Stages) -> Schedule:
     ranks, microbatches = len(stages.ranks), options.accumulate_steps
     if not how.takes:
         return how.make(ranks, microbatches)
-    return how.make(ranks, microbatches, max(1, len(stages.way) // ranks))
+    chunks = max(1, len(stages.way) // ranks)
+    return how.make(ranks, microbatches, slices_of(options) if how.takes == "slices" else chunks)
+
+
+def slices_of(options: Pipeline) -> int:
+    """The number of slices that sequences are cut into; that of a table in text is its own."""
+    if options.slices == 1 and "\n" in options.schedule_mode:
+        return parse_schedule(options.schedule_mode).slices
+    return options.slices if isinstance(options.slices, int) else len(options.slices)
+
+
+def sequences_cut(program: Program, options: Pipeline) -> Program:
+    """The captured program of a microbatch, its sequence in slices where the options ask for it."""
+    count = slices_of(options)
+    if count == 1:
+        return program
+    total = next((i.value.shape[1] for i in program.inputs if i.role == "batch" and len(i.value.shape) > 1), 0)
+    lengths = options.slices if not isinstance(options.slices, int) else _even(total, count)
+    if sum(lengths) != total or 0 in lengths:
+        raise StageError(
+            f"pipeline.slices = {options.slices}", f"a sequence of {total} positions: dim 1 of the batch",
+            "each position is in one slice, and no slice is empty", f"slices = 2, or lengths that are {total} together",
+        )  # fmt: skip
+    return in_slices(program, lengths)
+
+
+def _even(total: int, count: int) -> list[int]:
+    return [total // count + (n < total % count) for n in range(count)]
 
 
 def whole_program(copies: Sequence[Parts], run: PipelineRun) -> Program:

@@ -49,7 +49,7 @@ from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._loss_scale import LossScale
 from ._optimizer import refuse_master_weights
 from ._pieces import Pieces
-from ._pipeline import Chosen, Separate, piped, whole_program
+from ._pipeline import Chosen, Separate, piped, sequences_cut, whole_program
 from ._program_files import Model, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
 from ._shared import recorded_once
@@ -351,6 +351,8 @@ class DistModel:
         """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
         captured = capture(self.network, self._call, batch, dynamic)
         program = spread(captured.program)
+        if self._mode == "train" and self.strategy.pipeline.enable:
+            program = sequences_cut(program, self.strategy.pipeline)
         layouts = complete(program, {**self._homes, **(homes or {}), **(self.strategy.layouts or {})})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, self.strategy.passes_on("captured"))), layouts

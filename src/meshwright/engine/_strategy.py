@@ -205,15 +205,23 @@ class Pipeline:
     `schedule_mode` names one ("1F1B", "ZB-H1": `meshwright schedule list`), or is the text of a table; "auto" takes the
     shortest known one for the work of the model's chunks, and `DistModel.pipeline` tells why; `capacity` is how many
     (chunk, microbatch) a rank may hold then, from their forward to their backward. Stages are the meshes that marks
-    take values to. Losses and gradients are means over the microbatches.
+    take values to. Losses and gradients are means over the microbatches. A schedule of slices ("Seq1F1B", "TeraPipe")
+    cuts the sequence of each microbatch, dim 1 of the batch, into `slices` of nearly one length, or of these lengths.
     """
 
     enable: bool = False
     schedule_mode: str = "auto"
     accumulate_steps: int = 1
     capacity: float | None = None
+    slices: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
+        lengths = (self.slices,) if isinstance(self.slices, int) else self.slices
+        if not lengths or min(lengths) < 1:
+            raise StrategyError(
+                f"pipeline.slices = {self.slices}", "a number below one", "a slice has a position",
+                "slices = 4, or slices = [6, 4, 3, 3]",
+            )  # fmt: skip
         if self.capacity is not None and self.schedule_mode != "auto":
             raise StrategyError(
                 f"pipeline.capacity = {self.capacity:g}, schedule_mode = {self.schedule_mode.splitlines()[0]!r}",
@@ -274,6 +282,11 @@ class Strategy:
             raise StrategyError(
                 "pipeline.enable = true, release = true", "updates where gradients are made",
                 "a pipeline's gradients are there behind the last microbatch", "release = false",
+            )  # fmt: skip
+        if self.pipeline.enable and self.pipeline.slices != 1 and self.recompute.enable:
+            raise StrategyError(
+                f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true", "both",
+                "what slices share would be made again for each of them", "more slices, or recompute without slices",
             )  # fmt: skip
         if self.pipeline.enable and self.gradient_merge.enable:
             raise StrategyError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from operator import getitem
 from typing import Any
@@ -34,8 +35,8 @@ def to_fx(
     """
     graph = fx.Graph()
     known: dict[Value, Any] = dict(numbers or {})
-    for given in program.inputs:
-        known[given.value] = graph.placeholder(_identifier(given.value.name))
+    for n, given in enumerate(program.inputs):
+        known[given.value] = graph.placeholder(_identifier(n, given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
         target = op_of(node) or _plainly(node.op)
@@ -55,8 +56,9 @@ def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, Any]) -> 
                 _bind(graph, graph.call_function(getitem, (made, at)), item, known)
 
 
-def _identifier(name: str) -> str:
-    return f"x_{name}" if not name.isidentifier() else name
+def _identifier(n: int, name: str) -> str:
+    """A name that no other input has, and no built-in: torch.fx gives such another, which an input may have already."""
+    return f"x{n}_" + re.sub(r"\W", "_", name)
 
 
 def _plainly(op: Any) -> Callable[..., Any]:

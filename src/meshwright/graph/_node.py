@@ -174,7 +174,8 @@ ALWAYS, EVERYWHERE = -1, -2
 class Origin:
     """Where a node comes from: phase of the step, module path, the user's source line; and the modes it ran in.
 
-    In a pipeline also the chunk of the model, and the edge between chunks, that it or its forward node belongs to.
+    In a pipeline also the chunk of the model, the edge between chunks, and the slice of the sequence that it or its
+    forward node belongs to.
     """
 
     phase: Phase = "forward"
@@ -185,6 +186,7 @@ class Origin:
     context: Context = "gather"
     chunk: int | None = None
     edge: Edge | None = None
+    slice: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -123,7 +123,7 @@ class Recorder(Modes):
             return self.origin
         at = bisect_right(self._forward, number, key=itemgetter(0)) - 1
         forward = self._forward[at][1] if at >= 0 else Origin()
-        return replace(self.origin, chunk=forward.chunk, edge=forward.edge)
+        return replace(self.origin, chunk=forward.chunk, edge=forward.edge, slice=forward.slice)
 
     @contextmanager
     def recording_as(self, phase: Phase) -> Generator[None]:

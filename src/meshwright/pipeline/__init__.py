@@ -16,6 +16,7 @@ from ._picture import summary, svg, terminal, trace
 from ._runner import PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
+from ._slice_specials import in_slices
 from ._slices import seq_one_f_one_b, terapipe
 from ._squeeze import squeezed
 from ._stages import Stages, staged
@@ -60,6 +61,7 @@ __all__ = [
     "eager_one_f_one_b",
     "gpipe",
     "in_pieces",
+    "in_slices",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
     "known",

@@ -37,8 +37,8 @@ def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -
     """
     inputs = _inputs(ways)
     feeds = tuple(Feed(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
-    copies = tuple(schedule.way_of(m) for m in range(schedule.microbatches))
-    return Intake(inputs, copies, (feeds,) * schedule.microbatches)
+    copies = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
+    return Intake(inputs, copies, (feeds,) * schedule.sequences)
 
 
 def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> Intake:

@@ -8,9 +8,10 @@ the sum of all microbatches' gradients: reductions, what gives tied weights thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,16 +34,20 @@ from meshwright.graph import (
 )
 from meshwright.reshard import Exchange
 
+from ._again import joined_again
+from ._errors import StageError
 from ._stages import Stages
 
+_ADD = torch.ops.aten.add.Tensor
 Part = Literal["always", "F", "R", "B", "W", "end"]
 
 
 class Place(NamedTuple):
-    """Where a node is run: in an action of a chunk, or once before or behind all of them."""
+    """Where a node is run: in an action of a chunk, for a slice of the sequence, or once before or behind all."""
 
     part: Part
     chunk: int = ALWAYS
+    slice: int = 0
 
 
 BEFORE, BEHIND = Place("always"), Place("end")
@@ -63,8 +68,9 @@ class Crossing(NamedTuple):
 class Parts:
     """The programs of one rank, by place, and what goes between them.
 
-    `sums` are the values whose sums over all microbatches the program behind reads. `renewed` are buffers, and the
-    values that they take over from each microbatch.
+    `sums` are the values whose sums over all microbatches the program behind reads, and `terms` what is added up to
+    them: themselves, or what each slice of a sequence gives. `renewed` are buffers, and the values that they take over
+    from each microbatch.
     """
 
     step: Program
@@ -72,15 +78,16 @@ class Parts:
     programs: Mapping[Place, Program]
     crossings: tuple[Crossing, ...]
     sums: tuple[Value, ...]
+    terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
 
 
-def taken_apart(step: Program, stages: Stages, recompute: bool = False) -> Parts:
+def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: int = 1) -> Parts:
     """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
 
     With `recompute`, what a backward pass makes of forward values alone is a part of its own, R.
     """
-    return _Cut(step, stages, recompute).parts()
+    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices).parts()
 
 
 @dataclass
@@ -88,10 +95,12 @@ class _Cut:
     step: Program
     stages: Stages
     recompute: bool
+    slices: int
     at: dict[Node, Place] = field(default_factory=dict[Node, Place])
     of: dict[Value, Place] = field(default_factory=dict[Value, Place])
     crossings: list[Crossing] = field(default_factory=list[Crossing])
     _crossed: set[Value] = field(default_factory=set[Value])
+    _terms: dict[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
 
     @cached_property
     def _own(self) -> list[int]:
@@ -118,7 +127,9 @@ class _Cut:
                 self._settle(node, self._beside(node))
         self._draw_along()
         self._put_behind()
+        self._add_up()
         self._split()
+        self._check_slices()
         return self._made()
 
     def _place_inputs(self) -> None:
@@ -146,7 +157,7 @@ class _Cut:
         assert edge is not None
         assert isinstance(node.op, Carry)
         part: Part = "B" if back else "F"
-        ends = Place(part, edge.source), Place(part, edge.target)
+        ends = Place(part, edge.source, node.origin.slice), Place(part, edge.target, node.origin.slice)
         source, target = reversed(ends) if back else ends
         (operand,), (result,) = node.ins, node.outs
         self.crossings.append(Crossing(node.op, operand, result, source, target, 2 * edge.number + back))
@@ -158,8 +169,8 @@ class _Cut:
         if origin.chunk == ALWAYS or self._is_always(node):
             return BEFORE
         if origin.chunk == EVERYWHERE:
-            return Place("F", min(self._own, default=0))
-        return Place("F", self._side(node, origin.edge, origin.chunk or 0, back=False))
+            return Place("F", min(self._own, default=0), origin.slice)
+        return Place("F", self._side(node, origin.edge, origin.chunk or 0, back=False), origin.slice)
 
     def _is_always(self, node: Node) -> bool:
         return not is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins)
@@ -178,7 +189,7 @@ class _Cut:
             return None
         if origin.chunk == ALWAYS:
             return BEHIND
-        return Place("B", self._side(node, origin.edge, origin.chunk, back=True))
+        return Place("B", self._side(node, origin.edge, origin.chunk, back=True), origin.slice)
 
     def _beside(self, node: Node) -> Place:
         """Where what no forward node has a gradient for belongs: with what reads it in the backward pass, else with
@@ -187,7 +198,7 @@ class _Cut:
         users = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
         near = [p for p in users if p.part == "B"] or [self.of[v] for v in node.ins if v in self.of]
         near = [p for p in near if p.chunk != ALWAYS]
-        return max(near, key=lambda p: (p.part == "B", p.chunk)) if near else BEHIND
+        return max(near, key=lambda p: (p.part == "B", p.chunk, p.slice)) if near else BEHIND
 
     def _draw_along(self) -> None:
         """What other ranks' chunks draw is drawn here too, in the order of the step, beside the nearest own forward.
@@ -199,7 +210,7 @@ class _Cut:
             chunk = place.chunk
             foreign = place.part == "F" and chunk not in self._own and is_drawing(node)
             if foreign and self._own and all(self.of.get(v) == BEFORE for v in node.ins):
-                self._move(node, Place("F", min(self._own, key=lambda c: (c < chunk, abs(c - chunk)))))
+                self._move(node, Place("F", min(self._own, key=lambda c: (c < chunk, abs(c - chunk))), place.slice))
 
     def _put_behind(self) -> None:
         """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""
@@ -211,6 +222,39 @@ class _Cut:
         for node in self.step.nodes:
             if node in self.at and node.origin.phase != "forward" and any(self.of.get(v) == BEHIND for v in node.ins):
                 self._move(node, BEHIND)
+
+    def _add_up(self) -> None:
+        """What slices, or uses of a tied weight, add up becomes terms of the sum over all microbatches: no W waits.
+
+        What stands for gradients of other ranks' parameters is added up behind, where it is made.
+        """
+        left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
+        left += values_in(self.step.outputs)
+        while left:
+            v = left.pop()
+            if not self._is_added(v) or any(self.at.get(u) != BEHIND for u in self.step.users.get(v, ())):
+                continue
+            node = self.step.producers[v]
+            if self.at[node].chunk in self._own:
+                self._terms[v] = tuple(self._flat(v))
+            else:
+                self._move(node, BEHIND)
+                left += node.ins
+
+    def _flat(self, v: Value) -> Iterator[Value]:
+        node = self.step.producers[v]
+        del self.at[node]
+        for x in node.ins:
+            if self._is_added(x) and len(self.step.users[x]) == 1 and x not in self.step.results:
+                yield from self._flat(x)
+            else:
+                yield x
+
+    def _is_added(self, v: Value) -> bool:
+        node = self.step.producers.get(v)
+        if node is None or node.op != _ADD or len(node.ins) != 2 or node.kwargs:
+            return False
+        return node in self.at and self.at[node].part == "B"
 
     def _reaches_only_behind(self, node: Node) -> bool:
         users = (u for v in node.outs for u in self.step.users.get(v, ()))
@@ -233,18 +277,29 @@ class _Cut:
             if any(v in needed for v in node.outs):
                 needed.update(node.ins)
             else:
-                self._move(node, Place("W", place.chunk))
+                self._move(node, place._replace(part="W"))
+                needed.update(v for v in node.ins if self.of.get(v, place).slice != place.slice)
         for node in self.step.nodes if self.recompute else ():
             place = self.at.get(node, BEHIND)
             if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
-                self._move(node, Place("R", place.chunk))
+                self._move(node, place._replace(part="R"))
+
+    def _check_slices(self) -> None:
+        """Forward no slice reads what a later one makes, backward none what an earlier one does."""
+        for node, place in self.at.items():
+            if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
+                raise StageError(
+                    "a table of slices of a sequence", f"{node.op!r} {node.origin.layer}".rstrip(),
+                    "its gradient would be there later than a slice before needs it", "a schedule of whole sequences",
+                )  # fmt: skip
 
     def _is_forward(self, v: Value) -> bool:
         return v not in self.of or self.of[v].part in ("always", "F", "R")
 
     def _made(self) -> Parts:
         chunks = self._own
-        places = [BEFORE, *(Place(part, c) for part in self._parts_of_chunks for c in chunks), BEHIND]
+        order = product(self._parts_of_chunks, chunks, range(self.slices))
+        places = [BEFORE, *(Place(part, c, n) for part, c, n in order), BEHIND]
         nodes: dict[Place, list[Node]] = {place: [] for place in places}
         for node in self.step.nodes:
             if node in self.at and self.at[node] not in nodes and not node.ins:
@@ -253,23 +308,22 @@ class _Cut:
                 nodes[self.at[node]].append(node)
         crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)
         sums = self._sums(nodes[BEHIND])
-        wanted = self._wanted(nodes, crossings, sums)
+        terms = tuple((x, v) for v in sums for x in self._terms.get(v, (v,)))
+        wanted = self._wanted(nodes, crossings) | {x for x, _ in terms}
         programs = {place: self._program(nodes[place], _made_of(nodes[place], wanted)) for place in places[:-1]}
         programs[BEHIND] = self._program(nodes[BEHIND], self.step.outputs)
         renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, BEFORE).chunk in (ALWAYS, *chunks))
-        return Parts(self.step, self.stages, programs, crossings, sums, renewed)
+        return Parts(self.step, self.stages, programs, crossings, sums, terms, renewed)
 
     def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
         """What is read behind, or is a result, and is made for each microbatch."""
         read = [v for node in behind for v in node.ins] + list(values_in(self.step.outputs))
         return tuple(v for v in dict.fromkeys(read) if v in self.of and self.of[v].part in ("F", "B", "W"))
 
-    def _wanted(
-        self, nodes: Mapping[Place, Sequence[Node]], crossings: Sequence[Crossing], sums: Sequence[Value]
-    ) -> Collection[Value]:
+    def _wanted(self, nodes: Mapping[Place, Sequence[Node]], crossings: Sequence[Crossing]) -> set[Value]:
         """The values that are read elsewhere than where they are made."""
         read = {v for place, members in nodes.items() for n in members for v in n.ins if self.of.get(v) != place}
-        return read | {c.operand for c in crossings} | {*sums} | {v for _, v in self.step.writes}
+        return read | {c.operand for c in crossings} | {v for _, v in self.step.writes}
 
     def _program(self, nodes: Sequence[Node], outputs: Any) -> Program:
         made = {v for node in nodes for v in node.outs}
@@ -279,6 +333,15 @@ class _Cut:
         inputs = tuple(known.get(v) or Input(v, "saved", v.name, self.step.specs.get(v), v) for v in read)
         specs = {v: s for v, s in self.step.specs.items() if v in made or v in read}
         return Draft(Program(inputs, tuple(nodes), outputs, rank=self.step.rank, specs=specs)).finish()
+
+
+def _is_late(place: Place, near: Place) -> bool:
+    """True where an action of one slice would read what one of another slice may give later."""
+    if place.slice == near.slice or near.part == "always" or place.part in ("always", "end"):
+        return False
+    if near.part == "F":
+        return place.part == "F" and near.slice > place.slice
+    return near.part != "B" or near.slice < place.slice
 
 
 def _made_of(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:
@@ -341,6 +404,7 @@ def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
             parts,
             programs={**parts.programs, BEHIND: empty if n else behind},
             sums=tuple(v for v in parts.sums if v in totals),
+            terms=tuple((x, v) for x, v in parts.terms if v in totals),
         )
         for n, parts in enumerate(ways)
     )

@@ -51,7 +51,7 @@ class _Part:
     gives: tuple[Value, ...]
     arriving: list[_Message]
     leaving: list[_Message]
-    sums: tuple[Value, ...]
+    terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
 
 
@@ -112,7 +112,7 @@ class PipelineRun:
         make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None,
     ) -> None:  # fmt: skip
         self.inputs = intake.inputs
-        self._microbatches, self._feeds, self._watch = schedule.microbatches, intake.feeds, watch
+        self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
         self._before = [(parts.programs[BEFORE], make(parts.programs[BEFORE])[0]) for parts in copies]
         behind = copies[0].programs[BEHIND]
         self._behind, written = make(behind)
@@ -125,7 +125,7 @@ class PipelineRun:
         }
         stage = copies[0].stages.of(rank)
         self._row = () if stage is None else _entries(schedule, stage, intake.copies)
-        self._ways = tuple(schedule.way_of(m) for m in range(schedule.microbatches))
+        self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
         once = {v for program, _ in self._before for v in values_in(program.outputs)}
         fed = {feed.value for feeds in intake.feeds for feed in feeds}
         self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs} - fed)
@@ -172,8 +172,8 @@ class PipelineRun:
         if part.gives:
             out, _ = part.run(*[held[v] if v in held else base[v] for v in part.reads])
             held.update(zip(part.gives, out, strict=True))
-        for v in part.sums:
-            totals.add(v, held[v])
+        for x, v in part.terms:
+            totals.add(v, held[x])
         for x, v in part.renewed:
             base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
         for message in part.leaving:
@@ -207,21 +207,25 @@ def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) 
         gives,
         arriving,
         [m for m in messages if m.crossing.source == place],
-        tuple(v for v in parts.sums if v in here),
+        tuple((x, v) for x, v in parts.terms if x in here),
         tuple((x, v) for x, v in parts.renewed if v in here),
     )
 
 
 def _entries(schedule: Schedule, stage: int, copies: Sequence[int]) -> tuple[Entry, ...]:
-    """What a stage runs, in order: copies, places and microbatches. What was recomputed before is not again."""
+    """What a stage runs, in order: copies, places and microbatches. What was recomputed before is not again.
+
+    Slices of a sequence are one microbatch here: each finds what those before it left.
+    """
     done = schedule.recomputed
-    return tuple(
-        (copies[atom.microbatch], Place(part, atom.chunk), atom.microbatch)
-        for action in schedule.rows[stage]
-        for atom in action.atoms
-        for part in _PARTS.get(atom.kind, ())
-        if part != "R" or atom.kind is Kind.RECOMPUTE or (done and (atom.microbatch, atom.chunk) not in done)
-    )
+    found: list[Entry] = []
+    for atom in (atom for action in schedule.rows[stage] for atom in action.atoms):
+        m, number = divmod(atom.microbatch, schedule.slices)
+        for part in _PARTS.get(atom.kind, ()):
+            again = done and (atom.microbatch, atom.chunk) not in done
+            if part != "R" or atom.kind is Kind.RECOMPUTE or again:
+                found.append((copies[m], Place(part, atom.chunk, number), m))
+    return tuple(found)
 
 
 def _drops(
@@ -243,8 +247,8 @@ def check_fits(schedule: Schedule, stages: Stages) -> None:
     """Raises StageError for a table that this model has no chunks for, or that means another training."""
     last = len(stages.ranks) - 1
     ways = (stages.way, tuple(last - s for s in stages.way))
-    if schedule.slices > 1:
-        found, why = f"{schedule.slices} slices a sequence", "a model is given whole sequences"
+    if schedule.slices > 1 and schedule.recomputed:
+        found, why = "R, and slices of sequences", "what is made again would be made again for each slice"
     elif schedule.ways != ways[: len(schedule.ways)]:
         found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
         why = f"the model's marks put its chunks on stages {stages.way}"

@@ -67,6 +67,11 @@ class Schedule:
         return len(self.rows)
 
     @property
+    def sequences(self) -> int:
+        """How many whole microbatches there are: each is so many slices."""
+        return self.microbatches // self.slices
+
+    @property
     def chunks(self) -> int:
         """How many pieces the model is cut into."""
         return len(self.ways[0])

@@ -12,6 +12,7 @@ from ._derive import (
     cut_choices,
     dim_of,
     factor_axes,
+    factors_split,
     refined,
     term_choices,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "describe",
     "dim_of",
     "factor_axes",
+    "factors_split",
     "find_rule",
     "is_computed",
     "on_new_rule",

@@ -202,7 +202,7 @@ def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
             sizes.append(_literal(name) or 1)
 
 
-def refine(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
+def factors_split(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
     """The same call with `factor` written as a product of factors of these sizes, outermost first.
 
     Which index of a factor that may be cut a rank holds does not matter to an operator, so any such factor may be
@@ -230,7 +230,7 @@ def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
                 continue
             sizes = tuple(n for n, _ in dim.factors if n != 1)
             if factors[0] not in bound.whole and bound.names[factors[0]] not in bound.rule.forms and len(sizes) > 1:
-                bound = refine(bound, factors[0], sizes)
+                bound = factors_split(bound, factors[0], sizes)
     return bound
 
 

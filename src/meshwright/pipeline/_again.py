@@ -1,0 +1,35 @@
+"""Keys and values of several slices are joined once more for a backward pass: what is kept of them is there once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshwright.graph import Node, Program, Value, map_values
+
+
+def joined_again(step: Program) -> Program:
+    """The recorded step, whose backward pass joins what slices gave itself, where the forward pass joins it too."""
+    slice_of = {v: node.origin.slice for node in step.nodes for v in node.outs}
+    joins = {
+        node.outs[0]: node
+        for node in step.nodes
+        if node.op == torch.ops.aten.cat.default
+        and node.origin.phase == "forward"
+        and (node.origin.chunk or 0) >= 0
+        and len({slice_of.get(v) for v in node.ins}) > 1
+    }
+    again: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in step.nodes:
+        late = [v for v in node.ins if v in joins] if node.origin.phase != "forward" else []
+        for v in (v for v in dict.fromkeys(late) if v not in again):
+            again[v] = Value(f"{v.name}_again", v.shape, v.dtype, v.device)
+            nodes.append(replace(joins[v], out=again[v], origin=replace(joins[v].origin, phase="backward")))
+        if late:
+            args, kwargs = map_values(lambda v: again.get(v, v), (node.args, dict(node.kwargs)))
+            nodes.append(replace(node, args=args, kwargs=kwargs))
+        else:
+            nodes.append(node)
+    return replace(step, nodes=tuple(nodes))
