@@ -169,7 +169,8 @@ def test_a_rank_that_waits_for_itself_is_told_so() -> None:
 def test_a_sender_that_has_ended_is_named() -> None:
     with pytest.raises(MissingCallError) as caught:
         simulate(by_rank(lambda: receive(1, 4), lambda: None), 2)
-    assert "rank 0 waits in receive(float32, (2,), tag 4) from rank 1; rank 1 ended" in str(caught.value)
+    assert "rank 0 waits in receive(float32, (2,), tag 4) from rank 1" in str(caught.value)
+    assert "; rank 1 ended" in str(caught.value)
     assert "a send for every receive" in str(caught.value)
 
 

@@ -145,3 +145,11 @@ def test_an_error_names_the_module() -> None:
     with pytest.raises(ValueError, match="lost") as caught:
         mw.verify(nn.Sequential(nn.Linear(2, 2), Fails()), [torch.ones(4, 2)], MESH, mw.Parallelism())
     assert caught.value.__notes__[0].endswith(" in 1")
+
+
+def test_what_cancels_is_no_difference() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+    torch.manual_seed(0)
+    assert mw.verify(model, [torch.randn(5, 4)], MESH, mw.Parallelism()).equal
+    stages = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
+    assert mw.verify(net("", "").float(), [torch.randn(4, 6)], stages, mw.Parallelism()).equal

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError
+from meshwright.layout import MeshwrightError, user_place
 from meshwright.reshard import Plan
 
 from ._call import Call, Group, Shape
@@ -85,7 +85,7 @@ class ProcessCarrier(Carrier):
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None:
             self._messages.finish(_TIME_FOR_LAST_MESSAGES)
-        self._links.say_farewell(None if error is None else f"{type(error).__name__}: {str(error)[:300]}")
+        self._links.say_farewell(None if error is None else _last_words(error))
         self._messages.close()
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
@@ -249,6 +249,12 @@ def init_process(
     install(carrier)
     atexit.register(carrier.close)
     return carrier
+
+
+def _last_words(error: BaseException) -> str:
+    """An error, and the line of the user's code that it comes from."""
+    at = user_place(error.__traceback__)
+    return f"{type(error).__name__}: {str(error)[:300]}" + (f", at {at}" if at else "")
 
 
 def _check_of(check: Check | str | int) -> Check:

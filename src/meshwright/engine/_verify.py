@@ -21,6 +21,7 @@ Marks = Parallelism | Callable[[nn.Module, ProcessMesh], Any]
 Parts = Mapping[int, Part]
 """What each rank holds of one tensor."""
 MOST = 8
+NOISE = 10.0
 _LOOK = {
     INPUT: "what makes the input of {0}: the forward pass of {1} before it calls that",
     OUTPUT: "the forward pass of {0}: what goes into it is right",
@@ -151,9 +152,12 @@ def _compared(
     rtol: float | None,
 ) -> Verified:  # fmt: skip
     found, largest = list[Difference](), 0.0
+    largest_of: dict[str, float] = {}
+    for (what, *_), part in reference.items():
+        largest_of[what] = max(largest_of.get(what, 0.0), _size(part.local))
     for key, part in reference.items():
         held = {rank: seen[key] for rank, seen in enumerate(ranks) if key in seen and rank in mesh}
-        error, why = _apart(part.local, held)
+        error, why = _apart(part.local, held, NOISE * _precision(part.local.dtype) * largest_of.get(key[0], 0.0))
         allowed = _precision(part.local.dtype) if rtol is None else rtol
         if error <= allowed:
             largest = max(largest, error)
@@ -177,8 +181,15 @@ def _precision(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def _apart(whole: Tensor, held: Parts) -> tuple[float, str]:
-    """The largest deviation of the parts from the whole, relative to its largest number, and what is odd about them."""
+def _size(x: Tensor) -> float:
+    return float(x.abs().max().nan_to_num(posinf=0.0)) if x.numel() else 0.0
+
+
+def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
+    """The largest deviation of the parts from the whole, relative to its largest number, and what is odd about them.
+
+    A tensor whose numbers are below `least` is rounding: what cancels, such as a bias's gradient before a batch norm.
+    """
     if not held:
         return float("inf"), "no rank of the mesh makes it"
     specs = {part.spec for part in held.values()}
@@ -188,7 +199,7 @@ def _apart(whole: Tensor, held: Parts) -> tuple[float, str]:
     pairs = list(_pairs(whole, spec, held))
     if bad := next((pair for pair in pairs if pair[1].shape != pair[2].shape), None):
         return float("inf"), f"its shape on rank {bad[0]} is {tuple(bad[1].shape)}, and should be {tuple(bad[2].shape)}"
-    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    scale = max(_size(whole), least)
     errors = [(_far(a, b), rank) for rank, a, b in pairs]
     worst, rank = max(errors)
     relative = worst / scale if scale > 0 else worst
