@@ -45,7 +45,8 @@ class Place(NamedTuple):
     chunk: int = ALWAYS
 
 
-BEFORE, BEHIND = Place("always"), Place("end")
+BEFORE = Place("always")
+BEHIND = Place("end")
 
 
 class Crossing(NamedTuple):
