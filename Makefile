@@ -5,7 +5,7 @@ STAMP := .venv/.stamp
 # pyright is pinned; it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup test train figures matrix fuzz opdb pictures format clean
+.PHONY: setup test train figures matrix fuzz opdb pictures docs notebook format clean
 
 setup: $(STAMP)
 
@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install setuptools -c constraints.txt
-	$(BIN)/python -m pip install --no-build-isolation -e '.[dev,solver]' -c constraints.txt
+	$(BIN)/python -m pip install --no-build-isolation -e '.[dev,solver,models,docs]' -c constraints.txt
 	touch $(STAMP)
 
 # What continuous integration runs.
@@ -33,7 +33,6 @@ figures: setup
 
 # Models that others wrote, under every setting; takes hours.
 matrix: setup
-	$(BIN)/python -m pip install --no-build-isolation -e '.[models]' -c constraints.txt
 	$(BIN)/python -m benchmarks.matrix --kept benchmarks/matrix.json --page docs/matrix.md
 
 # The long sweeps.
@@ -43,6 +42,14 @@ fuzz opdb: setup
 # The page of all schedules, and its pictures.
 pictures: setup
 	$(BIN)/python docs/schedule_pages.py
+
+# The site, in out/site; open out/site/index.html. (The variable silences an advertisement.)
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# The tutorial, run again, with its outputs stored.
+notebook: setup
+	$(BIN)/python docs/run_notebook.py
 
 format: setup
 	$(BIN)/ruff check --fix

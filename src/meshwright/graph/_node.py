@@ -167,7 +167,8 @@ class Edge(NamedTuple):
     number: int
 
 
-ALWAYS, EVERYWHERE = -1, -2
+ALWAYS = -1
+EVERYWHERE = -2
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ class Place(NamedTuple):
     slice: int = 0
 
 
-BEFORE, BEHIND = Place("always"), Place("end")
+BEFORE = Place("always")
+BEHIND = Place("end")
 
 
 class Crossing(NamedTuple):

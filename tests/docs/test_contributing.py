@@ -1,0 +1,47 @@
+"""The first change of CONTRIBUTING.md is one that can be made, and goes as it is told there."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch import Tensor
+
+from meshwright.spmd._table import RULES
+from tests.spmd.samples import build
+from tests.spmd.walker import check
+
+from .pages import ROOT, blocks, run
+
+PAGE = ROOT / "CONTRIBUTING.md"
+OPERATOR = "aten.linalg_vander"
+
+
+def told(start: str) -> list[str]:
+    """The blocks of the page that begin so."""
+    return [block.text.strip() for block in blocks(PAGE) if block.text.strip().startswith(start)]
+
+
+def test_the_operator_runs_on_whole_tensors() -> None:
+    assert OPERATOR not in RULES, "CONTRIBUTING.md keeps it for who comes next: choose another operator there"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, printed, shown = next(run(PAGE))
+    assert printed == shown
+
+
+def test_the_line_is_wrong_and_the_function_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = told(f'"{OPERATOR}"')
+    (samples,) = told("linalg_vander:")
+    (source,) = told("def vander_rule")
+    names = {"Tensor": Tensor}
+    exec(source, names)
+    calls = [build(*text.split(": ", 1)) for text in samples.splitlines()]
+
+    monkeypatch.setitem(RULES, OPERATOR, line.split(": ")[1].strip('",'))
+    assert check(calls[0], 3) > 0
+    with pytest.raises(AssertionError, match="Expected size 3 but got size 2"):
+        check(calls[1], 2)
+
+    monkeypatch.setitem(RULES, OPERATOR, names["vander_rule"])
+    assert all(check(call, ranks) > 0 for call in calls for ranks in (2, 3))
