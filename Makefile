@@ -56,4 +56,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist out/site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
