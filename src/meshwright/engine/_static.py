@@ -106,6 +106,8 @@ class DistModel:
         self._homes: dict[str, Spec] = {}
         self.plan: MeshPlan | None = None
         """How the model is divided, where that was chosen and not marked (`auto`)."""
+        self.before: list[Callable[[Sequence[Any]], None]] = []
+        """Is called with the leaves of each batch that is trained on, and may refuse it."""
         self.pieces: Pieces | None = None
         """The modules that run as programs, where the whole could not be one."""
         self.pipeline: Chosen | None = None
@@ -144,6 +146,8 @@ class DistModel:
     def __call__(self, *batch: Any) -> Any:
         """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
         leaves = list(leaves_in(batch))
+        for check in self.before if self._mode == "train" else ():
+            check(leaves)
         if self.pieces is None:
             try:
                 found = self._found(batch, leaves)

@@ -107,6 +107,7 @@ class _Merged:
     draft: Draft = field(init=False)
 
     def program(self) -> Program:
+        self._check_rows()
         inputs = tuple(self._whole(i) if self._is_cut(i) else i for i in self.step.inputs)
         self.draft = Draft(replace(self.step, inputs=inputs, nodes=(), writes=(), outputs=()))
         self._reserve()
@@ -125,6 +126,16 @@ class _Merged:
                 self._copy(node, bottoms)
         grads = {name: self._finished(wanted[name], chain) for name, chain in chains.items()}
         return self._closed(inputs, {"out": grads.pop(""), "grads": grads})
+
+    def _check_rows(self) -> None:
+        """A piece is one of each rank's part: in all tensors of the same rows."""
+        cut = [i for i in self.step.inputs if self._is_cut(i)]
+        if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
+            raise RewriteError(
+                repr(self.how), f"rows that lie as {', '.join(f'{i.name}: {i.spec or None!r}' for i in cut)}",
+                "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
+                "tensors of a batch whose rows are cut along the same axes",
+            )  # fmt: skip
 
     def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
