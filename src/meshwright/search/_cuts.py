@@ -64,7 +64,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value."""
+    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value.
+
+    Where not all could be looked at, the best may take less by `gap`, a part of a bound that nothing goes below.
+    """
 
     seconds: float
     nbytes: float
@@ -72,6 +75,7 @@ class Cuts:
     options: Mapping[Node, Option] = field(repr=False)
     forms: Mapping[Value, Form] = field(repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    gap: float = 0.0
 
     def worth(self, byte: float) -> float:
         """Seconds, and those that bytes are worth."""
@@ -96,8 +100,9 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
 
     Where the fastest take more, bytes get a price (Lagrange): that at which the fastest cuts so far that fit and those
     that do not are worth the same, until none are better than both, or within `GAP`. What is found is the fastest of
-    all that take no more bytes. Raises SearchError where nothing fits, and where values hang together too widely to
-    look at all options.
+    all that take no more bytes. Where values hang together too widely to
+    look at all options, it is the best that was found, and `gap` tells how far it may be. Raises SearchError where
+    nothing fits.
     """
     return CutProblem(program, prices).within(room)
 
@@ -165,11 +170,14 @@ class CutProblem:
         """The best where a held byte is worth `byte` seconds."""
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
-        value, chosen = least(self.sizes, [*self.tables, *worth], self.order)
+        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self.order)
         nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
-        return Cuts(value - byte * nbytes, nbytes + self.kept.passing(forms), self.program, options, forms)
+        total = nbytes + self.kept.passing(forms)
+        return Cuts(
+            value - byte * nbytes, total, self.program, options, forms, gap=value / bound - 1 if bound > 0 else 0.0
+        )
 
     @property
     def fewest(self) -> float:

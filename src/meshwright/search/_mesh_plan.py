@@ -28,8 +28,9 @@ ROLES = "parameter", "buffer", "batch"
 class MeshPlan:
     """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
 
-    `saving` tells what else is done so that it fits into memory, `notes` what that takes for granted. `seconds` of a
-    step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search found it.
+    `saving` tells what else is done so that it fits into memory, `notes` what that takes for granted and what is not
+    known. `seconds` of a step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search
+    found it.
     """
 
     mesh: ProcessMesh
@@ -71,7 +72,7 @@ class MeshPlan:
         return "\n".join(
             [
                 f"# {self}".splitlines()[0],
-                *(f"# provided that {note}" for note in self.notes),
+                *(f"# {note}" for note in self.notes),
                 f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", *self.saving.lines(), "",
                 "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
                 "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
@@ -80,8 +81,8 @@ class MeshPlan:
 
     def __str__(self) -> str:
         head = f"{self.how}: {self.seconds:.4g} s a step, {self.nbytes / 1e9:.3g} GB a rank"
-        provided = [f"  provided that {note}" for note in self.notes]
-        return "\n".join([head, *provided, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
+        notes = [f"  {note}" for note in self.notes]
+        return "\n".join([head, *notes, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
 
     def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
         """Why it takes so long: what computes, what meets and where, what the next plans would take.
