@@ -13,7 +13,7 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import MeshPlan, Saving, SearchError, parse_mesh_plan
+from meshwright.search import MeshPlan, Saving, SearchError, parse_mesh_plan, plan_mesh
 
 STEPS = 3
 
@@ -145,6 +145,9 @@ def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving:
     for each in (plan, *others):
         assert parse_mesh_plan(each.text()) == each
         assert each.nbytes <= 0.94 * memory
+        (curve,) = each.account().curves
+        assert max(held for _, held in curve.points) == pytest.approx(each.nbytes, rel=0.1)
+        assert curve.points[-1][1] == pytest.approx(curve.points[0][1])
     for losses, step in trained_as(parse_mesh_plan(plan.text()), subject, ranks):
         assert losses == pytest.approx(wanted, rel=1e-4)
         done = " ".join(map(str, step.program.changes))
@@ -177,6 +180,61 @@ def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
 
     with pytest.raises(SearchError, match="as many labels count"):
         mw.simulate(on_rank, 1)
+
+
+class Recurrent(nn.Module):
+    """Two states that all steps of a sequence go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.gate, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            c = c * self.gate(h).sigmoid() + self.into(x[:, t])
+            h = (h + c).tanh() * c.exp().sigmoid()
+        return self.out(h + c)
+
+
+def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.randn(8, 4, 8), torch.randn(8, 8)
+
+    def losses(plan: MeshPlan | None) -> list[float]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.auto(model, batch, nn.functional.mse_loss, optimizer, plan=plan)
+        return [step(*batch).item() for _ in range(STEPS)]
+
+    def found() -> MeshPlan:
+        plans = mw.plan(Recurrent(), batch, nn.functional.mse_loss, cluster=machines(4e9), ranks=2)
+        return next(p for p in plans if p.tp == 2)
+
+    best = found()
+    monkeypatch.setattr("meshwright.search._cuts.MOST", 20)
+    plan = found()
+    assert best.notes == ()
+    assert "not proved" in plan.notes[0]
+    assert plan.notes[0] in str(plan)
+    assert plan.cuts is not None
+    assert best.seconds <= plan.seconds <= best.seconds * (1 + plan.cuts.gap) * (1 + 1e-9)
+    wanted = mw.simulate(lambda: losses(None), 1)[0]
+    assert mw.simulate(lambda: losses(plan), 2)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_simulated_ranks_search_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    search: Any = plan_mesh
+
+    def counted(program: Any, cluster: Any, ranks: int, *rest: Any) -> Any:
+        asked.append(ranks)
+        return search(program, cluster, ranks, *rest)
+
+    monkeypatch.setattr("meshwright.engine._auto.plan_mesh", counted)
+    plans = mw.simulate(lambda: losses_under(None)[2], 4)
+    assert asked == [4]
+    assert all(plan == plans[0] for plan in plans)
 
 
 def test_a_plan_needs_no_devices() -> None:

@@ -52,9 +52,14 @@ class Merge:
     def piece(self, batch: Any, number: int) -> Any:
         """One of the pieces of a batch; that of a distributed tensor is one of each rank's part.
 
-        A program of one piece is recorded for the first one. RewriteError for uneven pieces.
+        A program of one piece is recorded for the first one. RewriteError for uneven pieces, and where a rank's rows
+        are not the same in all tensors.
         """
         rows = _rows_of(tensors_in(batch))
+        cut = [x for x in tensors_in(batch) if _rows_of([x]) == rows]
+        lies = [x.spec if isinstance(x, DistTensor) else None for x in cut]
+        if not are_same_rows(lies):
+            raise RewriteError(repr(self), rows_text(lies), *OTHER_ROWS)
         return map_tensors(lambda x: self._cut(x, number) if _rows_of([x]) == rows else x, batch)
 
     def _cut(self, x: Tensor, number: int) -> Tensor:
@@ -129,13 +134,9 @@ class _Merged:
 
     def _check_rows(self) -> None:
         """A piece is one of each rank's part: in all tensors of the same rows."""
-        cut = [i for i in self.step.inputs if self._is_cut(i)]
-        if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
-            raise RewriteError(
-                repr(self.how), f"rows that lie as {', '.join(f'{i.name}: {i.spec or None!r}' for i in cut)}",
-                "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
-                "tensors of a batch whose rows are cut along the same axes",
-            )  # fmt: skip
+        lies = [i.spec for i in self.step.inputs if self._is_cut(i)]
+        if not are_same_rows(lies):
+            raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
 
     def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
@@ -206,6 +207,21 @@ class _Merged:
             new = self._fresh(node.outs[0])
             self.draft.add_as(node.op, args, dict(node.kwargs), new, self.draft.end, node.origin)
         return new
+
+
+OTHER_ROWS = (
+    "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
+    "tensors of a batch whose rows are cut along the same axes",
+)
+
+
+def are_same_rows(lies: Iterable[Spec | None]) -> bool:
+    """Whether the parts that ranks hold are the same rows in tensors that lie so; None is a plain one."""
+    return len({spec.layout.dims[0] if spec else () for spec in lies}) <= 1
+
+
+def rows_text(lies: Iterable[Spec | None]) -> str:
+    return "rows that lie as " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in lies)
 
 
 def _bottom(v: Value, chain: Sequence[Node]) -> Value:

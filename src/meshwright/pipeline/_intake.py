@@ -45,8 +45,9 @@ def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -
 
 def _check_rows(cut: Sequence[Input]) -> None:
     if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
+        lies = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
         raise StageError(
-            "a batch in microbatches", f"rows that lie as {', '.join(f'{i.name}: {i.spec or None!r}' for i in cut)}",
+            "a batch in microbatches", f"rows that lie as {lies}",
             "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
             "tensors of a batch whose rows are cut along the same axes",
         )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
 from meshwright.layout import Shard
 
-from ._eliminate import Table, aligned, least, order_of
+from ._eliminate import MOST, Table, aligned, least, order_of
 from ._errors import SearchError
 from ._forms import VARYING, WHOLE, Form, collective, dual
 from ._kept import Kept
@@ -128,7 +128,7 @@ class CutProblem:
         self.sizes = [len(options) for options in self.options.values()] + [len(forms) for forms in self.forms.values()]
         self.tables = list(self._tables())
         self.held = list(self.kept.tables(self.options, self.forms, self.number))
-        self.order = order_of(self.sizes, self.tables)
+        self.order = order_of(self.sizes, self.tables, MOST)
 
     def saving(self, how: Saving) -> CutProblem:
         """The same with another stage of ZeRO, which changes nothing but what parameters take."""
@@ -170,7 +170,7 @@ class CutProblem:
         """The best where a held byte is worth `byte` seconds."""
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
-        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self.order)
+        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self.order, MOST)
         nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 Costs = NDArray[np.float64]
 MOST = 20_000_000
 """Entries of a table that is not made: what it belongs to is too wide to be solved exactly."""
+PARTS = 2**14
+"""Entries of the tables that a variable leaves in parts, where it has to."""
 ROUNDS = 4
 """So often a choice is made better, where it is not known to be the best."""
 
@@ -31,6 +33,13 @@ class Table:
     costs: Costs
 
 
+class Order(NamedTuple):
+    """The order in which variables leave, and the entries of the largest table on the way."""
+
+    variables: tuple[int, ...]
+    widest: int
+
+
 class Least(NamedTuple):
     """A sum, the choice that it is of, and what no choice goes below: the same number where none is better."""
 
@@ -39,7 +48,7 @@ class Least(NamedTuple):
     bound: float
 
 
-def least(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int] | None = None, most: int = MOST) -> Least:
+def least(sizes: Sequence[int], tables: Sequence[Table], order: Order | None = None, most: int = MOST) -> Least:
     """The least sum over all choices of one of `sizes[v]` values for each variable v, and the choice.
 
     `order` is that of leaving, where it is known (`order_of`). Where variables hang together so widely that a table
@@ -50,13 +59,18 @@ def least(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int] | 
     >>> least((2, 2), [pair, Table((1,), np.array([2.0, 0.0]))]).chosen
     (0, 1)
     """
+    order = order or order_of(sizes, tables, most)
+    if order.widest > most:
+        most = min(most, PARTS)
+        order = order_of(sizes, tables, most)
     bound, chosen, parted = _eliminated(sizes, tables, order, most)
     if not parted:
         return Least(bound, chosen, bound)
     value = _sum(tables, chosen)
     for _ in range(ROUNDS):
         fixed = [_fixed(table, {v: chosen[v] for v in parted}) for table in tables]
-        _, again, _ = _eliminated([1 if v in parted else n for v, n in enumerate(sizes)], fixed, None, most)
+        left = [1 if v in parted else n for v, n in enumerate(sizes)]
+        _, again, _ = _eliminated(left, fixed, order_of(left, fixed, most), most)
         again = tuple(chosen[v] if v in parted else n for v, n in enumerate(again))
         again = _descended(sizes, tables, min(chosen, again, key=lambda c: _sum(tables, c)))
         if not (now := _sum(tables, again)) < value:
@@ -66,12 +80,12 @@ def least(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int] | 
 
 
 def _eliminated(
-    sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int] | None, most: int
+    sizes: Sequence[int], tables: Sequence[Table], order: Order, most: int
 ) -> tuple[float, tuple[int, ...], set[int]]:
     """A bound, a choice, and the variables that left in parts; without any, the bound is what the choice takes."""
     left, total = _Left(sizes, tables, most), 0.0
     steps: list[_Step] = []
-    for v in order_of(sizes, tables) if order is None else order:
+    for v in order.variables:
         step = left.without(v)
         steps.append(step)
         total += left.replace(step)
@@ -110,8 +124,11 @@ def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[i
     return tuple(now)
 
 
-def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
-    """The order in which variables leave: each time the one whose leaving makes the smallest table."""
+def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) -> Order:
+    """The order in which variables leave: each time the one whose leaving makes the smallest table.
+
+    One that leaves in parts is taken to bring nothing together.
+    """
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for table in tables:
         for v in table.variables:
@@ -122,7 +139,7 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
 
     heap = [(width(v), v) for v in near]
     heapify(heap)
-    order: list[int] = []
+    order, widest = list[int](), 0
     while heap:
         least_width, v = heappop(heap)
         if v not in near or (now := width(v)) < least_width:
@@ -131,12 +148,13 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
             heappush(heap, (now, v))
             continue
         order.append(v)
+        widest = max(widest, now)
         around = near.pop(v)
         for u in around:
-            near[u] |= around
+            near[u] |= around if now <= most else set()
             near[u] -= {u, v}
             heappush(heap, (width(u), u))
-    return tuple(order)
+    return Order(tuple(order), widest)
 
 
 class _Part(NamedTuple):

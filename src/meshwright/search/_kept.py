@@ -50,17 +50,37 @@ class Kept:
         """
         for v, forms in forms_of.items():
             yield Table((number[v],), self._in_forms(forms, self._of(v)))
-        is_gathered_again = self.prices.saving.zero == 3
         for n, (node, ways) in enumerate(options.items()):
-            layer = self.dropped.layer(node)
             for place, v in enumerate(tensors_of(node.outs)):
-                if v in self.late and v in self.dropped.values:
+                if self._is_sent_out(v):
                     given = tuple(option.gives[place] for option in ways)
                     yield Table((n, number[v]), self._sent(v, given, forms_of[v], into=True))
             for place, v in enumerate(tensors_of(node.ins)):
-                if v in self.trains and (not is_gathered_again if v in self.given else layer is not None):
+                if self._is_sent_in(v, node):
                     needed = tuple(option.needs[place] for option in ways)
                     yield Table((number[v], n), self._sent(v, forms_of[v], needed))
+
+    def made_at(self, node: Node, option: Option, forms: Mapping[Value, Form]) -> float:
+        """Bytes that live from a node on until the backward pass: its results, and what is sent for it."""
+        made, read = tensors_of(node.outs), tensors_of(node.ins)
+        pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
+        pairs += [(v, forms[v], need) for v, need in zip(read, option.needs, strict=True) if self._is_sent_in(v, node)]
+        sent = sum(float(self._sent(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
+        return sent + sum(self.held(v, forms[v]) for v in made)
+
+    def held(self, v: Value, form: Form) -> float:
+        """Bytes that a rank holds of a value for long."""
+        return self._of(v) / self._ranks(form)
+
+    def _is_sent_out(self, v: Value) -> bool:
+        """Whether what is sent to make a value is kept, though it could be made again."""
+        return v in self.late and v in self.dropped.values
+
+    def _is_sent_in(self, v: Value, node: Node) -> bool:
+        """Whether what a node is sent of a value is kept."""
+        if v in self.given:
+            return v in self.trains and self.prices.saving.zero != 3
+        return v in self.trains and self.dropped.layer(node) is not None
 
     def _sent(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...], into: bool = False) -> Any:
         """Bytes of a value after its conversion, where ranks communicate for that."""
@@ -93,13 +113,17 @@ class Kept:
 
     def passing(self, forms: Mapping[Value, Form]) -> float:
         """Bytes that live for a while: of the layer that is made again, of gathered parameters."""
+        gathered = [v.nbytes / self._ranks(forms[v]) for v in self.given & self.trains & forms.keys()]
+        two = 2 * max(gathered, default=0.0) if self.prices.saving.zero == 3 else 0.0
+        return max(self.of_layers(forms).values(), default=0.0) + two
+
+    def of_layers(self, forms: Mapping[Value, Form]) -> Mapping[str, float]:
+        """Bytes of each layer that is made again, while it is."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
             if v in self.late:
                 layers[layer] = layers.get(layer, 0.0) + self.nbytes(v) / self._ranks(forms[v])
-        gathered = [v.nbytes / self._ranks(forms[v]) for v in self.given & self.trains & forms.keys()]
-        two = 2 * max(gathered, default=0.0) if self.prices.saving.zero == 3 else 0.0
-        return max(layers.values(), default=0.0) + two
+        return layers
 
     def _ranks(self, form: Form) -> int:
         return self.prices.ranks if form.kind == "cut" else 1

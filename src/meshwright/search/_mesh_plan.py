@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from math import prod
 
@@ -11,12 +11,14 @@ from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype, type_text
 from meshwright.layout import ProcessMesh, Spec, hint
 
-from ._account import Account, Laid, Rival, Sent, loses
+from ._account import Account, Curve, Laid, Rival, Sent, loses
 from ._choose import USABLE
 from ._cuts import Cuts, Meeting
 from ._errors import SearchError
 from ._kept import per_byte
+from ._mesh_curve import memory_curve
 from ._plan import quoted
+from ._prices import Prices
 from ._saving import NOTHING, Saving
 from ._sent import level
 
@@ -71,7 +73,7 @@ class MeshPlan:
         """Lines of TOML that `parse_mesh_plan` reads."""
         return "\n".join(
             [
-                f"# {self}".splitlines()[0],
+                "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
                 *(f"# {note}" for note in self.notes),
                 f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", *self.saving.lines(), "",
                 "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
@@ -117,8 +119,17 @@ class MeshPlan:
             f"a module of {sizes.pop('elements') / 1e9:.3g} billion parameters", self.how,
             f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
             tuple(_why(self.seconds, spent, self._meetings)), spent, {"every rank": sizes}, tuple(self._laid()),
-            tuple(self._sent(cluster)), tuple(rivals), dict(self.mesh.sizes),
+            tuple(self._sent(cluster)), tuple(rivals), self._decided(), curves=(self._curve(cuts, cluster),),
         )  # fmt: skip
+
+    def _decided(self) -> dict[str, object]:
+        saving = {name: value for name, value in asdict(self.saving).items() if value != getattr(NOTHING, name)}
+        return {**self.mesh.sizes, **saving}
+
+    def _curve(self, cuts: Cuts, cluster: Cluster) -> Curve:
+        together = min(self.tp, cluster.per_node)
+        prices = Prices(cluster, self.tp, together, 1 / self.dp, replicas=self.dp, saving=self.saving)
+        return memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
     def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
         """What the search found, where there was one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.graph import Node, Program, Value, asserts, is_drawing, looked_at, writes_to
 from meshwright.passes import layer_of
+
+from ._plan import quoted
 
 LEAST = 1024
 """Elements of the smallest parameter that ZeRO cuts: the usual one of `Sharding`."""
@@ -43,9 +44,12 @@ class Saving:
         >>> Saving(1, accumulate=4).lines()
         ['zero = 1', 'accumulate = 4']
         """
-        words = {"zero": self.zero, "recompute": list(self.recompute), "accumulate": self.accumulate}
-        usual = {"zero": 0, "recompute": [], "accumulate": 1}
-        return [f"{name} = {json.dumps(value)}" for name, value in words.items() if value != usual[name]]
+        said = [
+            f"zero = {self.zero}" if self.zero else "",
+            f"recompute = [{', '.join(map(quoted, self.recompute))}]" if self.recompute else "",
+            f"accumulate = {self.accumulate}" if self.accumulate > 1 else "",
+        ]
+        return [line for line in said if line]
 
     def parameter(self, replicas: int) -> tuple[float, float, float]:
         """The parts of a parameter, its gradient and its state that a replica holds.
