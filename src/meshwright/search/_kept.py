@@ -54,11 +54,13 @@ class Kept:
             for place, v in enumerate(tensors_of(node.outs)):
                 if self._is_sent_out(v):
                     given = tuple(option.gives[place] for option in ways)
-                    yield Table((n, number[v]), self._sent(v, given, forms_of[v], into=True))
+                    costs = self._sent(v, given, forms_of[v], into=True)
+                    yield from [Table((n, number[v]), costs)] if costs.any() else []
             for place, v in enumerate(tensors_of(node.ins)):
                 if self._is_sent_in(v, node):
                     needed = tuple(option.needs[place] for option in ways)
-                    yield Table((number[v], n), self._sent(v, forms_of[v], needed))
+                    costs = self._sent(v, forms_of[v], needed)
+                    yield from [Table((number[v], n), costs)] if costs.any() else []
 
     def made_at(self, node: Node, option: Option, forms: Mapping[Value, Form]) -> float:
         """Bytes that live from a node on until the backward pass: its results, and what is sent for it."""
