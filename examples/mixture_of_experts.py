@@ -41,8 +41,9 @@ torch.manual_seed(0)
 model = mw.shard_layer(Experts(), mesh, cut)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-for tokens in torch.randn(4, 50, DIM, generator=torch.Generator().manual_seed(1)):
-    tokens = mw.shard_tensor(tokens, mesh, [mw.Shard(0)])
+data = torch.randn(4, 50, DIM, generator=torch.Generator().manual_seed(1))
+
+for tokens in mw.shard_dataloader(data, mesh, "ep"):
     out, balance = model(tokens)
     loss = (out - tokens).square().mean() + 0.01 * balance
     loss.backward()

@@ -13,7 +13,7 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import MeshPlan, SearchError, parse_mesh_plan
+from meshwright.search import MeshPlan, Saving, SearchError, parse_mesh_plan, plan_mesh
 
 STEPS = 3
 
@@ -76,9 +76,165 @@ def test_little_memory_shares_a_model_out() -> None:
     wanted = alone(SUBJECTS["llama"])
     whole = sum(p.numel() for p in SUBJECTS["llama"].make().parameters())
     for losses, plan, parts in mw.simulate(on_rank, 4):
-        assert plan.tp > 1
+        assert plan.tp > 1 or plan.saving.zero == 3
         assert sum(parts) < 0.7 * whole
         assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def labelled(seed: int, subject: Subject) -> tuple[Tensor, Tensor]:
+    """A batch in which no label is ignored."""
+    inputs, wanted = subject.batch(seed)
+    return inputs, wanted.clamp(min=0)
+
+
+def adam(subject: Subject, step_of: Any) -> list[float]:
+    """Losses of steps that `step_of(model, optimizer)` gives."""
+    torch.manual_seed(0)
+    model = subject.make().eval()
+    step = step_of(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    model.eval()
+    return [step(*labelled(seed, subject)).item() for seed in range(STEPS)]
+
+
+def one_device(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(*batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def trained_as(plan: MeshPlan, subject: Subject, ranks: int) -> Any:
+    """Losses of each rank, and its step."""
+
+    def on_rank() -> tuple[list[float], Any]:
+        found: list[Any] = []
+
+        def made(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+            found.append(mw.auto(model, labelled(0, subject), None, optimizer, plan=plan))
+            return found[0].train()
+
+        return adam(subject, made), found[0]
+
+    return mw.simulate(on_rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[float]:
+    return adam(SUBJECTS["llama"], one_device)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "saving"),
+    [
+        (4, 320e3, Saving(1)),
+        (4, 250e3, Saving(3)),
+        (4, 200e3, Saving(3, ("blocks.*",))),
+        (1, 400e3, Saving(0, ("blocks.*",), 4)),
+    ],
+)
+def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving: Saving, wanted: list[float]) -> None:
+    subject = SUBJECTS["llama"]
+    model = subject.make().eval()
+    plan, *others = mw.plan(model, labelled(0, subject), cluster=machines(memory), ranks=ranks)
+    assert plan.saving == saving
+    assert str(saving) in str(plan)
+    for each in (plan, *others):
+        assert parse_mesh_plan(each.text()) == each
+        assert each.nbytes <= 0.94 * memory
+        (curve,) = each.account().curves
+        assert max(held for _, held in curve.points) == pytest.approx(each.nbytes, rel=0.1)
+        assert curve.points[-1][1] == pytest.approx(curve.points[0][1])
+    for losses, step in trained_as(parse_mesh_plan(plan.text()), subject, ranks):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+        done = " ".join(map(str, step.program.changes))
+        assert ("recompute" in done) == bool(saving.recompute)
+        assert ("merge" in done) == (saving.accumulate > 1)
+        assert ("shard_parameters" in done) == (saving.zero == 3)
+
+
+@pytest.mark.parametrize("saving", [Saving(0, ("blocks.0",), 2), Saving(1, (), 2)])
+def test_a_batch_in_pieces_lies_the_same_in_all_its_tensors(saving: Saving, wanted: list[float]) -> None:
+    subject = SUBJECTS["llama"]
+    found = mw.plan(subject.make().eval(), labelled(0, subject), cluster=machines(4e9), ranks=4)
+    plan = next(p for p in found if (p.dp, p.tp) == (2, 2))
+    for losses, _ in trained_as(replace(plan, saving=saving), subject, 4):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
+    subject = SUBJECTS["llama"]  # whose batches have labels that are ignored
+    model, cluster = subject.make().eval(), machines(400e3)
+    with pytest.raises(SearchError, match="labels are ignored"):
+        mw.plan(model, subject.batch(0), cluster=cluster, ranks=1)
+    plan, *_ = mw.plan(model, labelled(0, subject), cluster=cluster, ranks=1)
+    assert plan.saving.accumulate > 1
+    assert "no label is ignored" in plan.text()
+
+    def on_rank() -> None:
+        step = mw.auto(model, labelled(0, subject), None, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+        step(*subject.batch(0))
+
+    with pytest.raises(SearchError, match="as many labels count"):
+        mw.simulate(on_rank, 1)
+
+
+class Recurrent(nn.Module):
+    """Two states that all steps of a sequence go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.gate, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            c = c * self.gate(h).sigmoid() + self.into(x[:, t])
+            h = (h + c).tanh() * c.exp().sigmoid()
+        return self.out(h + c)
+
+
+def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.randn(8, 4, 8), torch.randn(8, 8)
+
+    def losses(plan: MeshPlan | None) -> list[float]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.auto(model, batch, nn.functional.mse_loss, optimizer, plan=plan)
+        return [step(*batch).item() for _ in range(STEPS)]
+
+    def found() -> MeshPlan:
+        plans = mw.plan(Recurrent(), batch, nn.functional.mse_loss, cluster=machines(4e9), ranks=2)
+        return next(p for p in plans if p.tp == 2)
+
+    best = found()
+    monkeypatch.setattr("meshwright.search._cuts.MOST", 20)
+    plan = found()
+    assert best.notes == ()
+    assert "not proved" in plan.notes[0]
+    assert plan.notes[0] in str(plan)
+    assert plan.cuts is not None
+    assert best.seconds <= plan.seconds <= best.seconds * (1 + plan.cuts.gap) * (1 + 1e-9)
+    wanted = mw.simulate(lambda: losses(None), 1)[0]
+    assert mw.simulate(lambda: losses(plan), 2)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_simulated_ranks_search_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    search: Any = plan_mesh
+
+    def counted(program: Any, cluster: Any, ranks: int, *rest: Any) -> Any:
+        asked.append(ranks)
+        return search(program, cluster, ranks, *rest)
+
+    monkeypatch.setattr("meshwright.engine._auto.plan_mesh", counted)
+    plans = mw.simulate(lambda: losses_under(None)[2], 4)
+    assert asked == [4]
+    assert all(plan == plans[0] for plan in plans)
 
 
 def test_a_plan_needs_no_devices() -> None:

@@ -182,3 +182,22 @@ def test_what_no_layer_holds_has_its_gradient_on_every_rank(static: bool) -> Non
 
     for found in mw.simulate(lambda: on_rank(True), 2):
         torch.testing.assert_close(found, on_rank(False))
+
+
+def rows_apart(stages: int, **options: Any) -> list[float]:
+    """Losses of a chain whose inputs are cut over replicas and whose labels nobody marks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    if stages:
+        mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
+        mw.split_pipeline(model, mesh, batch=[mw.Shard(0)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = mw.to_static(model, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(**options))
+    return [step(x, y).item() for _ in range(2)]
+
+
+def test_microbatches_of_replicas_have_the_rows_of_their_labels() -> None:
+    wanted = mw.simulate(lambda: rows_apart(0), 1)[0]
+    found = mw.simulate(lambda: rows_apart(2, pipeline={"enable": True, "accumulate_steps": 4}), 4)
+    assert found[0] == pytest.approx(wanted, rel=1e-5)

@@ -116,6 +116,19 @@ def test_pieces_have_one_size() -> None:
     assert [tuple(x.shape) for x in Merge(4).piece((rows, mask), 0)] == [(2, 2), (3, 3)]
 
 
+@pytest.mark.parametrize("second", [[mw.Replicate()], [mw.Shard(1)]])
+def test_a_rank_takes_the_same_rows_of_all_tensors(second: list[mw.Placement]) -> None:
+    def step() -> None:
+        mesh = mw.ProcessMesh([0, 1], ["dp"])
+        model = mw.shard_layer(nn.Linear(4, 4), mesh)
+        x, y = mw.shard_tensor(torch.ones(8, 4), mesh, [mw.Shard(0)]), mw.shard_tensor(torch.ones(8, 4), mesh, second)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        mw.to_static(model, None, F.mse_loss, optimizer, strategy_of(Merge(2)))(x, y)
+
+    with pytest.raises(RewriteError, match="a piece of its own rows"):
+        mw.simulate(step, 2)
+
+
 def test_it_goes_with_writing_in_place() -> None:
     ((losses, _, program),) = trained((1, 1, 1), Merge(2), inplace=True)
     assert any(c.by == InPlace.name for c in program.changes)

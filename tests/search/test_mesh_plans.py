@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.cost import cluster
 from meshwright.graph import capture
 from meshwright.layout import LayoutError, MeshwrightError
-from meshwright.search import MeshPlan, Plan, SearchError, parse_mesh_plan, parse_plan, plan_mesh
+from meshwright.search import MeshPlan, Plan, Saving, SearchError, parse_mesh_plan, parse_plan, plan_mesh
 
 TEXT = """
 [mesh]
@@ -67,6 +67,12 @@ def test_a_plan_by_sizes_is_read_back(plan: Plan) -> None:
     assert parse_plan(json.dumps(asdict(plan))) == plan
 
 
+@given(st.integers(0, 3), st.lists(st.text(st.characters(codec="utf-8"))), st.integers(1, 64))
+def test_what_saves_memory_is_read_back(zero: int, layers: list[str], pieces: int) -> None:
+    plan = replace(parse_mesh_plan(TEXT), saving=Saving(zero, tuple(layers), pieces))
+    assert parse_mesh_plan(plan.text()) == plan
+
+
 def test_json_says_the_same_as_toml() -> None:
     layouts = {"0.weight": "f32[32@tp, 8]", "batch_0": "f32[16@dp, 8]"}
     assert parse_mesh_plan(json.dumps({"mesh": {"dp": 2, "tp": 2}, "layouts": layouts})) == parse_mesh_plan(TEXT)
@@ -99,6 +105,10 @@ def test_any_axes_will_do() -> None:
         ("[mesh]\ndp = 2\n[layouts]\nx = 4", "texts such as"),
         ("seconds = 'soon'\n[mesh]\ndp = 2", "predictions are numbers"),
         ("[mesh]\ndp = 2\n[layouts]\nx = 'f32[4] +dp'", "cut or repeated"),
+        ("zero = 4\n[mesh]\ndp = 2", "stages of ZeRO"),
+        ("zero = true\n[mesh]\ndp = 2", "stages of ZeRO"),
+        ("recompute = 'blocks.*'\n[mesh]\ndp = 2", "names of layers"),
+        ("accumulate = 0\n[mesh]\ndp = 2", "one piece or more"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:

@@ -1,6 +1,6 @@
 """What things cost: devices, links and clusters, and the seconds of an operator and of a step of a conversion."""
 
-from ._cluster import Cluster, cluster_of
+from ._cluster import Cluster, Meeting, cluster_of
 from ._describe import cluster
 from ._device import DEVICES, Device, device_of
 from ._errors import CostError
@@ -16,6 +16,7 @@ __all__ = [
     "Habits",
     "Kernels",
     "Link",
+    "Meeting",
     "Numbers",
     "cluster",
     "cluster_of",

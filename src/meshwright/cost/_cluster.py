@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 
 from meshwright.layout import Spec
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter, Step
@@ -115,6 +116,37 @@ class Cluster:
         between = f"; {self.outside.name} between nodes" if self.outside else ""
         count = f"{self.devices} x " if self.devices else ""
         return f"{count}{self.device!r}; {self.per_node} to a node on {self.inside.name}{between}"
+
+
+def slowest(kinds: Sequence[Cluster]) -> Cluster:
+    """All devices of several kinds together, where each waits for the slowest: every rate and size is the least.
+
+    Ranks have equal parts of a model, so what the faster ones could do beside that is not used.
+    """
+    devices = [kind.device for kind in kinds]
+    known = sorted(set[torch.dtype]().union(*(device.flops for device in devices)), key=str)
+    reach, reach8 = max(d.reach for d in devices), max(d.reach8 for d in devices)
+    device = replace(
+        devices[0],
+        name=" + ".join(dict.fromkeys(d.name for d in devices)),
+        flops={t: min(d.rate(t) for d in devices) / (reach8 if t == torch.float8_e4m3fn else reach) for t in known},
+        bandwidth=min(d.bandwidth for d in devices),
+        memory=min(d.memory for d in devices),
+        overhead=max(d.overhead for d in devices),
+        reach=reach,
+        reach8=reach8,
+        units=min(d.units for d in devices),
+        attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
+    )
+    outside = [kind.outside or kind.inside for kind in kinds]
+    return Cluster(
+        device, min((kind.inside for kind in kinds), key=_speed), min(kind.per_node for kind in kinds),
+        min(outside, key=_speed), sum(kind.devices or 0 for kind in kinds) or None,
+    )  # fmt: skip
+
+
+def _speed(link: Link) -> float:
+    return link.bandwidth * link.reach
 
 
 def _hops(step: Step, ranks: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.layout import LayoutError, read_dtype
 
-from ._cluster import Cluster, cluster_of
+from ._cluster import Cluster, cluster_of, slowest
 from ._device import DEVICES, GIGA, MICRO, TERA
 from ._errors import CostError
 from ._link import Link
@@ -27,20 +27,28 @@ def cluster(text: str) -> Cluster:
 
     >>> cluster("64xA100-40G, 4 per node, 100G")
     64 x A100-40GB: 312 TFLOP/s bf16, 19.5 TFLOP/s f32, 1555 GB/s, 40 GB; 4 to a node on NVLink3; 100G between nodes
+
+    Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
     """
     return _from_file(Path(text)) if text.endswith(".toml") else _from_line(text)
 
 
 def _from_line(text: str) -> Cluster:
     first, *rest = (word.strip() for word in text.split(","))
-    found = _DEVICES.fullmatch(first)
-    if found is None:
-        raise _unread(text, first)
-    count, name, size = found.groups()
-    made = replace(_usual(name, size), devices=int(count))
+    kinds = [_kind(text, word.strip()) for word in first.split("+")]
+    made = kinds[0] if len(kinds) == 1 else slowest(kinds)
     for word in rest:
         made = _changed(made, text, word)
     return made
+
+
+def _kind(text: str, word: str) -> Cluster:
+    """Devices of one kind."""
+    found = _DEVICES.fullmatch(word)
+    if found is None:
+        raise _unread(text, word)
+    count, name, size = found.groups()
+    return replace(_usual(name, size), devices=int(count))
 
 
 def _usual(name: str, size: str | None) -> Cluster:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +13,13 @@ from meshwright.comm import current
 from meshwright.cost import Cluster, cluster_of
 from meshwright.cost import cluster as read_cluster
 from meshwright.graph import Program, capture
-from meshwright.search import MeshPlan, SearchError, plan_mesh, shown
+from meshwright.layout import Spec
+from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, plan_mesh, rows_of, shown
+from meshwright.tensor import leaves_in
 
+from ._shared import searched_once
 from ._static import DistModel
-from ._strategy import Strategy
+from ._strategy import GradientMerge, Recomputing, Sharding, Strategy
 
 
 def plan(
@@ -37,7 +40,7 @@ def plan(
     machines = machines_of(cluster)
     devices = ranks or machines.devices or current().size
     with shown(f"plans for {devices} ranks") as on_step:
-        return plan_mesh(_captured(model, batch, loss), machines, devices, on_step)
+        return plan_mesh(_captured(model, batch, loss), machines, devices, on_step, batch=list(leaves_in(batch)))
 
 
 def machines_of(cluster: Cluster | str | None) -> Cluster:
@@ -82,20 +85,69 @@ def auto(
     True
     """
     program, options = _captured(model, batch, loss), strategy or Strategy()
-    chosen = plan or fastest(program, machines_of(cluster))
+    chosen = plan or fastest(program, machines_of(cluster), batch=list(leaves_in(batch)))
     if chosen.mesh.size != current().size:
         raise SearchError(
             f"a plan of {chosen.how}", f"{current().size} ranks", f"its mesh has {chosen.mesh.size}",
             f"as many ranks, or sizes of the mesh that make {current().size}",
         )  # fmt: skip
-    layouts = {**chosen.specs(program), **(options.layouts or {})}
-    step = DistModel(model, loader, loss, optimizer, replace(options, layouts=layouts))
+    layouts = {**_of_pieces(chosen, program), **(options.layouts or {})}
+    step = DistModel(model, loader, loss, optimizer, replace(saving_as(chosen, options), layouts=layouts))
     step.plan = chosen
+    if chosen.saving.accumulate > 1:
+        step.before.append(_Counted(evenly(program), chosen))
     return step
 
 
-def fastest(program: Program, machines: Cluster) -> MeshPlan:
-    """The best plan for the ranks there are; the first of them shows how far it is."""
+@dataclass(frozen=True)
+class _Counted:
+    """Refuses batches whose pieces count unlike each other: the mean of their losses would not be that of the batch."""
+
+    how: Evenly
+    plan: MeshPlan
+
+    def __call__(self, leaves: Sequence[Any]) -> None:
+        if self.how.ignores(leaves):
+            raise SearchError(
+                f"a step of {self.plan.how}", "labels that are ignored, perhaps more in some pieces of the batch",
+                "the mean over pieces is that of the batch where as many labels count in each",
+                "mw.auto with such a batch, which plans without pieces, or Strategy(gradient_merge=...) for their mean",
+            )  # fmt: skip
+
+
+def saving_as(plan: MeshPlan, options: Strategy) -> Strategy:
+    """The strategy with what a plan does to take less memory; what a person has switched on stays as it is."""
+    saving, chosen = plan.saving, dict[str, Any]()
+    if saving.zero and not options.sharding.enable:
+        axes = (REPLICAS,) if REPLICAS in plan.mesh.sizes else None
+        chosen["sharding"] = Sharding(enable=True, stage=saving.zero, axes=axes)
+    if saving.recompute and not options.recompute.enable:
+        chosen["recompute"] = Recomputing(enable=True, layers=saving.recompute)
+    if saving.accumulate > 1 and options.merge is None:
+        chosen["gradient_merge"] = GradientMerge(enable=True, k_steps=saving.accumulate)
+    return replace(options, **chosen)
+
+
+def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
+    """The layouts by the names of values; those of a batch that is taken in pieces are a piece's."""
+    specs, pieces = plan.specs(program), plan.saving.accumulate
+    rows = rows_of(program)
+    for given in program.inputs:
+        spec = specs.get(given.value.name)
+        if given.role == "batch" and spec is not None and spec.shape[:1] == (rows,) and pieces > 1:
+            specs[given.value.name] = Spec(spec.mesh, spec.layout, (rows // pieces, *spec.shape[1:]), spec.dtype)
+    return specs
+
+
+def fastest(program: Program, machines: Cluster, saving: bool = True, batch: Sequence[Any] = ()) -> MeshPlan:
+    """The best plan for the ranks there are; the first of them shows how far it is.
+
+    Without `saving` nothing is chosen but the mesh and the cuts.
+    """
     here = current()
-    with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
-        return plan_mesh(program, machines, here.size, on_step)[0]
+
+    def search() -> MeshPlan:
+        with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
+            return plan_mesh(program, machines, here.size, on_step, saving, batch)[0]
+
+    return searched_once(here, program, (machines, saving), search)

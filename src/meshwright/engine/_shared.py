@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
 from meshwright.graph import Capture, Carry, Fits, Input, Program
 from meshwright.layout import Spec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,19 @@ def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[
     fits = captured.fits()
     known.append(_Recorded(program, fits, here.rank, _constants(captured)))
     return program, fits
+
+
+def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[], T]) -> T:
+    """What `search()` gives, or gave to a simulated rank with the same program; `how` is what else decides.
+
+    All ranks have one answer then, and each takes what it needs of it by the names of its own values.
+    """
+    if not isinstance(here, Simulated):
+        return search()
+    key = ("searches", _plainly(program.text()), repr(how))
+    if key not in here.shared:
+        here.shared[key] = search()
+    return here.shared[key]
 
 
 def _plainly(text: str) -> str:

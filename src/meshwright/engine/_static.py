@@ -108,6 +108,8 @@ class DistModel:
         self._homes: dict[str, Spec] = {}
         self.plan: MeshPlan | None = None
         """How the model is divided, where that was chosen and not marked (`auto`)."""
+        self.before: list[Callable[[Sequence[Any]], None]] = []
+        """Is called with the leaves of each batch that is trained on, and may refuse it."""
         self.pieces: Pieces | None = None
         """The modules that run as programs, where the whole could not be one."""
         self.pipeline: Chosen | None = None
@@ -149,6 +151,8 @@ class DistModel:
     def __call__(self, *batch: Any) -> Any:
         """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
         leaves = list(leaves_in(batch))
+        for check in self.before if self._mode == "train" else ():
+            check(leaves)
         if self.pieces is None:
             try:
                 found = self._found(batch, leaves)
@@ -353,9 +357,27 @@ class DistModel:
         program = spread(captured.program)
         if self._mode == "train" and self.strategy.pipeline.enable:
             program = sequences_cut(program, self.strategy.pipeline)
-        layouts = complete(program, {**self._homes, **(homes or {}), **(self.strategy.layouts or {})})
+        given = {**self._homes, **(homes or {}), **(self.strategy.layouts or {})}
+        layouts = complete(program, given)
+        if self._mode == "train" and (uncut := self._uncut(program, layouts, batch)):
+            layouts = complete(program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, self.strategy.passes_on("captured"))), layouts
+
+    def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
+        """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.
+
+        A rank takes a piece of its own part, and those must be the same rows in all tensors.
+        """
+        how = self.strategy.merge or self.strategy.microbatches
+        if how is None:
+            return {}
+        cut = how.leaves(list(leaves_in(batch)))
+        specs = {i: layouts.specs.get(i.value.name) for i in program.inputs if i.role == "batch" and i.source in cut}
+        if len({spec.layout.dims[0] if spec else () for spec in specs.values()}) <= 1:
+            return {}
+        plain = ((i.value.name, spec) for i, spec in specs.items() if spec is not None and i.spec is None)
+        return {n: spec.with_layout(replace(spec.layout, dims=((), *spec.layout.dims[1:]))) for n, spec in plain}
 
     def _lay(self, captured: Capture, layouts: Layouts) -> None:
         """Parameters, buffers and states lie from now on as the program takes them."""

@@ -76,7 +76,7 @@ class _Planner:
     def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
         """The module becomes what its plan says; gives how its inputs lie, by their numbers."""
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs)).program
-        plan = fastest(program, self._machines)
+        plan = fastest(program, self._machines, saving=False)
         if current().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}", file=sys.stderr)
         for name, x in [*module.named_parameters(), *module.named_buffers()]:

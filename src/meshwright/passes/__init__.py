@@ -13,7 +13,7 @@ from ._hierarchy import Hierarchy
 from ._inplace import InPlace
 from ._linear import Linear
 from ._merge import Merge
-from ._recompute import Recompute
+from ._recompute import Recompute, layer_of
 from ._regather import Regather
 from ._release import Release
 from ._scatter import Scatter
@@ -49,6 +49,7 @@ __all__ = [
     "SplitProducts",
     "Tidy",
     "data_axes",
+    "layer_of",
     "sharded",
     "shards",
 ]

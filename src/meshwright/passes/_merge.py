@@ -52,9 +52,14 @@ class Merge:
     def piece(self, batch: Any, number: int) -> Any:
         """One of the pieces of a batch; that of a distributed tensor is one of each rank's part.
 
-        A program of one piece is recorded for the first one. RewriteError for uneven pieces.
+        A program of one piece is recorded for the first one. RewriteError for uneven pieces, and where a rank's rows
+        are not the same in all tensors.
         """
         rows = _rows_of(tensors_in(batch))
+        cut = [x for x in tensors_in(batch) if _rows_of([x]) == rows]
+        lies = [x.spec if isinstance(x, DistTensor) else None for x in cut]
+        if not are_same_rows(lies):
+            raise RewriteError(repr(self), rows_text(lies), *OTHER_ROWS)
         return map_tensors(lambda x: self._cut(x, number) if _rows_of([x]) == rows else x, batch)
 
     def _cut(self, x: Tensor, number: int) -> Tensor:
@@ -107,6 +112,7 @@ class _Merged:
     draft: Draft = field(init=False)
 
     def program(self) -> Program:
+        self._check_rows()
         inputs = tuple(self._whole(i) if self._is_cut(i) else i for i in self.step.inputs)
         self.draft = Draft(replace(self.step, inputs=inputs, nodes=(), writes=(), outputs=()))
         self._reserve()
@@ -125,6 +131,12 @@ class _Merged:
                 self._copy(node, bottoms)
         grads = {name: self._finished(wanted[name], chain) for name, chain in chains.items()}
         return self._closed(inputs, {"out": grads.pop(""), "grads": grads})
+
+    def _check_rows(self) -> None:
+        """A piece is one of each rank's part: in all tensors of the same rows."""
+        lies = [i.spec for i in self.step.inputs if self._is_cut(i)]
+        if not are_same_rows(lies):
+            raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
 
     def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
@@ -195,6 +207,21 @@ class _Merged:
             new = self._fresh(node.outs[0])
             self.draft.add_as(node.op, args, dict(node.kwargs), new, self.draft.end, node.origin)
         return new
+
+
+OTHER_ROWS = (
+    "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
+    "tensors of a batch whose rows are cut along the same axes",
+)
+
+
+def are_same_rows(lies: Iterable[Spec | None]) -> bool:
+    """Whether the parts that ranks hold are the same rows in tensors that lie so; None is a plain one."""
+    return len({spec.layout.dims[0] if spec else () for spec in lies}) <= 1
+
+
+def rows_text(lies: Iterable[Spec | None]) -> str:
+    return "rows that lie as " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in lies)
 
 
 def _bottom(v: Value, chain: Sequence[Node]) -> Value:

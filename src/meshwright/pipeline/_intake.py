@@ -33,12 +33,24 @@ class Intake:
 def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -> Intake:
     """One batch, whose leaves with the numbers `cut` are taken apart along dim 0; the others are whole for each.
 
-    `ways` are the copies of the model for the ways of the schedule.
+    `ways` are the copies of the model for the ways of the schedule. Raises StageError where a rank's rows are not the
+    same in all of them.
     """
     inputs = _inputs(ways)
+    _check_rows([i for i in inputs if i.role == "batch" and i.source in cut])
     feeds = tuple(Feed(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
     copies = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
     return Intake(inputs, copies, (feeds,) * schedule.sequences)
+
+
+def _check_rows(cut: Sequence[Input]) -> None:
+    if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
+        lies = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
+        raise StageError(
+            "a batch in microbatches", f"rows that lie as {lies}",
+            "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
+            "tensors of a batch whose rows are cut along the same axes",
+        )  # fmt: skip
 
 
 def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> Intake:

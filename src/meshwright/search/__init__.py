@@ -4,20 +4,24 @@ from ._account import Account, Curve, Laid, Rival, Sent
 from ._bounds import lower_bound
 from ._choose import Choice, Priced, choose
 from ._config import transformer_of
-from ._cuts import Cuts, Form, Meeting, Prices, cut, every_cut
+from ._cuts import Cuts, Meeting, cut, every_cut
 from ._degrees import Degrees, Plans, columns
 from ._errors import SearchError
+from ._even_pieces import Evenly, evenly, rows_of
 from ._find import Found, find_placement, find_schedule
+from ._forms import Form
 from ._held import Held, hold
 from ._hints import hints
-from ._mesh_plan import MeshPlan
+from ._mesh_plan import REPLICAS, MeshPlan
 from ._mesh_plan_text import parse_mesh_plan
 from ._meshes import plan_mesh
 from ._plan import Plan, parse_plan, plan_of
 from ._plan_account import account, differences
 from ._predict import Prediction, predict, share_of_peak, work
+from ._prices import Prices
 from ._problem import Objective, Problem
 from ._program_account import program_account
+from ._saving import Saving
 from ._shown import OnStep, shown
 from ._simulated import simulated
 from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
@@ -30,11 +34,13 @@ __all__ = [
     "MEGATRON",
     "MEGATRON_2021",
     "OURS",
+    "REPLICAS",
     "Account",
     "Choice",
     "Curve",
     "Cuts",
     "Degrees",
+    "Evenly",
     "Experts",
     "Form",
     "Found",
@@ -52,6 +58,7 @@ __all__ = [
     "Prices",
     "Problem",
     "Rival",
+    "Saving",
     "SearchError",
     "Sent",
     "Software",
@@ -62,6 +69,7 @@ __all__ = [
     "columns",
     "cut",
     "differences",
+    "evenly",
     "every_cut",
     "find_placement",
     "find_schedule",
@@ -74,6 +82,7 @@ __all__ = [
     "plan_of",
     "predict",
     "program_account",
+    "rows_of",
     "share_of_peak",
     "shown",
     "simulated",

@@ -11,63 +11,31 @@ It is a sum of tables over pairs of variables (an operator's option and a value'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from meshwright.cost import Cluster
-from meshwright.graph import Node, Operator, Program, Value, looked_at, map_values, tensor_dtype, work_of
-from meshwright.layout import Dim, Shard, hint
-from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, RuleError, cut_choices, describe, dim_of, term_choices
+from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
+from meshwright.layout import Shard
 
-from ._eliminate import Table, aligned, least, order_of
+from ._eliminate import MOST, Table, aligned, least, order_of
 from ._errors import SearchError
+from ._forms import VARYING, WHOLE, Form, collective, dual
+from ._kept import Kept
+from ._prices import Prices
+from ._saving import Saving
+from ._ways import Option, call_of, choices, form_of, needs_of, tensors_of
 
 T = TypeVar("T")
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
-
-AXIS = "axis"
 EXPOSED = 0.3
 """The part of conversions of parameters, and of their gradients, that is not hidden behind operators."""
 BACKWARD = 2.0
 """How many times as long as its forward pass an operator's backward pass takes, where there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a value lies along the axis: repeated, varying (each rank uses it differently), pending, or cut."""
-
-    kind: str
-    dim: int = -1
-    cut: Dim = ()
-
-    def __repr__(self) -> str:
-        return f"cut {self.dim}" if self.kind == "cut" else self.kind
-
-
-WHOLE, VARYING, PENDING = Form("repeated"), Form("varying"), Form("sum")
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of an operator: the forms that it needs of its operands and gives its results, and its seconds.
-
-    Operands and results are those of `tensors_of`, each once, in order.
-    """
-
-    needs: tuple[Form, ...]
-    gives: tuple[Form, ...]
-    seconds: float
-
-
-def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
-    """The tensors among values, each once."""
-    return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +53,7 @@ class Meeting:
     @property
     def kind(self) -> str:
         """The collective that carries it out: forward, or, where nothing meets there, backward."""
-        return _collective(self.have, self.need) or _collective(_dual(self.need), _dual(self.have)) or "none"
+        return collective(self.have, self.need) or collective(dual(self.need), dual(self.have)) or "none"
 
     def __str__(self) -> str:
         return (
@@ -96,7 +64,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value."""
+    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value.
+
+    Where not all could be looked at, the best may take less by `gap`, a part of a bound that nothing goes below.
+    """
 
     seconds: float
     nbytes: float
@@ -104,6 +75,7 @@ class Cuts:
     options: Mapping[Node, Option] = field(repr=False)
     forms: Mapping[Value, Form] = field(repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    gap: float = 0.0
 
     def worth(self, byte: float) -> float:
         """Seconds, and those that bytes are worth."""
@@ -123,81 +95,31 @@ class Cuts:
         return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What the axis is: its ranks, of which `together` share a node; the part of a batch that a rank of it has.
-
-    `byte` is what a held byte is worth, in seconds.
-    """
-
-    cluster: Cluster
-    ranks: int
-    together: int
-    share: float = 1.0
-    byte: float = 0.0
-
-    def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
-        """Seconds of a conversion, and of its transpose where a gradient comes back."""
-        return self._one(have, need, nbytes) + (self._one(_dual(need), _dual(have), nbytes) if trains else 0.0)
-
-    def _one(self, have: Form, need: Form, nbytes: float) -> float:
-        kind = _collective(have, need)
-        return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
-
-
-def _collective(have: Form, need: Form) -> Collective | None:
-    """What ranks do for a conversion; nothing where each has what it needs."""
-    if have == need or have in (WHOLE, VARYING):
-        return None
-    if have.kind == "cut":
-        return "all-gather" if need.kind != "cut" else "all-to-all"
-    return "reduce-scatter" if need.kind == "cut" else "all-reduce"
-
-
-def _dual(form: Form) -> Form:
-    """The form of the gradient of a value with this form."""
-    return {WHOLE: WHOLE, VARYING: PENDING, PENDING: WHOLE}.get(form, form)
-
-
 def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
     """The best cuts of the captured forward pass `program`, trained, along one axis of ranks, within `room` bytes.
 
     Where the fastest take more, bytes get a price (Lagrange): that at which the fastest cuts so far that fit and those
     that do not are worth the same, until none are better than both, or within `GAP`. What is found is the fastest of
-    all that take no more bytes. Raises SearchError where nothing fits, and where values hang together too widely to
-    look at all options.
+    all that take no more bytes. Where values hang together too widely to
+    look at all options, it is the best that was found, and `gap` tells how far it may be. Raises SearchError where
+    nothing fits.
     """
-    problem = _Problem(program, prices)
-    wide = problem.solved(prices.byte)
-    if wide.nbytes <= room:
-        return problem.told(wide)
-    found = problem.solved(DEAR)
-    if found.nbytes > room:
-        raise SearchError(
-            f"a model on {prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {found.nbytes / 1e9:.2f} GB a rank",
-            f"{(found.nbytes - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
-        )  # fmt: skip
-    while found.seconds > wide.seconds * (1 + GAP):
-        byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
-        tried = problem.solved(byte)
-        if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
-            break
-        wide, found = (tried, found) if tried.nbytes > room else (wide, tried)
-    return problem.told(found)
+    return CutProblem(program, prices).within(room)
 
 
 def every_cut(program: Program, prices: Prices) -> float:
     """What `cut` makes least (seconds, and bytes at their price), by looking at every combination of few operators."""
-    return _Problem(program, prices).smallest(prices.byte)
+    return CutProblem(program, prices).smallest(prices.byte)
 
 
-class _Problem:
+class CutProblem:
     """Variables: an option for each operator, then a form for each value. What is alike is worked out once."""
 
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
-        self.trains = _trained(program)
         self._alike: dict[Any, Any] = {}
+        self.kept = Kept(program, prices, self._once)
+        self.trains, self.dropped = self.kept.trains, self.kept.dropped
         self.options = {
             node: self._once(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
         }
@@ -205,19 +127,62 @@ class _Problem:
         self.number = {v: len(self.options) + n for n, v in enumerate(self.forms)}
         self.sizes = [len(options) for options in self.options.values()] + [len(forms) for forms in self.forms.values()]
         self.tables = list(self._tables())
-        self.order = order_of(self.sizes, self.tables)
+        self.held = list(self.kept.tables(self.options, self.forms, self.number))
+        self.order = order_of(self.sizes, self.tables, MOST)
+
+    def saving(self, how: Saving) -> CutProblem:
+        """The same with another stage of ZeRO, which changes nothing but what parameters take."""
+        if how == self.prices.saving:
+            return self
+        other = copy(self)
+        other.__dict__.pop("fastest", None)
+        other.prices = replace(self.prices, saving=how)
+        other.kept = Kept(self.program, other.prices, self._once)
+        other.held = list(other.kept.tables(self.options, self.forms, self.number))
+        return other
+
+    def within(self, room: float) -> Cuts:
+        """The fastest cuts that take no more than `room` bytes, as `cut` has it."""
+        wide = self.fastest
+        if wide.nbytes <= room:
+            return self.told(wide)
+        found = self.solved(DEAR) if self.fewest <= room else None
+        if found is None or found.nbytes > room:
+            least = max(self.fewest, found.nbytes if found else 0.0)
+            raise SearchError(
+                f"a model on {self.prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {least / 1e9:.2f} GB a rank",
+                f"{(least - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
+            )  # fmt: skip
+        while found.seconds > wide.seconds * (1 + GAP):
+            byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
+            tried = self.solved(byte)
+            if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
+                break
+            wide, found = (tried, found) if tried.nbytes > room else (wide, tried)
+        return self.told(found)
+
+    @cached_property
+    def fastest(self) -> Cuts:
+        """The best where bytes are worth no more than `prices.byte`."""
+        return self.solved(self.prices.byte)
 
     def solved(self, byte: float) -> Cuts:
         """The best where a held byte is worth `byte` seconds."""
-        held = {v: self._held(v) for v in self.forms}
-        priced = {id(costs): byte * costs for costs in held.values()}
-        worth = [Table((self.number[v],), priced[id(costs)]) for v, costs in held.items()]
-        value, chosen = least(self.sizes, [*self.tables, *worth], self.order)
-        at = {v: chosen[self.number[v]] for v in self.forms}
-        nbytes = sum(float(held[v][n]) for v, n in at.items())
+        priced = {id(table.costs): byte * table.costs for table in self.held}
+        worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
+        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self.order, MOST)
+        nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
-        forms = {v: forms[at[v]] for v, forms in self.forms.items()}
-        return Cuts(value - byte * nbytes, nbytes, self.program, options, forms)
+        forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
+        total = nbytes + self.kept.passing(forms)
+        return Cuts(
+            value - byte * nbytes, total, self.program, options, forms, gap=value / bound - 1 if bound > 0 else 0.0
+        )
+
+    @property
+    def fewest(self) -> float:
+        """Bytes that no solution goes below."""
+        return sum(float(table.costs.min()) for table in self.held)
 
     def told(self, found: Cuts) -> Cuts:
         """A solution with its meetings."""
@@ -240,12 +205,12 @@ class _Problem:
     def _costly(self, v: Value, have: Form, need: Form, layer: str, source: str = "") -> Iterator[Meeting]:
         seconds = float(self._conversions(v, (have,), (need,))[0, 0])
         if seconds > 0:
-            yield Meeting(v, have, need, self._bytes(v), seconds, layer, source)
+            yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source)
 
     def smallest(self, byte: float) -> float:
         """The least sum, found by looking at every combination at once."""
         total = np.zeros(self.sizes)
-        held = [Table((self.number[v],), byte * self._held(v)) for v in self.forms]
+        held = [Table(table.variables, byte * table.costs) for table in self.held]
         for table in (*self.tables, *held):
             total = total + aligned(table, tuple(range(len(self.sizes))))
         return float(total.min())
@@ -262,40 +227,37 @@ class _Problem:
         """What the options of an operator depend on."""
         place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
         args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
-        return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs))
+        again = self.dropped.layer(node) is not None
+        return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs), again)
 
     def _options(self, node: Node) -> Iterator[Option]:
         """By the operator's rule; without one it runs on whole values."""
         work = work_of(node)
-        device, share = self.prices.cluster.device, self.prices.share
-        times = 1 + (BACKWARD if any(v in self.trains for v in node.outs) else 0)
-        whole = device.seconds(work.flops * share, work.nbytes * share, work.dtype) * times if work.nbytes else 0.0
+        device, share = self.prices.cluster.device, self.kept.share
+        whole = device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
+        whole *= self._times(node) * self.prices.saving.accumulate
         operands, made = tensors_of(node.ins), tensors_of(node.outs)
         yield Option((WHOLE,) * len(operands), (WHOLE,) * len(made), whole)
-        call = self._call(node)
+        call = call_of(node)
         if call is None or len(call.bound.outs) != len(made):
             return
         given: list[Value | None] = call.operands(node.args, node.kwargs)
         name = node.op.name() if isinstance(node.op, Operator) else ""
-        for choice in _choices(call.bound, self.prices.ranks):
+        for choice in choices(call.bound, self.prices.ranks):
             if name in WRITTEN and any(isinstance(h, str) for h in choice.outs):
                 continue
-            needs = _needs(call.bound, choice, given, self.prices.ranks)
+            needs = needs_of(call.bound, choice, given, self.prices.ranks)
             if needs is not None:
                 gives = zip(choice.outs, call.bound.outs, strict=True)
-                forms = tuple(_form(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
+                forms = tuple(form_of(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
                 divided = whole / self.prices.ranks if choice.factor is not None else whole
                 yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
 
-    def _call(self, node: Node) -> Call | None:
-        if not isinstance(node.op, Operator):
-            return None
-        args, kwargs = map_values(_stand_in, (node.args, dict(node.kwargs)))
-        try:
-            call = describe(node.op, args, kwargs)
-        except RuleError:
-            return None
-        return None if call is None or call.mutated else call
+    def _times(self, node: Node) -> float:
+        """How many times as long as its forward pass an operator takes in all."""
+        if not any(v in self.trains for v in node.outs):
+            return 1.0
+        return 1.0 + BACKWARD + (self.dropped.layer(node) is not None)
 
     # --- forms
 
@@ -332,38 +294,15 @@ class _Problem:
 
     def _conversions(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...]) -> Any:
         """Seconds from each form to each other, forward and backward."""
-        nbytes, trains = self._bytes(v), v in self.trains
+        nbytes, trains = self.kept.nbytes(v), v in self.trains
 
-        shown = EXPOSED if v in self._given else 1.0
+        shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
 
         def one(a: Form, b: Form) -> float:
             return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
 
         key = (have, need, nbytes, trains, shown)
         return self._once(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
-
-    def _held(self, v: Value) -> Any:
-        """Bytes of a value in each of its forms: a parameter with its gradient and state, a result that is kept."""
-        times = (1 + STATE if v in self.trains else 1.0) if v in self._given else 1.0 if v in self._kept else 0.0
-        forms, nbytes = self.forms[v], self._bytes(v) * times
-        ranks = self.prices.ranks
-        return self._once(
-            ("held", forms, nbytes),
-            lambda: np.array([nbytes / (ranks if form.kind == "cut" else 1) for form in forms]),
-        )
-
-    @cached_property
-    def _kept(self) -> set[Value]:
-        """Results that have memory of their own, and a gradient: what a backward pass may need."""
-        views = {v for node in self.program.nodes for v, _ in looked_at(node)}
-        return {v for v in self.trains if v not in views and v not in self._given}
-
-    def _bytes(self, v: Value) -> float:
-        return v.nbytes * (1.0 if v in self._given else self.prices.share)
-
-    @cached_property
-    def _given(self) -> set[Value]:
-        return {i.value for i in self.program.inputs if i.role in ("parameter", "buffer")}
 
     @cached_property
     def _results(self) -> set[Value]:
@@ -375,52 +314,3 @@ WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 DEAR, ENOUGH, GAP = 1.0, 1e-9, 1e-3
 """Seconds that a byte is worth where nothing else counts; the part of a sum that makes no difference; and how much
 longer than the fastest cuts that do not fit those may take that do, before a better price is looked for."""
-STATE = 4.0
-"""Bytes that a parameter's gradient and optimizer take, per byte of it."""
-
-
-def _trained(program: Program) -> set[Value]:
-    """Values that a gradient comes to."""
-    found = {i.value for i in program.inputs if i.role == "parameter" and tensor_dtype(i.value).is_floating_point}
-    for node in program.nodes:
-        if not found.isdisjoint(node.ins):
-            found |= {v for v in node.outs if v.is_tensor and tensor_dtype(v).is_floating_point}
-    return found
-
-
-def _stand_in(v: Value) -> Any:
-    """What a rule looks at: a tensor's shape, or a number."""
-    if not isinstance(v.dtype, torch.dtype):
-        return v.dtype(2)
-    return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
-
-
-def _choices(bound: Bound, ranks: int) -> Iterator[Choice]:
-    """All options that a rule allows on so many ranks, with even parts."""
-    for factor, size in enumerate(bound.sizes):
-        if hint(size) % ranks == 0 and hint(size) > 1:
-            yield from cut_choices(bound, factor)
-    yield from term_choices(bound, (REPEATED,) * len(bound.ins))
-
-
-def _needs(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:
-    """What a choice needs of each operand; None where it would need one in two forms at once."""
-    needs: dict[Value, Form] = {}
-    varies = any(need != REPEATED for need in choice.ins)
-    for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
-        if v is None:
-            continue
-        form = _form(bound, held, dims, ranks)
-        form = VARYING if form == WHOLE and varies else form
-        if needs.setdefault(v, form) != form:
-            return None
-    return needs
-
-
-def _form(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> Form:
-    if isinstance(held, str):
-        return PENDING if held == "sum" else Form(held)
-    at = next((d for d, factors in enumerate(dims) if held in factors), None)
-    if at is None:
-        return WHOLE
-    return Form("cut", at, dim_of(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from math import prod
 
@@ -11,11 +11,15 @@ from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype, type_text
 from meshwright.layout import ProcessMesh, Spec, hint
 
-from ._account import Account, Laid, Rival, Sent, loses
+from ._account import Account, Curve, Laid, Rival, Sent, loses
 from ._choose import USABLE
-from ._cuts import STATE, Cuts, Meeting
+from ._cuts import Cuts, Meeting
 from ._errors import SearchError
+from ._kept import per_byte
+from ._mesh_curve import memory_curve
 from ._plan import quoted
+from ._prices import Prices
+from ._saving import NOTHING, Saving
 from ._sent import level
 
 REPLICAS, SHARES = "dp", "tp"
@@ -26,13 +30,17 @@ ROLES = "parameter", "buffer", "batch"
 class MeshPlan:
     """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
 
-    `seconds` of a step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search found it.
+    `saving` tells what else is done so that it fits into memory, `notes` what that takes for granted and what is not
+    known. `seconds` of a step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search
+    found it.
     """
 
     mesh: ProcessMesh
     layouts: Mapping[str, Spec] = field(repr=False)
     seconds: float = 0.0
     nbytes: float = 0.0
+    saving: Saving = NOTHING
+    notes: tuple[str, ...] = field(default=(), compare=False)
     cuts: Cuts | None = field(default=None, repr=False, compare=False)
     cluster: Cluster | None = field(default=None, repr=False, compare=False)
 
@@ -48,9 +56,10 @@ class MeshPlan:
 
     @property
     def how(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
         if set(self.mesh.dim_names) == {REPLICAS, SHARES}:
-            return f"{self.dp} replicas of {self.tp} ranks"
-        return " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            mesh = f"{self.dp} replicas of {self.tp} ranks"
+        return ", ".join(filter(None, [mesh, str(self.saving)]))
 
     def specs(self, program: Program) -> dict[str, Spec]:
         """The layouts by the names of a captured program's values: what its completion has to be told.
@@ -64,8 +73,9 @@ class MeshPlan:
         """Lines of TOML that `parse_mesh_plan` reads."""
         return "\n".join(
             [
-                f"# {self}".splitlines()[0],
-                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", "",
+                "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
+                *(f"# {note}" for note in self.notes),
+                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", *self.saving.lines(), "",
                 "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
                 "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
             ]
@@ -73,7 +83,8 @@ class MeshPlan:
 
     def __str__(self) -> str:
         head = f"{self.how}: {self.seconds:.4g} s a step, {self.nbytes / 1e9:.3g} GB a rank"
-        return "\n".join([head, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
+        notes = [f"  {note}" for note in self.notes]
+        return "\n".join([head, *notes, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
 
     def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
         """Why it takes so long: what computes, what meets and where, what the next plans would take.
@@ -108,8 +119,17 @@ class MeshPlan:
             f"a module of {sizes.pop('elements') / 1e9:.3g} billion parameters", self.how,
             f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
             tuple(_why(self.seconds, spent, self._meetings)), spent, {"every rank": sizes}, tuple(self._laid()),
-            tuple(self._sent(cluster)), tuple(rivals), dict(self.mesh.sizes),
+            tuple(self._sent(cluster)), tuple(rivals), self._decided(), curves=(self._curve(cuts, cluster),),
         )  # fmt: skip
+
+    def _decided(self) -> dict[str, object]:
+        saving = {name: value for name, value in asdict(self.saving).items() if value != getattr(NOTHING, name)}
+        return {**self.mesh.sizes, **saving}
+
+    def _curve(self, cuts: Cuts, cluster: Cluster) -> Curve:
+        together = min(self.tp, cluster.per_node)
+        prices = Prices(cluster, self.tp, together, 1 / self.dp, replicas=self.dp, saving=self.saving)
+        return memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
     def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
         """What the search found, where there was one."""
@@ -133,7 +153,7 @@ class MeshPlan:
         """Bytes of a rank by kind, and how many elements all parameters have."""
         own = [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
         parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in own)
-        state = min(self.nbytes, sum(nbytes * (1 + STATE) / ranks for nbytes, ranks in parts))
+        state = min(self.nbytes, sum(nbytes * per_byte(self.saving, self.dp) / ranks for nbytes, ranks in parts))
         return {
             "elements": float(sum(prod(map(hint, i.value.shape)) for i in own)),
             "parameters, gradients, optimizer": state,
@@ -155,7 +175,8 @@ class MeshPlan:
             link = level(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
             seconds = self._spent()["gradients of replicas"]
             nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
-            yield Sent("all-reduce", "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
+            kind = "reduce-scatter and all-gather" if self.saving.zero else "all-reduce"
+            yield Sent(kind, "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
 
 
 def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_s
 from ._errors import SearchError
 from ._mesh_plan import MeshPlan
 from ._plan import read_text
+from ._saving import Saving
 
 EXAMPLE = '[mesh]\ndp = 4\ntp = 2\n\n[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
-KNOWN = "mesh", "layouts", "seconds", "bytes"
+KNOWN = "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate"
 MOST = 2**24
 """So many ranks a mesh may have."""
 
@@ -40,7 +41,18 @@ def parse_mesh_plan(text: str) -> MeshPlan:
     if not all(type(n) in (int, float) for n in numbers):
         raise _refused(f"seconds and bytes {numbers}", "predictions are numbers", "one of them is none")
     specs = {name: _spec(name, line, mesh) for name, line in layouts.items()}
-    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]))
+    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given))
+
+
+def _saving(given: Mapping[str, Any]) -> Saving:
+    zero, layers, pieces = given.get("zero", 0), given.get("recompute", []), given.get("accumulate", 1)
+    if type(zero) is not int or not 0 <= zero <= 3:
+        raise _refused(f"zero = {zero!r}", "stages of ZeRO are 1 to 3, and 0 is none of it", "this is none")
+    if not isinstance(layers, list) or not all(type(layer) is str for layer in cast(list[Any], layers)):
+        raise _refused(f"recompute = {layers!r}", 'names of layers, as ["blocks.*"]', "these are none")
+    if type(pieces) is not int or pieces < 1:
+        raise _refused(f"accumulate = {pieces!r}", "a batch has one piece or more", "this is no number of pieces")
+    return Saving(zero, tuple(cast(list[str], layers)), pieces)
 
 
 def _table(given: Any, kind: type, name: str, what: str) -> dict[str, Any]:

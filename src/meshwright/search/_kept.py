@@ -1,0 +1,166 @@
+"""What a rank holds: parameters with gradients and states, and the results that a backward pass may need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from meshwright.graph import Node, Program, Value, looked_at, tensor_dtype
+from meshwright.layout import hint
+
+from ._eliminate import Table
+from ._forms import Form, collective
+from ._prices import Prices
+from ._saving import LEAST, NOTHING, Dropped, Saving
+from ._ways import Option, tensors_of
+
+STATE, GRADIENT = 4.0, 1.0
+"""Bytes that a parameter's gradient and optimizer take, per byte of it; and those of the gradient alone."""
+
+
+def per_byte(saving: Saving, replicas: int) -> float:
+    """Bytes that a parameter, its gradient and its state take on a rank, per byte of it."""
+    own, gradient, state = saving.parameter(replicas)
+    return own + GRADIENT * gradient + (STATE - GRADIENT) * state
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of the values of a program by their forms; `once` gives one object for all that are alike."""
+
+    program: Program
+    prices: Prices
+    once: Callable[[Any, Callable[[], Any]], Any]
+
+    def tables(
+        self,
+        options: Mapping[Node, Sequence[Option]],
+        forms_of: Mapping[Value, tuple[Form, ...]],
+        number: Mapping[Value, int],
+    ) -> Iterator[Table]:
+        """Bytes of values in their forms: parameters with gradients and states, and results that are kept.
+
+        What is made again is kept where it was sent to be what it is, since nothing is sent again; and so is what was
+        gathered of a parameter, but in stage 3 of ZeRO.
+        """
+        for v, forms in forms_of.items():
+            yield Table((number[v],), self._in_forms(forms, self._of(v)))
+        for n, (node, ways) in enumerate(options.items()):
+            for place, v in enumerate(tensors_of(node.outs)):
+                if self._is_sent_out(v):
+                    given = tuple(option.gives[place] for option in ways)
+                    costs = self._sent(v, given, forms_of[v], into=True)
+                    yield from [Table((n, number[v]), costs)] if costs.any() else []
+            for place, v in enumerate(tensors_of(node.ins)):
+                if self._is_sent_in(v, node):
+                    needed = tuple(option.needs[place] for option in ways)
+                    costs = self._sent(v, forms_of[v], needed)
+                    yield from [Table((number[v], n), costs)] if costs.any() else []
+
+    def made_at(self, node: Node, option: Option, forms: Mapping[Value, Form]) -> float:
+        """Bytes that live from a node on until the backward pass: its results, and what is sent for it."""
+        made, read = tensors_of(node.outs), tensors_of(node.ins)
+        pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
+        pairs += [(v, forms[v], need) for v, need in zip(read, option.needs, strict=True) if self._is_sent_in(v, node)]
+        sent = sum(float(self._sent(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
+        return sent + sum(self.held(v, forms[v]) for v in made)
+
+    def held(self, v: Value, form: Form) -> float:
+        """Bytes that a rank holds of a value for long."""
+        return self._of(v) / self._ranks(form)
+
+    def _is_sent_out(self, v: Value) -> bool:
+        """Whether what is sent to make a value is kept, though it could be made again."""
+        return v in self.late and v in self.dropped.values
+
+    def _is_sent_in(self, v: Value, node: Node) -> bool:
+        """Whether what a node is sent of a value is kept."""
+        if v in self.given:
+            return v in self.trains and self.prices.saving.zero != 3
+        return v in self.trains and self.dropped.layer(node) is not None
+
+    def _sent(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...], into: bool = False) -> Any:
+        """Bytes of a value after its conversion, where ranks communicate for that."""
+
+        def costs() -> Any:
+            whole = self._in_forms(need, self.nbytes(v))
+            return np.array([[float(collective(a, b) is not None) for b in need] for a in have]) * whole
+
+        return self.once(("sent", have, need, self.nbytes(v), into), costs)
+
+    def _in_forms(self, forms: tuple[Form, ...], nbytes: float) -> Any:
+        ranks = self.prices.ranks
+        return self.once(
+            ("held", forms, nbytes),
+            lambda: np.array([nbytes / (ranks if form.kind == "cut" else 1) for form in forms]),
+        )
+
+    def _of(self, v: Value) -> float:
+        if v in self.given:
+            return v.nbytes * self._parameter(v) if v in self.trains else float(v.nbytes)
+        return self.nbytes(v) if v in self.late and v not in self.dropped.values else 0.0
+
+    def _parameter(self, v: Value) -> float:
+        """Bytes of a parameter, its gradient and state on a rank, per byte of it."""
+        return per_byte(self.prices.saving if self.is_cut_by_zero(v) else NOTHING, self.prices.replicas)
+
+    def is_cut_by_zero(self, v: Value) -> bool:
+        """Whether ZeRO cuts a parameter: small ones stay whole."""
+        return prod(map(hint, v.shape)) >= LEAST
+
+    def passing(self, forms: Mapping[Value, Form]) -> float:
+        """Bytes that live for a while: of the layer that is made again, of gathered parameters."""
+        gathered = [v.nbytes / self._ranks(forms[v]) for v in self.given & self.trains & forms.keys()]
+        two = 2 * max(gathered, default=0.0) if self.prices.saving.zero == 3 else 0.0
+        return max(self.of_layers(forms).values(), default=0.0) + two
+
+    def of_layers(self, forms: Mapping[Value, Form]) -> Mapping[str, float]:
+        """Bytes of each layer that is made again, while it is."""
+        layers: dict[str, float] = {}
+        for v, layer in self.dropped.values.items():
+            if v in self.late:
+                layers[layer] = layers.get(layer, 0.0) + self.nbytes(v) / self._ranks(forms[v])
+        return layers
+
+    def _ranks(self, form: Form) -> int:
+        return self.prices.ranks if form.kind == "cut" else 1
+
+    def nbytes(self, v: Value) -> float:
+        """Bytes of a whole value: of those that a batch makes, the part that a replica works on at once."""
+        return v.nbytes * (1.0 if v in self.given else self.share)
+
+    @property
+    def share(self) -> float:
+        """The part of a batch that a replica works on at once."""
+        return self.prices.share / self.prices.saving.accumulate
+
+    @cached_property
+    def dropped(self) -> Dropped:
+        return Dropped(self.program, self.prices.saving)
+
+    @cached_property
+    def given(self) -> set[Value]:
+        """Parameters and buffers."""
+        return {i.value for i in self.program.inputs if i.role in ("parameter", "buffer")}
+
+    @cached_property
+    def late(self) -> set[Value]:
+        """Results that have memory of their own, and a gradient: what a backward pass may need."""
+        views = {v for node in self.program.nodes for v, _ in looked_at(node)}
+        return {v for v in self.trains if v not in views and v not in self.given}
+
+    @cached_property
+    def trains(self) -> set[Value]:
+        """Values that a gradient comes to."""
+        found = {
+            i.value for i in self.program.inputs if i.role == "parameter" and tensor_dtype(i.value).is_floating_point
+        }
+        for node in self.program.nodes:
+            if not found.isdisjoint(node.ins):
+                found |= {v for v in node.outs if v.is_tensor and tensor_dtype(v).is_floating_point}
+        return found

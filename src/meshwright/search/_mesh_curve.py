@@ -1,0 +1,56 @@
+"""What a rank holds from moment to moment under a plan for a module: forward, and the same way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshwright.graph import Node
+
+from ._account import Curve
+from ._cuts import BACKWARD, Cuts
+from ._kept import Kept
+from ._prices import Prices
+
+
+def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
+    """The bytes of every rank over a step of so many seconds; of a batch in pieces, over one piece of it.
+
+    What sends is spread over the step: operators say when, and the account of the plan how long.
+    """
+    kept = Kept(cuts.program, prices, _anew)
+    base = sum(kept.held(v, cuts.forms[v]) for v in kept.given if v in cuts.forms)
+    base += kept.passing(cuts.forms) - max(kept.of_layers(cuts.forms).values(), default=0.0)
+    now, at, points = base, 0.0, [(0.0, base)]
+    for took, more in _changes(cuts, kept):
+        at, now = at + took, now + more
+        points.append((at, now))
+    scale = seconds / at if at else 1.0
+    return Curve("every rank", tuple((when * scale, held) for when, held in points))
+
+
+def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
+    """Seconds of each operator with the bytes that are more or less behind it."""
+    layers, made = kept.of_layers(cuts.forms), dict[Node, float]()
+    for node, option in cuts.options.items():
+        made[node] = kept.made_at(node, option, cuts.forms)
+        yield option.seconds * _forward(node, kept), made[node]
+    inside = ""
+    for node, option in reversed([*cuts.options.items()]):
+        layer = kept.dropped.layer(node) or ""
+        if layer != inside:
+            yield 0.0, layers.get(layer, 0.0) - layers.get(inside, 0.0)
+        inside = layer
+        yield option.seconds * (1 - _forward(node, kept)), -made[node]
+    yield 0.0, -layers.get(inside, 0.0)
+
+
+def _forward(node: Node, kept: Kept) -> float:
+    """The part of an operator's seconds that its forward pass takes."""
+    if not any(v in kept.trains for v in node.outs):
+        return 1.0
+    return 1 / (1 + BACKWARD + (kept.dropped.layer(node) is not None))
+
+
+def _anew(key: Any, make: Callable[[], Any]) -> Any:
+    return make()

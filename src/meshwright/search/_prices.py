@@ -1,0 +1,34 @@
+"""What conversions along one axis of ranks take, and how a step on it saves memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cost import Cluster
+
+from ._forms import Form, collective, dual
+from ._saving import NOTHING, Saving
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the axis is: its ranks, of which `together` share a node; the part of a batch that a rank of it has.
+
+    `byte` is what a held byte is worth, in seconds. There are `replicas`, which do what `saving` says.
+    """
+
+    cluster: Cluster
+    ranks: int
+    together: int
+    share: float = 1.0
+    byte: float = 0.0
+    replicas: int = 1
+    saving: Saving = NOTHING
+
+    def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
+        """Seconds of a conversion, and of its transpose where a gradient comes back."""
+        return self._one(have, need, nbytes) + (self._one(dual(need), dual(have), nbytes) if trains else 0.0)
+
+    def _one(self, have: Form, need: Form, nbytes: float) -> float:
+        kind = collective(have, need)
+        return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
