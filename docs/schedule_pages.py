@@ -1,10 +1,12 @@
-"""Writes `concepts/schedules.md` and a picture per schedule: `python docs/schedule_pages.py`, or `make pictures`."""
+"""Writes `concepts/schedules.md`, a picture per schedule and one of a layout: `make pictures`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.layout import ProcessMesh
 from meshwright.pipeline import KNOWN, Known, Schedule, Times, peaks, simulate, svg
+from meshwright.report import show
 
 DOCS = Path(__file__).parent
 PAGE, PICTURES = DOCS / "concepts" / "schedules.md", DOCS / "pictures"
@@ -21,7 +23,9 @@ microbatches that each rank holds. `meshwright schedule NAME` draws the same in 
 def files() -> dict[Path, str]:
     """What the files hold."""
     found = {PICTURES / f"{slug(name)}.svg": svg(simulate(table(k), times(k))) for name, k in KNOWN.items()}
-    return {PAGE: "\n".join([HEAD, *(section(k) for k in KNOWN.values())]), **found}
+    layout = show("f32[5@dp, 8@tp]", ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]))._repr_svg_()
+    page = "\n".join([HEAD, *(section(k) for k in KNOWN.values())])
+    return {PAGE: page, PICTURES / "layout.svg": layout, **found}
 
 
 def table(k: Known) -> Schedule:
