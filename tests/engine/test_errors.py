@@ -260,6 +260,10 @@ CASES: list[Case] = [
     ("no size", on_ranks(mw.init_mesh), layout.MeshError, "dp=4"),
     ("two open sizes", on_ranks(lambda: mw.init_mesh(dp=-1, tp=-1)), layout.MeshError, "what is left"),
     ("an empty axis", on_ranks(lambda: mw.init_mesh(dp=0)), layout.MeshError, "dp=4"),
+    (
+        "nothing left for the model", lambda: mw.plan(torch.nn.Linear(2, 1), [torch.ones(4, 2)], torch.sub, ranks=2),
+        engine.BatchError, "labels",
+    ),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
     ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),

@@ -17,6 +17,7 @@ from meshwright.layout import Spec
 from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, plan_mesh, rows_of, shown
 from meshwright.tensor import leaves_in
 
+from ._errors import BatchError
 from ._shared import searched_once
 from ._static import DistModel
 from ._strategy import GradientMerge, Recomputing, Sharding, Strategy
@@ -48,7 +49,13 @@ def machines_of(cluster: Cluster | str | None) -> Cluster:
 
 
 def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None) -> Program:
-    """The forward pass with the loss."""
+    """The forward pass with the loss. Raises BatchError where nothing is left for the model."""
+    if loss is not None and len(batch) < 2:
+        raise BatchError(
+            "a plan for a model and a loss", f"a batch of {len(batch)}",
+            "the loss takes the last part of it, and the model all others",
+            "(inputs, labels), or a model that gives its loss itself and loss=None",
+        )  # fmt: skip
 
     def call(*args: Any) -> Any:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
