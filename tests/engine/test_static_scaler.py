@@ -78,10 +78,11 @@ def stepping(make: Make = OPTIMIZERS["adamw"], pipeline: bool = False, **options
 def static(overflows: tuple[int, ...], **options: Any) -> tuple[list[Told], list[list[Tensor]]]:
     model = stepping(**options)
     told, parameters = list[Told](), list[list[Tensor]]()
-    mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])["pp", 0] if options.get("pipeline") else MESH
+    stages = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
+    homes = (stages["pp", 0], stages["pp", 1]) if options.get("pipeline") else (MESH, MESH)
     for step in range(STEPS):
         x, y = batch(step, overflows)
-        loss = model(mw.shard_tensor(x, mesh, [mw.Shard(0)]), y)
+        loss = model(*(mw.shard_tensor(t, mesh, [mw.Shard(0)]) for t, mesh in zip((x, y), homes, strict=True)))
         assert model.loss_scale is not None
         told.append((float(loss), model.loss_scale.get_scale()))
         parameters.append(whole(model.network))

@@ -353,7 +353,8 @@ class DistModel:
         self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
     ) -> tuple[Capture, Layouts]:
         """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
-        captured = capture(self.network, self._call, batch, dynamic)
+        with self.strategy.autocast(leaves_in(batch)):
+            captured = capture(self.network, self._call, batch, dynamic)
         program = spread(captured.program)
         if self._mode == "train" and self.strategy.pipeline.enable:
             program = sequences_cut(program, self.strategy.pipeline)

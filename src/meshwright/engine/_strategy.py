@@ -6,7 +6,8 @@ is refused with a reason; what each did stands in `program.changes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from math import inf
@@ -328,6 +329,13 @@ class Strategy:
         if program == "captured":
             return (*self._captured(), *own)
         return (*self._recorded(), *own, *([InPlace()] if self.inplace and self.compiler == "none" else []))
+
+    def autocast(self, batch: Iterable[Any]) -> AbstractContextManager[Any]:
+        """What a model is captured in, so that its own casts and dtypes are those that it will meet."""
+        amp = next((p for p in self.passes_on("captured") if isinstance(p, Amp)), None)
+        kinds = [x.device.type for x in batch if isinstance(x, torch.Tensor) and x.device.type != "meta"]
+        device = kinds[0] if kinds else torch.get_default_device().type
+        return nullcontext() if amp is None else torch.autocast(device, amp.dtype)
 
     def _captured(self) -> Iterator[Pass]:
         if self.fused_passes.enable:

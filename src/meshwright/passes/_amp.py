@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -43,6 +44,8 @@ SINGLE = {
 @dataclass(frozen=True)
 class Amp(Pass):
     """Level "O1" is `torch.autocast`. At "O2" parameters but those of norms are cast, too; `single` run in float32.
+
+    A model that casts by itself is to be captured under autocast, as `to_static` does: in float32 some casts are none.
 
     Gradients in float16 vanish without a loss scale, which is no part of the pass: `Strategy(amp=...)` has both.
     """
@@ -110,7 +113,13 @@ class _Cast:
 
     def _plain(self, node: Node) -> Iterator[Node]:
         args, kwargs = map_values(self.low, (node.args, dict(node.kwargs)))
-        yield replace(node, args=args, kwargs=kwargs, origin=replace(node.origin, autocast=self._mode(*node.ins)))
+        mode = node.origin.autocast if self._has_modes else self._mode(*node.ins)
+        yield replace(node, args=args, kwargs=kwargs, origin=replace(node.origin, autocast=mode))
+
+    @cached_property
+    def _has_modes(self) -> bool:
+        """True for a program that was captured under autocast: what the model itself leaves out of it stays so."""
+        return any(n.origin.autocast is not None and n.origin.autocast[1] == self.how.dtype for n in self.before.nodes)
 
     def _single(self, node: Node) -> Iterator[Node]:
         """The node without autocast, on operands in float32."""
