@@ -63,5 +63,6 @@ def test_torchrun_starts_it_too() -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = numbers(done.stdout)
-    assert sorted(map(tuple, lines)) == sorted(map(tuple, lines[::2] * 2))
+    losses = sorted(re.findall(r"\d\.\d{5}", done.stdout))  # lines of two processes may run into each other
+    assert losses
+    assert losses[::2] == losses[1::2]

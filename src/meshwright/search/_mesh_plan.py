@@ -22,7 +22,8 @@ from ._prices import Prices
 from ._saving import NOTHING, Saving
 from ._sent import level
 
-REPLICAS, SHARES = "dp", "tp"
+REPLICAS = "dp"
+SHARES = "tp"
 ROLES = "parameter", "buffer", "batch"
 
 
