@@ -1,7 +1,7 @@
 """Pipelines, figure 3: gradients under every table beside one device, and tables at random, valid and broken.
 
-Every known schedule that keeps the optimizer's meaning and takes whole sequences, for p in {2, 4} stages, m in {p, 2p}
-microbatches and v in {1, 2} chunks, on simulated ranks and on processes (Gloo). The model has a skip connection over
+Every known schedule that keeps the optimizer's meaning, for p in {2, 4} stages, m in {p, 2p} microbatches and v in
+{1, 2} chunks, or slices of a sequence, on simulated ranks and on processes (Gloo). The model has a skip connection over
 all stages, a mask, and an embedding tied to its last layer. Valid tables come of a random walk; broken ones of damage.
 """
 
@@ -34,6 +34,7 @@ from meshwright.pipeline import (
     behind_all,
     check,
     in_pieces,
+    in_slices,
     linear,
     looped,
     mirrored,
@@ -49,8 +50,8 @@ GOAL, FUZZ, BROKEN = 1e-5, 1000, 1000
 WIDTH, WORDS, ROWS = 8, 13, 2
 ROOT = Path(__file__).parents[1]
 Way = tuple[int, ...]
+LENGTH = 4
 OTHER_MEANING = ("PipeDream", "PipeDream-2BW")
-SLICED = ("Seq1F1B", "TeraPipe")
 
 
 class Chain(nn.Module):
@@ -86,8 +87,8 @@ class Chain(nn.Module):
 
 def batch(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(rows)
-    tokens, labels = (torch.randint(0, WORDS, (rows, 4), generator=g) for _ in range(2))
-    return tokens, torch.rand((rows, 4), generator=g) > 0.3, labels
+    tokens, labels = (torch.randint(0, WORDS, (rows, LENGTH), generator=g) for _ in range(2))
+    return tokens, torch.rand((rows, LENGTH), generator=g) > 0.3, labels
 
 
 def laid(chunks: int, homes: Sequence[Any]) -> Chain:
@@ -101,21 +102,27 @@ def laid(chunks: int, homes: Sequence[Any]) -> Chain:
 
 
 class Work:
-    """One placement on one rank: the parts of its step, which every table runs; and gradients of one device."""
+    """One placement on one rank: the parts of its step, which every table runs; and gradients of one device.
 
-    def __init__(self, way: Way) -> None:
+    With `slices`, sequences are cut into so many.
+    """
+
+    def __init__(self, way: Way, slices: int) -> None:
         self.way, self.rank, size = way, current().rank, max(way) + 1
         homes = [mw.ProcessMesh([stage], ["dp"]) for stage in range(size)]
         model = laid(len(way), [homes[stage] for stage in way])
         captured = capture(model, model.loss, batch(ROWS))
         program = spread(captured.program)
+        if slices > 1:
+            program = in_slices(program, [LENGTH // slices] * slices)
         program = with_layouts(program, complete(program, {}))
         captured = replace(captured, program=program)
         found = [staged(program)]
-        if len(way) == size:
+        if len(way) == size and slices == 1:
             found.append(staged(mirrored(program, found[0][1])))
         self.ways = [
-            taken_apart(record_gradients(replace(captured, program=p), self.rank, size), stages) for p, stages in found
+            taken_apart(record_gradients(replace(captured, program=p), self.rank, size), stages, slices=slices)
+            for p, stages in found
         ]
         lay_as_captured(captured, None)
         self.slots = captured.slots
@@ -123,7 +130,7 @@ class Work:
 
     def error(self, schedule: Schedule) -> tuple[float, float]:
         """The largest relative difference of a gradient of this rank's parameters; and how many chunks it held."""
-        ways, m = self.ways[: len(schedule.ways)], schedule.microbatches
+        ways, m = self.ways[: len(schedule.ways)], schedule.sequences
         ways = with_behind(ways, behind_all(ways, m))
         peak = Peak(ways)
         run = PipelineRun(ways, schedule, self.rank, in_pieces(ways, schedule, {0, 1, 2}), watch=peak)
@@ -173,9 +180,9 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def known_tables(p: int) -> Iterator[Schedule]:
-    """Every known schedule that runs one device's step, and that takes whole sequences."""
+    """Every known schedule that runs one device's step."""
     for name, k in KNOWN.items():
-        if name in OTHER_MEANING or name in SLICED:
+        if name in OTHER_MEANING:
             continue
         for m in (p, 2 * p):
             for v in (1, 2) if k.takes else (0,):
@@ -257,14 +264,14 @@ class Task:
 
     def run(self) -> list[dict[str, Any]]:
         """A row per table, the same list on every rank: name, error, what was held and what was to be."""
-        works: dict[Way, Work] = {}
+        works: dict[tuple[Way, int], Work] = {}
         rows: list[dict[str, Any]] = []
         for table in self.tables():
-            way = table.ways[0]
-            if way not in works:
-                works[way] = Work(way)
-            error, held = works[way].error(table)
-            rows.append({"name": table.name, "m": table.microbatches, "v": len(way) // self.p, "error": error,
+            way, slices = table.ways[0], table.slices
+            if (way, slices) not in works:
+                works[way, slices] = Work(way, slices)
+            error, held = works[way, slices].error(table)
+            rows.append({"name": table.name, "m": table.sequences, "v": slices * len(way) // self.p, "error": error,
                          "held": held, "predicted": peaks(table)[current().rank]})  # fmt: skip
         return rows
 
