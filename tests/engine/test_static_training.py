@@ -185,3 +185,28 @@ def test_the_layout_of_states_that_the_user_chooses() -> None:
         )
 
     same_as_eager(Job(Base, numbers), STYLES["whole"], make)
+
+
+def test_running_statistics_of_channels_that_ranks_do_not_divide() -> None:
+    """Where a rank's channels begin is a number that no program may ask about: the last rank has fewer."""
+
+    def train(mesh: mw.ProcessMesh | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        if mesh is not None:
+            net[0].weight = mw.shard_tensor(net[0].weight, mesh, [mw.Shard(0)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x, y = torch.randn(6, 4), torch.randn(6, 2)
+        static = mw.to_static(net, None, nn.functional.mse_loss, optimizer) if mesh is not None else None
+        for _ in range(2):
+            loss = static(x, y) if static is not None else nn.functional.mse_loss(net(x), y)
+            if static is None:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [mw.unshard_dtensor(t).detach() for t in (loss, net[1].running_mean, net[1].running_var)]
+
+    one = train(None)
+    for found in mw.simulate(train, 3, mw.ProcessMesh([0, 1, 2], ["tp"])):
+        for a, b in zip(found, one, strict=True):
+            torch.testing.assert_close(a, b)

@@ -90,7 +90,6 @@ def _track(call: LocalCall, running: Tensor | None, value: Tensor, momentum: flo
         return
     new = value.reshape(-1).to(running.dtype)
     if running.shape != new.shape:
-        whole = torch.zeros_like(running)
-        whole[call.start(0, 1) : call.start(0, 1) + new.shape[0]] = new
-        new = call.sum(whole, 0, 1)
+        places = torch.arange(new.shape[0], device=new.device) + call.start(0, 1)
+        new = call.sum(torch.zeros_like(running).index_copy(0, places, new), 0, 1)
     running.mul_(1 - momentum).add_(new * momentum)
