@@ -129,5 +129,5 @@ def with_shapes(program: Program) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with FakeTensorMode(), torch.no_grad():
-        fakes = [torch.empty(i.value.shape, dtype=i.value.dtype) for i in program.inputs]  # pyright: ignore
+        fakes = [torch.empty(i.value.shape, dtype=i.value.dtype) for i in program.inputs]
         return make_fx(to_fx(program))(*fakes)

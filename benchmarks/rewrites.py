@@ -86,7 +86,7 @@ def beside_rivals(program: Program, quick: bool) -> dict[str, Any]:
         ("torch.fx subgraph_rewriter", rivals.fx_norm, rivals.fx_linear, rivals.by_fx),
         ("Inductor pattern_matcher", rivals.inductor_norm, rivals.inductor_linear, rivals.by_inductor),
     ):
-        applies = {"norm": make(norm()), "linear": make(linear())}  # pyright: ignore
+        applies = {"norm": make(norm()), "linear": make(linear())}
         rows[name] = {
             "norm": {"lines": rivals.lines(norm), "styles": sum(finds(applies["norm"], style) for style in STYLES)},
             "linear": {"lines": rivals.lines(linear)},

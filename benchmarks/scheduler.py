@@ -95,7 +95,7 @@ def problem_of(i: dict[str, Any]) -> Problem:
 
 
 def _each(x: Any) -> Any:
-    return tuple(map(float, x)) if isinstance(x, list) else float(x)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(map(float, x)) if isinstance(x, list) else float(x)
 
 
 def row(i: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] -- torch tells no checker of it
+from torch.distributed import HashStore
 
 from meshwright.comm import _region, _shared_memory
 from meshwright.comm._reduce import REDUCTIONS, reduce

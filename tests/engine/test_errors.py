@@ -223,7 +223,7 @@ CASES: list[Case] = [
     ("a picture without a mesh", lambda: mw.show("f32[2]"), report.ShowError, "mesh"),
     ("a model that differs", lambda: mw.verify(torch.nn.Linear(6, 2), [torch.ones(4, 6)], MESH, mw.Parallelism(),
                                                rtol=-1.0).check(), engine.DifferenceError, "look at"),
-    ("marks that are none", lambda: mw.verify(torch.nn.ReLU(), [], MESH, "tp"), engine.StrategyError, "Parallelism"),  # type: ignore[arg-type]
+    ("marks that are none", lambda: mw.verify(torch.nn.ReLU(), [], MESH, "tp"), engine.StrategyError, "Parallelism"),
     # programs
     ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),

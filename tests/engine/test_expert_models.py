@@ -119,7 +119,7 @@ LAYOUTS: dict[str, tuple[mw.ProcessMesh, list[mw.Placement], list[mw.Placement],
 
 def laid(model: Mixture, case: str) -> Mixture:
     mesh, _, up, down = LAYOUTS[case]
-    model.up, model.down = mw.shard_tensor(model.up, mesh, up), mw.shard_tensor(model.down, mesh, down)  # pyright: ignore[reportAttributeAccessIssue] - parameters stay such
+    model.up, model.down = mw.shard_tensor(model.up, mesh, up), mw.shard_tensor(model.down, mesh, down)
     mw.shard_layer(model, mesh)
     return model
 
@@ -159,7 +159,7 @@ def test_every_style_has_the_numbers_of_one_device(style: str, case: str) -> Non
 class Trained(Mixture):
     """The mixture, whose result is its loss."""
 
-    def forward(self, x: Tensor, goal: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - a model of its own
+    def forward(self, x: Tensor, goal: Tensor) -> Tensor:
         out, told = super().forward(x)
         return ((out - goal) ** 2).mean() + told
 
@@ -197,7 +197,7 @@ def test_sizes_may_change(style: str) -> None:
     """One program takes all batches but the first."""
 
     class Alone(Mixture):
-        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - a model of its own
+        def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[0]
 
     def go(case: str | None) -> list[Tensor]:

@@ -82,7 +82,7 @@ def test_the_gradients_are_those_of_one_device(written: bool) -> None:
         torch.manual_seed(0)
         made = Block(written) if plan is None else block(plan, written)
         made(torch.arange(64.0).reshape(2, 4, 8).cos()).square().mean().backward()
-        return [mw.unshard_dtensor(p.grad) if plan else p.grad for p in made.parameters()]  # pyright: ignore
+        return [mw.unshard_dtensor(p.grad) if plan else p.grad for p in made.parameters()]
 
     wanted = gradients(None)
     for found in mw.simulate(lambda: gradients(SEQUENCE), 2):

@@ -40,7 +40,7 @@ def steps(kind: type, options: dict[str, Any], lay: bool) -> tuple[list[Tensor],
     for step in range(4):
         loss = sum(((p - step) ** 2).mean() for p in parameters[: 3 if step == 1 else 4])  # one has no gradient once
         optimizer.zero_grad()
-        loss.backward()  # pyright: ignore[reportAttributeAccessIssue] - a tensor
+        loss.backward()
         optimizer.step()
     return [mw.unshard_dtensor(p).detach() if lay else p.detach() for p in parameters], on_parts
 
@@ -72,7 +72,7 @@ def test_an_error_in_a_step_leaves_tensors_what_they_are() -> None:
     def go() -> Any:
         parameters = make(True)
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        sum(p.sum() for p in parameters).backward()  # pyright: ignore[reportAttributeAccessIssue] - a tensor
+        sum(p.sum() for p in parameters).backward()
         optimizer.param_groups[0]["weight_decay"] = "much"
         with pytest.raises(TypeError):
             optimizer.step()
@@ -90,7 +90,7 @@ def test_hooks_and_schedulers_see_the_optimizer() -> None:
         optimizer.register_step_post_hook(lambda of, *_: seen.append(len(of.param_groups[0]["params"])))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         for _ in range(2):
-            sum(p.sum() for p in parameters).backward()  # pyright: ignore[reportAttributeAccessIssue] - a tensor
+            sum(p.sum() for p in parameters).backward()
             optimizer.step()
             scheduler.step()
         return seen, scheduler.get_last_lr()

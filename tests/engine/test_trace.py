@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def line_of(function: object, text: str) -> str:
-    lines, begin = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    lines, begin = inspect.getsourcelines(function)
     (at,) = (begin + n for n, line in enumerate(lines) if text in line)
     return f"{__file__}:{at}"
 

@@ -294,7 +294,7 @@ def test_gradients_are_those_of_the_block() -> None:
     known = dict(zip((i.value for i in p.inputs), _given(p, block, x), strict=True))
     for node in p.nodes:
         args = [known.get(a, a) if not isinstance(a, list) else a for a in node.args]
-        known[node.out] = node.op(*args, **node.kwargs)  # pyright: ignore
+        known[node.out] = node.op(*args, **node.kwargs)
     grads = torch.autograd.grad(known[p.outputs], list(block.parameters()))
     for found, parameter in zip(grads, block.parameters(), strict=True):
         expected = parameter.grad

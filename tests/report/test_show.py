@@ -38,7 +38,7 @@ def specs(draw: st.DrawFn) -> Spec:
             dims.append(axes)
             shape.append(sizes[1])
     terms = tuple((a, "sum") for a, spot in spots.items() if spot == "terms")
-    return Spec(MESH, Layout(tuple(dims), terms), shape, torch.float32)  # type: ignore[arg-type]
+    return Spec(MESH, Layout(tuple(dims), terms), shape, torch.float32)
 
 
 @given(specs())

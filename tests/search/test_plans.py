@@ -145,7 +145,7 @@ def test_what_is_given_stays() -> None:
         (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, schedule="Chimera"), "Chimera"),
         (lambda: Plan(dp=0), "dp = 0"),
         (lambda: Plan(zero=4), "zero = 4"),
-        (lambda: Plan(recompute="some"), "some"),  # pyright: ignore[reportArgumentType]
+        (lambda: Plan(recompute="some"), "some"),
         (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, recompute="some"), "some"),
         (lambda: Transformer(0, 1, 1, 1, 1, 1, 1), "at least 1"),
     ],

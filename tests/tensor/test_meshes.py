@@ -100,7 +100,7 @@ def ctc(x: Tensor) -> Tensor:
 def groups(x: Tensor) -> Tensor:
     """torch's meta kernel wants bfloat16, and its kernels do not."""
     ends = torch.tensor([1, 4], dtype=torch.int32)
-    return torch._grouped_mm(x.flatten(0, 1), x.new_ones(2, 8, 8), offs=ends)  # pyright: ignore[reportPrivateUsage]
+    return torch._grouped_mm(x.flatten(0, 1), x.new_ones(2, 8, 8), offs=ends)
 
 
 @pytest.mark.parametrize("call", [ctc, groups, lambda x: x[..., [-2, 0]]], ids=["ctc_loss", "_grouped_mm", "list"])

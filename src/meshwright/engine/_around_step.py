@@ -98,10 +98,10 @@ class AroundStep:
             )  # fmt: skip
         self._params = [group["params"] for group in of.param_groups]
         *others, last = list(self._buckets(of)) or [[]]
-        step: Callable[[Optimizer], Any] = getattr(type(of).step, "__wrapped__")  # noqa: B009 - without hooks like these
+        kind: Any = type(of)
         for bucket in others:
             self._enter(of, bucket)
-            step(of)
+            kind.step.__wrapped__(of)  # without hooks like these
             self._leave(of)
         self._enter(of, last)
 

@@ -39,7 +39,7 @@ def shard_dataloader(
     """
     many = list(meshes) if isinstance(meshes, Sequence) else [meshes]
     each = isinstance(shard_dims, list) or (isinstance(shard_dims, tuple) and isinstance(meshes, Sequence))
-    dims: list[Any] = list(shard_dims) if each else [shard_dims] * len(many)  # pyright: ignore[reportArgumentType]
+    dims: list[Any] = list(shard_dims) if each else [shard_dims] * len(many)  # pyright: ignore[reportArgumentType] - by `each`
     if len(dims) != len(many):
         raise BatchError(
             f"shard_dims {dims}", f"{len(many)} meshes", "each mesh has one axis over which its inputs are split",

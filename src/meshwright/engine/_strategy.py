@@ -382,7 +382,7 @@ def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
         if key not in known:
             raise _unknown(path + key, known)
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
-            values[key] = _built(hints[key], value, f"{path}{key}.")  # pyright: ignore[reportArgumentType]
+            values[key] = _built(hints[key], value, f"{path}{key}.")  # pyright: ignore[reportArgumentType] - keys of a TOML table are str
         else:
             values[key] = _checked(value, hints[key], path + key)
     return kind(**values)

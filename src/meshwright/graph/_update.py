@@ -220,9 +220,9 @@ def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def symbolic_extrema(kind: type) -> Generator[None]:
+def symbolic_extrema(kind: type[Any]) -> Generator[None]:
     """Inside, `min` and `max` in the file that defines `kind` take symbolic numbers, without asking which is larger."""
-    names: dict[str, Any] = unwrap(getattr(kind, "step")).__globals__  # noqa: B009 - any class with a step
+    names: dict[str, Any] = unwrap(kind.step).__globals__
     before = {name: names[name] for name in _EXTREMA if name in names}
     names.update(_EXTREMA)
     try:

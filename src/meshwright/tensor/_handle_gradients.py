@@ -177,7 +177,7 @@ def _write(x: Any, grad: Any) -> None:
 _NOTHING: dict[str, Any] = {}
 _PUT, _plain_grad = _T.grad.__set__, _T.grad.__get__
 
-DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue]
+DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property
 """Asked directly: an optimizer and `zero_grad` do nothing else, and interception in C costs three times as much."""
 
 
