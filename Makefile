@@ -21,7 +21,7 @@ test: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
-	$(BIN)/pytest -q --hypothesis-profile=ci
+	$(BIN)/pytest -q --hypothesis-profile=ci -n logical --maxprocesses 8 --dist worksteal
 
 # The main job: a language model on eight simulated ranks, beside the same steps on one device.
 train: setup

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.spmd._table import RULES
 
-from .samples import build, overload, samples
+from .samples import GONE, build, overload, samples
 from .walker import check
 
 SAMPLES = samples()
@@ -53,8 +53,9 @@ def test_every_operand_is_seen_by_its_rule() -> None:
 
 def test_every_rule_has_a_sample() -> None:
     used = {f"aten.{name.partition('.')[0]}" for name, _ in SAMPLES} | {str(overload(name)) for name, _ in SAMPLES}
-    assert sorted(n for n in RULES if n.startswith("aten.") and n not in used) == []
+    assert sorted(n for n in RULES if n.startswith("aten.") and n not in used and n[5:] not in GONE) == []
 
 
 def test_every_rule_is_of_an_operator_that_torch_has() -> None:
-    assert [n for n in RULES if n.startswith("aten.") and not hasattr(torch.ops.aten, n.split(".")[1])] == []
+    names = {n.split(".")[1] for n in RULES if n.startswith("aten.")}
+    assert {n for n in names if not hasattr(torch.ops.aten, n)} <= GONE
