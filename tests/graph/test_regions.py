@@ -106,7 +106,10 @@ def _arguments(op: Any, x: Tensor, y: Tensor, z: Tensor, number: float) -> tuple
     return [x, number], {}
 
 
-@pytest.mark.parametrize("function", [f for f in DOUBLES if f is not aten._local_scalar_dense.default], ids=lambda f: f.__name__)
+ON_DOUBLES = [f for f in DOUBLES if f is not aten._local_scalar_dense.default]
+
+
+@pytest.mark.parametrize("function", ON_DOUBLES, ids=lambda f: f.__name__)
 def test_a_function_on_doubles_gives_the_number(function: Any) -> None:
     names = getattr(function, "__name__", "")
     numbers = (1.7, 0.6) if names in ("add", "mul", "pow", "truediv", "minimum", "maximum") else (0.6,)

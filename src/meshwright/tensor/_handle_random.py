@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import init
 
+from ._capture import autocast_dtype
 from ._random import LIKE, dropout, fill_random, like_random
 from ._registry import handles
 
@@ -44,3 +45,36 @@ def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 handles(*LIKE)(like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@handles(F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Attention that drops weights is made of operators, as torch makes it on a CPU, so that it is cut as they are."""
+    given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    if not given.get("dropout_p"):
+        return NotImplemented
+    q, k, v = (given[name] for name in _ATTENTION[:3])
+    lower = autocast_dtype(args, kwargs)
+    with torch.autocast(q.device.type, enabled=False):
+        if lower is not None:
+            q, k, v = (x.to(lower) if x.dtype != torch.float64 else x for x in (q, k, v))
+        dtype = q.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            q, k, v = q.float(), k.float(), v.float()
+        if given.get("enable_gqa"):
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+        scores = (q * scale**0.5) @ (k * scale**0.5).mT
+        weights = torch.ops.aten._safe_softmax.default(_masked(scores, given), -1)
+        return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
+
+
+def _masked(scores: Tensor, given: dict[str, Any]) -> Tensor:
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -148,7 +148,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x, draw = _like_draw(func, args, dict(kwargs))
     if not isinstance(x, DistTensor):
         return NotImplemented
-    spec = x._spec if not x._spec.layout.partial else whole_spec(x._spec)
+    spec = _joined(x._spec)
     with no_interception():
         local = _drawn(x, spec, draw)
         spec = spec.with_dtype(local.dtype)
@@ -176,7 +176,7 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return x
     if inplace:
         return x.copy_(dropout(func, types, (x, p), {}))
-    spec = whole_spec(x._spec) if x._spec.layout.partial else x._spec
+    spec = _joined(x._spec)
     with no_interception():
         mask = _drawn(x, spec, Draw("dropout", (p,)))
     if x._away:
@@ -184,6 +184,11 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if spec is not x._spec:
         x = stamp(convert_local(x, x._spec, spec), spec)
     return x * stamp(mask, spec.with_dtype(mask.dtype))
+
+
+def _joined(spec: Spec) -> Spec:
+    """The same cuts, and no terms that wait to be joined."""
+    return spec.with_layout(replace(spec.layout, partial=())) if spec.layout.partial else spec
 
 
 def _dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:

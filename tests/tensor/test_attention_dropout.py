@@ -1,0 +1,95 @@
+"""Dropout where a training step has it: inside of attention, and behind a product that is cut; numbers and bytes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+
+MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+CASES = [
+    {}, {"is_causal": True}, {"mask": "bool"}, {"mask": "float"}, {"scale": 0.3},
+    {"keys": 2, "enable_gqa": True, "is_causal": True},
+]  # fmt: skip
+PLACEMENTS = [
+    [mw.Shard(0)], [mw.Shard(0), mw.Shard(1)], [mw.Shard(2)], [mw.Replicate(), mw.Shard(3)], [mw.Shard(1), mw.Shard(2)],
+]  # fmt: skip
+
+
+def attention(case: dict[str, Any], placements: Any = None) -> list[Tensor]:
+    """The output and three gradients, whole."""
+    torch.manual_seed(0)
+    given = dict(case)
+    shapes = [(3, heads, 6, 8) for heads in (4, given.get("keys", 4), given.pop("keys", 4))]
+    masks = {"bool": torch.rand(6, 6) > 0.6, "float": torch.randn(3, 1, 6, 6)}
+    mask = masks.get(given.pop("mask", ""))
+    qkv = [torch.randn(shape) for shape in shapes]
+    if placements is not None:
+        qkv = [mw.shard_tensor(x, MESH, placements) for x in qkv]
+    qkv = [x.requires_grad_() for x in qkv]
+    torch.manual_seed(1)
+    out = F.scaled_dot_product_attention(*qkv, mask, 0.3, **given)
+    (out * torch.arange(8.0)).sum().backward()
+    return [mw.unshard_dtensor(x).detach() for x in (out, *(x.grad for x in qkv)) if x is not None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(c) or "plain")
+def test_attention_that_drops_weights_stays_cut(case: dict[str, Any]) -> None:
+    wanted = attention(case)
+    for placements in PLACEMENTS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", mw.tensor.RanWholeWarning)
+            found = mw.simulate(attention, 4, case, placements)
+        for got in found:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("placements", [[mw.Shard(0)], [mw.Shard(0), mw.Shard(1)]])
+def test_what_is_cut_by_rows_and_heads_needs_no_communication(placements: Any) -> None:
+    def go() -> int:
+        q = mw.shard_tensor(torch.ones(4, 4, 6, 8), MESH, placements)
+        with mw.trace_comm() as trace:
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        return len(trace.calls)
+
+    assert mw.simulate(go, 4) == [0] * 4
+
+
+def test_attention_with_dropout_under_autocast() -> None:
+    def go(mesh: Any) -> Tensor:
+        torch.manual_seed(0)
+        q = torch.randn(2, 4, 6, 8)
+        q = q if mesh is None else mw.shard_tensor(q, mesh, [mw.Shard(0), mw.Shard(1)])
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
+        return mw.unshard_dtensor(out)
+
+    wanted = go(None)
+    assert wanted.dtype == torch.bfloat16
+    for got in mw.simulate(go, 4, MESH):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_terms_are_joined_and_cuts_stay_where_they_are_dropped() -> None:
+    """A product whose weight is cut by rows, behind it dropout: one sum over "tp", nothing over "dp"."""
+
+    def go() -> tuple[list[str], Tensor, tuple[Any, ...]]:
+        x = mw.shard_tensor(torch.arange(32.0).reshape(4, 8), MESH, [mw.Shard(0), mw.Shard(1)])
+        w = mw.shard_tensor(torch.ones(8, 6), MESH, [mw.Replicate(), mw.Shard(0)])
+        torch.manual_seed(0)
+        with mw.trace_comm() as trace:
+            y = F.dropout(x @ w, 0.5)
+        return [call.step for call in trace.calls], mw.unshard_dtensor(y), y.placements
+
+    torch.manual_seed(0)
+    wanted = F.dropout(torch.arange(32.0).reshape(4, 8) @ torch.ones(8, 6), 0.5)
+    for steps, y, placements in mw.simulate(go, 4):
+        assert steps == ["AllReduce(tp)"]
+        assert placements == (mw.Shard(0), mw.Replicate())
+        torch.testing.assert_close(y, wanted)
