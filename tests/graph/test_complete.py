@@ -46,6 +46,24 @@ def test_a_mark_inside_reaches_what_comes_before_and_behind() -> None:
     assert found["linear_1"] == "f32[8@dp, 4] +tp"
 
 
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+def test_marks_pass_what_draws_random_numbers(drop: float) -> None:
+    """Dropout between two matrices, and inside of attention: cut as they are without it."""
+    q, out, up, down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+    model = nn.ModuleDict({"q": q, "out": out, "up": up, "down": down})
+    for layer in (q, up):
+        layer.weight = mw.shard_tensor(layer.weight, MESH, [R, mw.Shard(0)])
+
+    def call(x: Tensor) -> Tensor:
+        heads = q(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=drop, is_causal=True)
+        return down(nn.functional.dropout(up(out(seen.transpose(1, 2).flatten(2))), drop))
+
+    found = layouts(model, call, torch.zeros(2, 6, 8))
+    assert (found["out_weight"], found["down_weight"]) == ("f32[8, 8@tp]", "f32[8, 16@tp]")
+    assert found["linear_3"] == "f32[2, 6, 8] +tp"
+
+
 def test_marked_first_matrices_tell_how_the_second_ones_lie() -> None:
     model = Llama(SMALL)
     for block in model.blocks:

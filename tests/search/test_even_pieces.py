@@ -82,3 +82,12 @@ def test_labels_count_where_none_is_ignored() -> None:
 
 def test_labels_that_are_made_of_others_are_not_known() -> None:
     assert found(EVEN["classes"], rows()).why_not
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+def test_what_draws_is_known_inside_of_attention_too(drop: float) -> None:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        heads = m(x).unflatten(1, (1, 6, 1))
+        return F.mse_loss(F.scaled_dot_product_attention(heads, heads, heads, dropout_p=drop).flatten(1), y)
+
+    assert found((net(nn.ReLU()), loss), rows()).draws == (drop > 0)

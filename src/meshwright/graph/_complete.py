@@ -16,7 +16,7 @@ import torch
 
 from meshwright.layout import Layout, ProcessMesh, Spec, hint, replicated
 from meshwright.reshard import plan, transposed
-from meshwright.spmd import RuleError, describe, refined
+from meshwright.spmd import RuleError, describe_passing, refined
 from meshwright.tensor import Decision, Mark, decide
 
 from ._layouts import Layouts
@@ -205,7 +205,7 @@ class _State:
             return None
         args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
         try:
-            call = describe(node.op, args, kwargs)
+            call = describe_passing(node.op, args, kwargs)
         except RuleError:
             return None
         if call is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.graph import Node, Operator, Program, Value, looked_at
+from meshwright.graph import Node, Operator, Program, Value, is_drawing, looked_at
 from meshwright.layout import hint
 from meshwright.spmd import Bound, Call, Choice
 
@@ -121,6 +121,7 @@ class _Followed:
         if _name(node) == "aten::dropout":
             self.draws = self.draws or bool(node.args[2])
             return have
+        self.draws = self.draws or is_drawing(node)
         call, made = call_of(node), tensors_of(node.outs)
         if made and _name(node) == "aten::broadcast_tensors" and len({v.sizes for v in (*node.ins, *made)}) == 1:
             return have

@@ -10,7 +10,18 @@ import torch
 
 from meshwright.graph import Node, Operator, Value, map_values
 from meshwright.layout import hint
-from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, RuleError, cut_choices, describe, dim_of, term_choices
+from meshwright.spmd import (
+    REPEATED,
+    Bound,
+    Call,
+    Choice,
+    Held,
+    RuleError,
+    cut_choices,
+    describe_passing,
+    dim_of,
+    term_choices,
+)
 
 from ._forms import AXIS, PENDING, VARYING, WHOLE, Form
 
@@ -38,7 +49,7 @@ def call_of(node: Node) -> Call | None:
         return None
     args, kwargs = map_values(_stand_in, (node.args, dict(node.kwargs)))
     try:
-        call = describe(node.op, args, kwargs)
+        call = describe_passing(node.op, args, kwargs)
     except RuleError:
         return None
     return None if call is None or call.mutated else call

@@ -1,6 +1,6 @@
 """Rules: what an operator means, said so that every way to cut it can be derived."""
 
-from ._call import Call, Place, describe
+from ._call import Call, Place, describe, describe_passing
 from ._derive import (
     ELSEWHERE,
     REPEATED,
@@ -39,6 +39,7 @@ __all__ = [
     "choices",
     "cut_choices",
     "describe",
+    "describe_passing",
     "dim_of",
     "factor_axes",
     "factors_split",

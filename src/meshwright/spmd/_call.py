@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._derive import Bound, bind
 from ._rule import Rule
-from ._table import find_rule
+from ._table import drawn_rule, find_rule
 from .torch_hooks import Operator, schema_of
 
 Place = tuple[int | str, int | None]
@@ -56,6 +56,14 @@ def describe(
     bound = bind(rule, shapes, numbers)
     bound = _written_in_place(bound) if mutated else bound
     return Call(bound.rule, bound, places, mutated)
+
+
+def describe_passing(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call as layouts pass it: by its rule, and where it draws random numbers by that of what is done instead.
+
+    Raises RuleError as `describe` does.
+    """
+    return describe(op, args, kwargs) or describe(op, args, kwargs, drawn_rule(op, args, kwargs))
 
 
 def _at(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

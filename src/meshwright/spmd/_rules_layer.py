@@ -34,20 +34,36 @@ def attention_rule(
     """Heads of keys may be cut, heads that share a key too; sequences by the second form."""
     if dropout_p > 0 or query.dim() < 2:
         return None
+    text, shared = _attention_text(query, key, attn_mask, enable_gqa)
+    needs = ["s", "t"] if is_causal else ["t"]
+    others = _along_one_sequence(text, query, key, attn_mask, is_causal)
+    return Rule(text, over="sum", forms=dict.fromkeys((*needs, *shared), forms.attention), alternatives=others)
+
+
+def dropping_attention_rule(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+) -> Rule | None:  # fmt: skip
+    """Attention with dropout, made of operators: queries stay cut, and keys come together."""
+    if query.dim() < 2:
+        return None
+    text, _ = _attention_text(query, key, attn_mask, enable_gqa)
+    return Rule(text.replace(" t d!", " t! d!"))
+
+
+def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[str, list[str]]:
+    """The rule as text, and its names of heads that share a key."""
     heads, shared = "...", "..."
     if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3] and key.shape[-3]:
         outer, inner = sized("g", key.shape[-3]), sized("r", query.shape[-3] // key.shape[-3])
         heads, shared = f"... ({outer} {inner})", f"... {outer}"
-    mask = ", ... s t" if attn_mask is not None else ""
-    if attn_mask is not None and heads != "...":
-        mask = f", ... {heads.removeprefix('... ') if attn_mask.dim() > 2 and attn_mask.shape[-3] != 1 else ''} s t"
-        mask = mask if attn_mask.dim() < 3 or attn_mask.shape[-3] != 1 else ", ... 1 s t"
-    joint = "," if mask else " ?"
-    text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{mask} -> {heads} s e"
-    needs = ["s", "t"] if is_causal else ["t"]
-    names = needs + [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
-    others = _along_one_sequence(text, query, key, attn_mask, is_causal)
-    return Rule(text, over="sum", forms=dict.fromkeys(names, forms.attention), alternatives=others)
+    masked = ", ... s t" if mask is not None else ""
+    if mask is not None and heads != "...":
+        masked = f", ... {heads.removeprefix('... ') if mask.dim() > 2 and mask.shape[-3] != 1 else ''} s t"
+        masked = masked if mask.dim() < 3 or mask.shape[-3] != 1 else ", ... 1 s t"
+    joint = "," if masked else " ?"
+    text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{masked} -> {heads} s e"
+    return text, [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
 
 
 def _along_one_sequence(
@@ -69,3 +85,9 @@ LAYERS: dict[str, Entry] = {
     "aten.embedding": embedding_rule,
     "aten.scaled_dot_product_attention": attention_rule,
 }
+
+DRAWN: dict[str, Entry] = {
+    "aten.dropout": "... -> ...",
+    "aten.scaled_dot_product_attention": dropping_attention_rule,
+}
+"""Operators that draw, which never run on parts alone: how a layout passes what they are carried out by."""

@@ -13,7 +13,7 @@ from ._rules_conv import CONV
 from ._rules_fresh import FRESH
 from ._rules_index import INDEX
 from ._rules_join import JOIN
-from ._rules_layer import LAYERS
+from ._rules_layer import DRAWN, LAYERS
 from ._rules_linalg import FOURIER, LINALG
 from ._rules_loss import LOSSES
 from ._rules_pointwise import POINTWISE
@@ -42,13 +42,21 @@ RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", 
 
 def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
     """The rule of `op` for these arguments; an in-place operator `add_` has the rule of `add`."""
-    name, entry = _entry(op)
-    if callable(entry):
-        entry = entry(*args, **kwargs)
-    rule = Rule(entry) if isinstance(entry, str) else entry
+    name, entry = _entry(op, RULES)
+    rule = _for(entry, args, kwargs)
     if rule is None or rule.guard is not None or name not in GUARDED or _aliases(op):
         return rule
     return replace(rule, guard=unless_empty(op, rule.text))
+
+
+def drawn_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
+    """How layouts pass an operator that draws random numbers, and so is not carried out by a rule."""
+    return _for(_entry(op, DRAWN)[1], args, kwargs)
+
+
+def _for(entry: Entry | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
+    found = entry(*args, **kwargs) if callable(entry) else entry
+    return Rule(found) if isinstance(found, str) else found
 
 
 def _aliases(op: Operator) -> bool:
@@ -56,15 +64,15 @@ def _aliases(op: Operator) -> bool:
     return any(a.alias_info is not None for a in schema_of(op).arguments)
 
 
-def _entry(op: Operator) -> tuple[str, Entry | None]:
+def _entry(op: Operator, table: Mapping[str, Entry]) -> tuple[str, Entry | None]:
     """The operator's entry, and the name it stands under."""
     if schema_of(op).name in RESHAPED_IN_PLACE:
         return "", None
     name, overload = schema_of(op).name.replace("::", "."), overload_of(op)
     for candidate in (name, name.removesuffix("_") if not name.endswith("__") else name):
         for known in (f"{candidate}.{overload}", candidate):
-            if known in RULES:
-                return known, RULES[known]
+            if known in table:
+                return known, table[known]
     return "", None
 
 
@@ -83,7 +91,7 @@ on_new_rule: list[Callable[[], None]] = []
 
 def is_computed(op: Operator) -> bool:
     """True when the rule of `op` is a function of the call's arguments, so that their values may decide it."""
-    name, entry = _entry(op)
+    name, entry = _entry(op, RULES)
     return callable(entry) and name not in BLIND_TO_FLOATS
 
 
