@@ -88,6 +88,7 @@ LAYERS: dict[str, Entry] = {
 
 DRAWN: dict[str, Entry] = {
     "aten.dropout": "... -> ...",
+    "aten.feature_dropout": "... -> ...",
     "aten.scaled_dot_product_attention": dropping_attention_rule,
 }
 """Operators that draw, which never run on parts alone: how a layout passes what they are carried out by."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import init
 
 from ._capture import autocast_dtype
-from ._random import LIKE, dropout, fill_random, like_random
+from ._random import LIKE, dropout, dropout_arguments, fill_random, like_random
 from ._registry import handles
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
@@ -45,6 +45,23 @@ def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 handles(*LIKE)(like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
+
+_WITHOUT_BATCH = {F.dropout1d: 2, F.dropout3d: 4}
+"""Function → the number of dims of an input that has no batch."""
+
+
+@handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
+def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Dropout of whole channels: a mask of one number for each."""
+    x = args[0] if args else kwargs["input"]
+    p, train, inplace = dropout_arguments(args[1:], kwargs)
+    if not train or not 0 < p < 1:
+        return NotImplemented
+    channels = 1 if x.dim() == _WITHOUT_BATCH.get(func) else 2
+    ones = [1] * (x.dim() - channels)
+    mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)
+    return x.mul_(mask) if inplace else x * mask
+
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -169,7 +169,7 @@ def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Dropout by a mask; terms are joined first, since each element is dropped once."""
     x = args[0] if args else kwargs.get("input")
-    p, train, inplace = _dropout_arguments(args[1:], kwargs)
+    p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
     if not train or p == 0:
@@ -191,7 +191,8 @@ def _joined(spec: Spec) -> Spec:
     return spec.with_layout(replace(spec.layout, partial=())) if spec.layout.partial else spec
 
 
-def _dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:
+def dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:
+    """The share that is dropped, whether anything is, and whether in place; `rest` is behind the first argument."""
     p = rest[0] if rest else kwargs.get("p", 0.5)
     train = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
     inplace = rest[2] if len(rest) > 2 else kwargs.get("inplace", False)

@@ -1,4 +1,4 @@
-"""Dropout where a training step has it: inside of attention, and behind a product that is cut; numbers and bytes."""
+"""Dropout where a training step has it: in attention, of channels, behind a product that is cut; numbers and bytes."""
 
 from __future__ import annotations
 
@@ -93,3 +93,41 @@ def test_terms_are_joined_and_cuts_stay_where_they_are_dropped() -> None:
         assert steps == ["AllReduce(tp)"]
         assert placements == (mw.Shard(0), mw.Replicate())
         torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 6, 5, 3), (4, 6, 2, 2, 3)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_channels_are_dropped_where_they_are(shape: tuple[int, ...], inplace: bool) -> None:
+    drop = {3: F.dropout1d, 4: F.dropout2d, 5: F.dropout3d}[len(shape)]
+
+    def go(mesh: Any) -> tuple[Tensor, int]:
+        torch.manual_seed(0)
+        x = torch.randn(shape)
+        x = x if mesh is None else mw.shard_tensor(x, mesh, [mw.Shard(0), mw.Shard(1)])
+        x = x.requires_grad_()
+        torch.manual_seed(1)
+        if mesh is None:
+            return drop(x * 2, 0.3, True, inplace), 0
+        with mw.trace_comm() as trace:
+            out = drop(x * 2, 0.3, True, inplace)
+        return mw.unshard_dtensor(out), len(trace.calls)
+
+    wanted, _ = go(None)
+    assert mw.simulate(lambda: [torch.equal(found, wanted) for found, _ in [go(MESH)]], 4) == [[True]] * 4
+    assert [calls for _, calls in mw.simulate(go, 4, MESH)] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("drop", "shape"), [(F.dropout1d, (6, 5)), (F.dropout2d, (6, 5, 3)), (F.dropout3d, (6, 2, 2, 3))]
+)
+def test_channels_of_one_sample(drop: Any, shape: tuple[int, ...]) -> None:
+    def go() -> Tensor:
+        x = mw.shard_tensor(torch.ones(shape), MESH, [mw.Shard(0)])
+        torch.manual_seed(1)
+        return mw.unshard_dtensor(drop(x, 0.3))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        wanted = drop(torch.ones(shape), 0.3)
+        assert all(torch.equal(found, wanted) for found in mw.simulate(go, 4))
