@@ -122,36 +122,46 @@ def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[i
 def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) -> Order:
     """The order in which variables leave: each time the one whose leaving makes the smallest table.
 
-    Of several, those that are alike leave one after the other: what is left of repeated layers stays alike, and is
-    worked out once. One that leaves in parts is taken to bring nothing together.
+    All that are alike, and would make a table of that size, leave with it, one after the other: what is left of
+    repeated layers stays alike, and is worked out once. One that leaves in parts is taken to bring nothing together.
     """
-    near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
-    for table in tables:
-        for v in table.variables:
-            near[v].update(u for u in table.variables if u != v)
+    near = _near(sizes, tables)
 
     def width(v: int) -> int:
-        return prod(sizes[u] for u in near[v]) * sizes[v]
+        return prod([sizes[u] for u in near[v]]) * sizes[v]
 
     kind = _kinds(sizes, tables)
+    alike: dict[int, list[int]] = {}
+    for v in near:
+        alike.setdefault(kind[v], []).append(v)
     heap = [(width(v), kind[v], v) for v in near]
     heapify(heap)
     order, widest = list[int](), 0
     while heap:
-        least_width, _, v = heappop(heap)
-        if v not in near or (now := width(v)) < least_width:
+        now, _, first = heappop(heap)
+        if first not in near or width(first) != now:  # one that changed is there with its new width as well
             continue
-        if now > least_width:
-            heappush(heap, (now, kind[v], v))
-            continue
-        order.append(v)
         widest = max(widest, now)
-        around = near.pop(v)
-        for u in around:
-            near[u] |= around if now <= most else set()
-            near[u] -= {u, v}
-            heappush(heap, (width(u), kind[u], u))
+        for v in [v for v in alike[kind[first]] if v in near]:
+            if width(v) != now:
+                continue
+            order.append(v)
+            around = near.pop(v)
+            for u in around:
+                near[u] |= around if now <= most else set()
+                near[u] -= {u, v}
+            for u in around:
+                heappush(heap, (width(u), kind[u], u))
     return Order(tuple(order), widest)
+
+
+def _near(sizes: Sequence[int], tables: Sequence[Table]) -> dict[int, set[int]]:
+    """The variables that share a table with each."""
+    near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
+    for table in tables:
+        for v in table.variables:
+            near[v].update(u for u in table.variables if u != v)
+    return near
 
 
 def _kinds(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
