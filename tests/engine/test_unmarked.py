@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.cost import cluster
 from meshwright.engine import unmarked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -68,3 +70,16 @@ def test_a_script_for_one_device_runs_on_many(options: list[str]) -> None:
         return set(subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout.split())
 
     assert lines("-m", "meshwright", "run", *options, script) == lines(script)
+
+
+def test_what_a_script_does_not_get_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with unmarked():
+        mw.simulate(train, 2)
+    assert "in cuts alone, without ZeRO" in capfd.readouterr().err
+
+
+def test_a_script_whose_cuts_do_not_fit_is_told_what_would_have_more() -> None:
+    machines = cluster("2xH100")
+    tiny = replace(machines, device=replace(machines.device, memory=4e3))
+    with unmarked(tiny), pytest.raises(mw.MeshwrightError, match=r"cuts alone.*\n.*mw\.auto\(model"):
+        mw.simulate(train, 2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.graph import capture
+from meshwright.graph import CaptureError, capture
 
 
 def test_a_cast_that_changes_nothing_writes_nothing() -> None:
@@ -17,3 +18,24 @@ def test_a_cast_that_changes_nothing_writes_nothing() -> None:
 def test_a_loss_leaves_its_labels_alone() -> None:
     program = capture(nn.Identity(), F.mse_loss, [torch.ones(3), torch.zeros(3)]).program
     assert not program.writes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(3)
+        for at in range(len(x)):
+            state = torch.tanh(self.cell(state + x[at]))
+        return state
+
+
+def test_a_loop_that_makes_too_many_operators_is_refused_with_its_line() -> None:
+    model = Recurrent()
+    with pytest.raises(
+        CaptureError, match=r"of at most 100 operators\n.*101 from .*test_capture\.py.*\n.*loop in Python"
+    ):
+        capture(model, model, [torch.ones(1000, 3)], most=100)
+    assert len(capture(model, model, [torch.ones(5, 3)], most=100).program.nodes) <= 100

@@ -15,6 +15,7 @@ from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import Cuts, Form, Prices, SearchError, cut, every_cut
+from meshwright.search._eliminate import _Part
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
 
@@ -140,3 +141,35 @@ def test_a_conversion_pays_for_its_transpose(have: Form, need: Form, forward: An
     there, back = (0.0 if kind is None else float(cluster.meeting(kind, 1e6, 4, 4)) for kind in (forward, backward))
     assert prices.convert(have, need, 1e6, trains=False) == pytest.approx(there)
     assert prices.convert(have, need, 1e6, trains=True) == pytest.approx(there + back)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def sums_of(layers: int, seen: pytest.MonkeyPatch) -> int:
+    """How many sums of tables are taken for a model of so many equal layers."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Residual() for _ in range(layers)))
+    program = capture(model, lambda x: model(x).sum(), [torch.empty(8, 64, device="meta")]).program
+    count, plain = 0, _Part.added
+
+    def added(part: _Part, costs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return plain(part, costs)
+
+    with seen.context() as changed:
+        changed.setattr(_Part, "added", added)
+        cut(program, Prices(cluster_of("H100"), 4, 4))
+    return count
+
+
+def test_layers_that_are_alike_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = sums_of(6, monkeypatch), sums_of(26, monkeypatch)
+    assert many - few <= 4 * 20, "a layer has sixteen choices"

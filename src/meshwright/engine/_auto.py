@@ -22,6 +22,9 @@ from ._shared import searched_once
 from ._static import DistModel
 from ._strategy import GradientMerge, Recomputing, Sharding, Strategy
 
+MOST = 20_000
+"""Operators of a forward pass that a search looks at: layers have about a hundred each."""
+
 
 def plan(
     model: nn.Module,
@@ -60,7 +63,7 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     def call(*args: Any) -> Any:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
 
-    return capture(model, call, batch).program
+    return capture(model, call, batch, most=MOST).program
 
 
 def auto(

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from meshwright.comm import current
 from meshwright.cost import Cluster
-from meshwright.graph import capture
+from meshwright.graph import Program, capture
 from meshwright.layout import Spec, replicated
+from meshwright.search import MeshPlan, SearchError
 from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
 
-from ._auto import fastest, machines_of
+from ._auto import MOST, fastest, machines_of
+
+CUTS_ALONE = "a script is laid out in cuts alone, without ZeRO, recomputation or a batch in pieces"
 
 
 @contextmanager
@@ -26,8 +29,9 @@ def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
     """Inside, modules whose parameters lie on no mesh are laid as the best plan for their first inputs says.
 
     The outermost module of a call is the one that is planned; its inputs are laid from then on. Parameters stay the
-    same objects, so that optimizers made before go on. Every rank makes the same calls. Raises SearchError and
-    CaptureError as `auto` does, at the first call.
+    same objects, so that optimizers made before go on; nothing of the script's loop or optimizer is changed, so that a
+    plan has cuts alone. Every rank makes the same calls. Raises SearchError and CaptureError as `auto` does, at the
+    first call.
     """
     planner, plain = _Planner(cluster), nn.Module.__call__
 
@@ -75,14 +79,22 @@ class _Planner:
 
     def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
         """The module becomes what its plan says; gives how its inputs lie, by their numbers."""
-        program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs)).program
-        plan = fastest(program, self._machines, saving=False)
+        program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
+        plan = self._cuts(program)
         if current().rank == 0:
-            print(f"{type(module).__name__} on {str(plan).splitlines()[0]}", file=sys.stderr)
+            print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             whole = Spec(plan.mesh, replicated(x.dim()), x.shape, x.dtype)
             lay(x, plan.layouts.get(name, whole))
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
+
+    def _cuts(self, program: Program) -> MeshPlan:
+        """The plan of cuts alone. Raises SearchError where it does not fit, with what would have more."""
+        try:
+            return fastest(program, self._machines, saving=False)
+        except SearchError as error:
+            write = f"{error.write}; or mw.auto(model, batch, loss, optimizer), whose plans may also have these"
+            raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 
 def _placed(x: Any, spec: Spec | None) -> Any:

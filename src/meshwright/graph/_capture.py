@@ -76,19 +76,25 @@ def capture(
     call: Callable[..., Any],
     batch: Sequence[Any],
     dynamic: Mapping[int, Collection[int]] | None = None,
+    most: int | None = None,
 ) -> Capture:
     """The program of `call(*batch)`, which runs `module`: parameters, buffers and batch are its inputs.
 
     `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
-    part of one program, and SideEffectError for a forward pass that changes what is no tensor. What only the first pass
+    part of one program or takes more than `most` operators, and SideEffectError for a forward pass that changes what
+    is no tensor. What only the first pass
     sets may stay: then the second one is captured, if it changes nothing and is the same program.
     """
+
+    def once() -> Capture:
+        return _captured(module, call, batch, dynamic or {}, most)
+
     try:
         with unchanged(module):
-            return _captured(module, call, batch, dynamic or {})
+            return once()
     except SideEffectError as error:
-        return _settled(module, lambda: _captured(module, call, batch, dynamic or {}), error)
+        return _settled(module, once, error)
 
 
 def _settled(module: nn.Module, capture: Callable[[], Capture], error: SideEffectError) -> Capture:
@@ -113,13 +119,17 @@ def _same(one: Program, other: Program) -> bool:
 
 
 def _captured(
-    module: nn.Module, call: Callable[..., Any], batch: Sequence[Any], dynamic: Mapping[int, Collection[int]]
+    module: nn.Module,
+    call: Callable[..., Any],
+    batch: Sequence[Any],
+    dynamic: Mapping[int, Collection[int]],
+    most: int | None,
 ) -> Capture:
     check_hooks(module)
     slots = slots_of(module)
     recording = Recording(above=True)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic))
+    stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _given_batch(stage, tuple(batch))
     with _swapped(slots, fakes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from ._dynamic import DynamicSizes
 from ._effects import draws, writes_to
 from ._errors import CaptureError
 from ._interception import intercepted
-from ._node import Origin
+from ._node import Node, Origin
 from ._recording import Recording
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, interception_off, unrecorded
 
@@ -65,11 +66,26 @@ def _check_whole(leaves: Sequence[Any]) -> None:
             )  # fmt: skip
 
 
+def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
+    """What to say of a program of more than `most` operators: which line of which layer makes most of them."""
+    lines = Counter((node.origin.where, node.origin.layer) for node in nodes)
+    (where, layer), count = lines.most_common(1)[0]
+    return CaptureError(
+        f"to capture a forward pass of at most {most} operators",
+        f"{count} of the first {len(nodes)} from {where or 'one line'} in {layer or 'the model'}",
+        "each step of a loop in Python is operators of its own, in every layer, and a search looks at all of them",
+        "the steps as one operator (torch.cumsum, chunks as in Mamba-2), or mw.suggest with shorter sequences: "
+        "its patterns do for all lengths",
+    )  # fmt: skip
+
+
 class Stage:
     """The setting in which a forward pass is captured."""
 
-    def __init__(self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes) -> None:
-        self.module, self.mode, self.recording, self.sizes = module, mode, recording, sizes
+    def __init__(
+        self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes, most: int | None = None
+    ) -> None:
+        self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
         self.path: list[str] = [""]
         recording.origin = self.origin
 
@@ -129,6 +145,8 @@ class Stage:
             if op is SPLIT:  # x[:] of a model, which begins no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
+            if self.most is not None and len(self.recording.nodes) > self.most:
+                raise _too_long(self.recording.nodes, self.most)
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from meshwright.cost import DEVICES, Device
@@ -262,6 +262,11 @@ def layer_of(layer: str, patterns: Sequence[str]) -> str | None:
     'blocks.3'
     >>> layer_of("exit.norm", ["blocks.*"])
     """
+    return _layer_of(layer, tuple(patterns))
+
+
+@lru_cache(2**16)
+def _layer_of(layer: str, patterns: tuple[str, ...]) -> str | None:
     parts = layer.split(".")
     for pattern in patterns:
         wanted = pattern.split(".")

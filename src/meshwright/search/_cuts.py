@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
 from meshwright.layout import Shard
 
-from ._eliminate import MOST, Table, aligned, least, order_of
+from ._eliminate import MOST, Elimination, Table, aligned, elimination, least, order_of
 from ._errors import SearchError
 from ._forms import VARYING, WHOLE, Form, collective, dual
 from ._kept import Kept
@@ -135,7 +135,8 @@ class CutProblem:
         if how == self.prices.saving:
             return self
         other = copy(self)
-        other.__dict__.pop("fastest", None)
+        for name in ("fastest", "_steps"):
+            other.__dict__.pop(name, None)
         other.prices = replace(self.prices, saving=how)
         other.kept = Kept(self.program, other.prices, self._once)
         other.held = list(other.kept.tables(self.options, self.forms, self.number))
@@ -170,7 +171,7 @@ class CutProblem:
         """The best where a held byte is worth `byte` seconds."""
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
-        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self.order, MOST)
+        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
         nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
@@ -178,6 +179,10 @@ class CutProblem:
         return Cuts(
             value - byte * nbytes, total, self.program, options, forms, gap=value / bound - 1 if bound > 0 else 0.0
         )
+
+    @cached_property
+    def _steps(self) -> Elimination:
+        return elimination(self.sizes, [*self.tables, *self.held], MOST, self.order)
 
     @property
     def fewest(self) -> float:
@@ -286,8 +291,9 @@ class CutProblem:
                 needed = tuple(option.needs[place] for option in options)
                 yield Table((self.number[v], n), self._conversions(v, self.forms[v], needed))
         for v in (i.value for i in self.program.inputs if i.value in self.forms):
-            lies = [(form if form.kind == "cut" else WHOLE) for form in self.forms[v]]
-            yield Table((self.number[v],), np.diagonal(self._conversions(v, tuple(lies), self.forms[v])))
+            lies = tuple((form if form.kind == "cut" else WHOLE) for form in self.forms[v])
+            made = self._conversions(v, lies, self.forms[v])
+            yield Table((self.number[v],), self._once(("given", id(made)), lambda made=made: np.diagonal(made)))
         for v in self._results:
             if v in self.forms:
                 yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])

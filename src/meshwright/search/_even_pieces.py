@@ -36,6 +36,8 @@ APART = frozenset(
     )
 )  # fmt: skip
 """Operators that functions carry out, and whose rows stay apart all the same."""
+FRESH = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_full", "new_empty"))
+"""Operators that look at no numbers: what they make is alike in all rows, or written to before it is read."""
 IGNORING = frozenset({"aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd"})
 """Those whose labels may be ignored, or count by weights: then pieces count unlike."""
 ARGUMENTS, IGNORED = ("input", "target", "weight", "reduction", "ignore_index"), -100
@@ -122,6 +124,8 @@ class _Followed:
             self.draws = self.draws or bool(node.args[2])
             return have
         self.draws = self.draws or is_drawing(node)
+        if _name(node) in FRESH:
+            return [ROWS if v.shape and hint(v.shape[0]) == self.rows else WHOLE for v in node.outs]
         call, made = call_of(node), tensors_of(node.outs)
         if made and _name(node) == "aten::broadcast_tensors" and len({v.sizes for v in (*node.ins, *made)}) == 1:
             return have

@@ -1,0 +1,130 @@
+"""The search for models that nobody here wrote, at the sizes at which they are trained: from a module to a plan.
+
+Each model of `transformers` is made on the meta device, captured, and planned on every mesh of 64 devices (256 for the
+largest), in a process of its own, whose peak memory is read at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from meshwright.graph import CaptureError
+
+from ._matrix_models import Task
+
+MACHINES = "{}xH100, 8 per node, 400G"
+SECONDS = 60.0
+LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Large:
+    """A model's class, its configuration, the shapes of its batch behind the rows: one for each of so many devices."""
+
+    model: str
+    config: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"input_ids": (LENGTH,), "labels": (LENGTH,)})
+    constants: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False})
+    ranks: int = 64
+
+    def make(self) -> Task:
+        """The model on the meta device, with its loss."""
+        library = importlib.import_module("transformers")
+        config = getattr(library, self.config)(**self.options)
+        with torch.device("meta"):
+            return Task(getattr(library, self.model)(config).train(), tuple(self.batch), self.constants)
+
+    def draw(self) -> list[torch.Tensor]:
+        """A batch without numbers: whole ones, but for images."""
+        return [
+            torch.empty(self.ranks, *shape, device="meta", dtype=torch.float32 if len(shape) == 3 else torch.long)
+            for shape in self.batch.values()
+        ]
+
+
+IMAGES = {"pixel_values": (3, 224, 224), "labels": ()}
+MODELS = {
+    "BERT-large": Large(
+        "BertForMaskedLM", "BertConfig",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+        {"input_ids": (512,), "labels": (512,)}, {},
+    ),
+    "ViT-L/16": Large(
+        "ViTForImageClassification", "ViTConfig",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+         "num_labels": 1000}, IMAGES, {},
+    ),
+    "T5-3B": Large(
+        "T5ForConditionalGeneration", "T5Config",
+        {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "decoder_start_token_id": 0},
+        {"input_ids": (512,), "labels": (512,)},
+    ),
+    "GPT-2 XL": Large("GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "Mixtral-8x7B": Large("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8}),
+    "DeepSeek-V3": Large("DeepseekV3ForCausalLM", "DeepseekV3Config", ranks=256),
+    "RWKV-4 1.5B": Large(
+        "RwkvForCausalLM", "RwkvConfig", {"hidden_size": 2048, "num_hidden_layers": 24, "context_length": LENGTH}
+    ),
+    "Mamba 1.4B": Large("MambaForCausalLM", "MambaConfig", {"hidden_size": 2048, "num_hidden_layers": 48}),
+    "Mamba-2 2.7B": Large(
+        "Mamba2ForCausalLM", "Mamba2Config",
+        {"hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "head_dim": 64, "n_groups": 8},
+    ),
+}  # fmt: skip
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Seconds of the slowest model; each stands in the details."""
+    found = {name: apart(name) for name in ([*MODELS][:2] if quick else MODELS)}
+    slowest = max(case["seconds"] for case in found.values())
+    return {
+        "name": "plan_models",
+        "value": slowest,
+        "goal": f"s from module to plan of the slowest of {len(found)} models, at most {SECONDS:g}",
+        "ok": slowest <= SECONDS,
+        "details": found,
+    }
+
+
+def apart(name: str) -> dict[str, Any]:
+    """One model in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.plan_models", name]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def case(name: str) -> dict[str, Any]:
+    """One model, in this process: planned, or refused where its forward pass is a long loop in Python."""
+    model, batch = MODELS[name].make(), MODELS[name].draw()
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    begin, used = time.perf_counter(), time.process_time()
+    found = planned(model, batch, MODELS[name].ranks)
+    return {
+        "seconds": round(time.perf_counter() - begin, 2), "processor seconds": round(time.process_time() - used, 2),
+        "GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "parameters": f"{billions:.2f}e9", **found,
+    }  # fmt: skip
+
+
+def planned(model: Task, batch: list[torch.Tensor], ranks: int) -> dict[str, Any]:
+    try:
+        best = mw.plan(model, batch, cluster=MACHINES.format(ranks))[0]
+    except CaptureError as error:
+        return {"refused": error.found}
+    return {"operators": len(best.cuts.program.nodes) if best.cuts else 0, "plan": str(best).splitlines()[0]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(case(sys.argv[1])))
