@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from meshwright.engine import StaticError, StrategyError
 from meshwright.graph import capture, complete, spread, with_layouts
 from meshwright.pipeline import ScheduleError, StageError, check, chunk_times, one_f_one_b, staged
 
-from .pipeline_oracle import Chain, alone, batch, compare, laid, loss_of, piped
+from .pipeline_oracle import STEPS, Chain, alone, batch, compare, laid, loss_of, piped
+
+runner_module: Any = import_module("meshwright.pipeline._runner")
 
 CASES = [
     ("1F1B", (0, 1), 2, False),
@@ -180,14 +183,6 @@ def test_batches_that_are_no_microbatches_are_refused(batches: Any, options: dic
         dist.accumulate(batches)
 
 
-def test_a_pipeline_is_not_saved(tmp_path: Path) -> None:
-    def save() -> None:
-        piped((0, 1), {"accumulate_steps": 2}, 4, then=lambda dist: dist.save(tmp_path))
-
-    with pytest.raises(StaticError, match="schedule"):
-        mw.simulate(save, 2)
-
-
 RECOMPUTED = """\
 1F1B with R: 2 microbatches
 way: 0 1
@@ -208,6 +203,37 @@ def test_recompute_is_placed_by_the_table() -> None:
             compare(found, alone(2, 2, 4, True))
             tanh = [node for node in program.nodes if str(node.op) == "aten.tanh.default"]
             assert [node.origin.phase for node in tanh] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "way", "calls"),
+    [
+        ("1F1B", (0, 1), {"F": 4, "B": 4}),
+        ("GPipe", (0, 1), {"F": 4, "B": 4}),
+        ("Interleaved 1F1B", (0, 1, 0, 1), {"F": 8, "B": 8}),
+        ("ZB-H1", (0, 1), {"F": 4, "B": 4, "W": 4}),  # on the first rank nobody waits for a B: all of it is W
+    ],
+)
+def test_a_backward_pass_is_one_call_where_no_table_splits_it(
+    mode: str, way: tuple[int, ...], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every action exactly one program runs, and what it gives is used outside of it."""
+    ran: list[tuple[int, str]] = []
+
+    def counted(place: Any, part: Any) -> Any:
+        def run(*given: Any) -> Any:
+            ran.append((mw.get_rank(), place.part))
+            return part.run(*given)
+
+        return replace(part, run=run)
+
+    make = runner_module._part
+    monkeypatch.setattr(runner_module, "_part", lambda place, *given: counted(place, make(place, *given)))
+    mw.simulate(lambda: piped(way, {"schedule_mode": mode, "accumulate_steps": 4}, 8, True), 2)
+    for rank in range(2):
+        found = [part for r, part in ran if r == rank]
+        wanted = {part: n for part, n in calls.items() if part != "B" or "W" not in calls or rank}
+        assert {part: found.count(part) // STEPS for part in dict.fromkeys(found)} == wanted
 
 
 def test_kernels() -> None:
