@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
@@ -234,6 +235,50 @@ def test_a_backward_pass_is_one_call_where_no_table_splits_it(
         found = [part for r, part in ran if r == rank]
         wanted = {part: n for part, n in calls.items() if part != "B" or "W" not in calls or rank}
         assert {part: found.count(part) // STEPS for part in dict.fromkeys(found)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("1F1B", (0, 1)),
+        ("Interleaved 1F1B", (0, 1, 0, 1)),
+        ("ZB-V", (0, 1, 1, 0)),
+        ("DualPipe", (0, 1)),
+    ],
+)
+def test_what_is_dropped_is_what_one_device_drops(mode: str, way: tuple[int, ...]) -> None:
+    """Whatever the order of a row; and generators go on from where one device's does."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()) for _ in way])
+
+    def steps(step: Any) -> list[float]:
+        torch.manual_seed(7)
+        return [*(float(step(torch.ones(8, 6) * n, torch.zeros(8, 6))) for n in range(1, 3)), torch.rand(1).item()]
+
+    def staged_steps() -> list[float]:
+        model = net()
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        mw.split_pipeline(model, mesh, at=[str(n) for n in range(1, len(way))], way=way)
+        options = {"enable": True, "schedule_mode": mode, "accumulate_steps": 4}
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        return steps(mw.to_static(model, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(pipeline=options)))
+
+    alone = net()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.5)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        pairs = zip(x.chunk(4), y.chunk(4), strict=True)
+        loss = torch.stack([nn.functional.mse_loss(alone(a), b) for a, b in pairs]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    expected = steps(step)
+    for found in mw.simulate(staged_steps, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_kernels() -> None:

@@ -14,6 +14,7 @@ from meshwright.graph import Input, Program, Run, Value, runner, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
 from ._action import Kind
+from ._draws import Entry, rehearsal, set_states
 from ._errors import StageError
 from ._intake import Intake
 from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total
@@ -39,9 +40,6 @@ Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
 def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
     """The program node by node."""
     return runner(program), tuple(x for x, _ in program.writes)
-
-
-Entry = tuple[int, Place, int]
 
 
 @dataclass(slots=True)
@@ -130,7 +128,9 @@ class PipelineRun:
         self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
         once = {v for _, gives, _ in self._before for v in gives}
         fed = {feed.value for feeds in intake.feeds for feed in feeds}
-        self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs} - fed)
+        known = once | {i.value for i in self.inputs} - fed
+        self._drops = _drops(self._row, self._parts, known)
+        self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
         self.writes = (*self._renewed, *written)
@@ -144,13 +144,17 @@ class PipelineRun:
                 base.update(zip(gives, out, strict=True))
             held = self._dealt(base)
             totals = _Totals()
+            states = self._rehearsal.states(base) if self._rehearsal else {}
+            end = self._rehearsal.now() if self._rehearsal else {}
             for (copy, place, m), gone in zip(self._row, self._drops, strict=True):
+                set_states(states.get((copy, place, m), {}))
                 part, way = self._parts[copy, place], self._ways[m]
                 self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for v in gone:
                     held[m].pop(v, None)
                 if self._watch is not None:
                     self._watch(held)
+            set_states(end)
             outputs, written = self._behind(
                 *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
             )
