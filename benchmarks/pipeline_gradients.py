@@ -138,7 +138,7 @@ class Work:
         with local_parts():
             outputs, _ = run(*(fetch_of(i, self.slots)(leaves) for i in run.inputs))
         expected = self.one_device(m)
-        own = [i.name for i in ways[0].step.inputs if i.role == "parameter" and i.spec and self.rank in i.spec.mesh]
+        own = [i.name for i in ways[0].inputs if i.role == "parameter" and i.spec and self.rank in i.spec.mesh]
         errors = [_relative(outputs["grads"][name], expected[name]) for name in own]
         return max([*errors, _relative(outputs["out"], expected[""])]), peak.most
 

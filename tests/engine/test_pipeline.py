@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
 from meshwright.graph import capture, complete, spread, with_layouts
 from meshwright.pipeline import ScheduleError, StageError, check, chunk_times, one_f_one_b, staged
 
-from .pipeline_oracle import Chain, alone, batch, compare, laid, loss_of, piped
+from .pipeline_oracle import STEPS, Chain, alone, batch, compare, laid, loss_of, piped
+
+runner_module: Any = import_module("meshwright.pipeline._runner")
 
 CASES = [
     ("1F1B", (0, 1), 2, False),
@@ -180,14 +184,6 @@ def test_batches_that_are_no_microbatches_are_refused(batches: Any, options: dic
         dist.accumulate(batches)
 
 
-def test_a_pipeline_is_not_saved(tmp_path: Path) -> None:
-    def save() -> None:
-        piped((0, 1), {"accumulate_steps": 2}, 4, then=lambda dist: dist.save(tmp_path))
-
-    with pytest.raises(StaticError, match="schedule"):
-        mw.simulate(save, 2)
-
-
 RECOMPUTED = """\
 1F1B with R: 2 microbatches
 way: 0 1
@@ -208,6 +204,81 @@ def test_recompute_is_placed_by_the_table() -> None:
             compare(found, alone(2, 2, 4, True))
             tanh = [node for node in program.nodes if str(node.op) == "aten.tanh.default"]
             assert [node.origin.phase for node in tanh] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "way", "calls"),
+    [
+        ("1F1B", (0, 1), {"F": 4, "B": 4}),
+        ("GPipe", (0, 1), {"F": 4, "B": 4}),
+        ("Interleaved 1F1B", (0, 1, 0, 1), {"F": 8, "B": 8}),
+        ("ZB-H1", (0, 1), {"F": 4, "B": 4, "W": 4}),  # on the first rank nobody waits for a B: all of it is W
+    ],
+)
+def test_a_backward_pass_is_one_call_where_no_table_splits_it(
+    mode: str, way: tuple[int, ...], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every action exactly one program runs, and what it gives is used outside of it."""
+    ran: list[tuple[int, str]] = []
+
+    def counted(place: Any, part: Any) -> Any:
+        def run(*given: Any) -> Any:
+            ran.append((mw.get_rank(), place.part))
+            return part.run(*given)
+
+        return replace(part, run=run)
+
+    make = runner_module._part
+    monkeypatch.setattr(runner_module, "_part", lambda place, *given: counted(place, make(place, *given)))
+    mw.simulate(lambda: piped(way, {"schedule_mode": mode, "accumulate_steps": 4}, 8, True), 2)
+    for rank in range(2):
+        found = [part for r, part in ran if r == rank]
+        wanted = {part: n for part, n in calls.items() if part != "B" or "W" not in calls or rank}
+        assert {part: found.count(part) // STEPS for part in dict.fromkeys(found)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("1F1B", (0, 1)),
+        ("Interleaved 1F1B", (0, 1, 0, 1)),
+        ("ZB-V", (0, 1, 1, 0)),
+        ("DualPipe", (0, 1)),
+    ],
+)
+def test_what_is_dropped_is_what_one_device_drops(mode: str, way: tuple[int, ...]) -> None:
+    """Whatever the order of a row; and generators go on from where one device's does."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()) for _ in way])
+
+    def steps(step: Any) -> list[float]:
+        torch.manual_seed(7)
+        return [*(float(step(torch.ones(8, 6) * n, torch.zeros(8, 6))) for n in range(1, 3)), torch.rand(1).item()]
+
+    def staged_steps() -> list[float]:
+        model = net()
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        mw.split_pipeline(model, mesh, at=[str(n) for n in range(1, len(way))], way=way)
+        options = {"enable": True, "schedule_mode": mode, "accumulate_steps": 4}
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        return steps(mw.to_static(model, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(pipeline=options)))
+
+    alone = net()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.5)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        pairs = zip(x.chunk(4), y.chunk(4), strict=True)
+        loss = torch.stack([nn.functional.mse_loss(alone(a), b) for a, b in pairs]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    expected = steps(step)
+    for found in mw.simulate(staged_steps, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_kernels() -> None:

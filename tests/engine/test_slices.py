@@ -139,6 +139,31 @@ def test_slices_beside_data_parallelism() -> None:
         compare(found, expected)
 
 
+class Dropping(GPT):
+    """Drops behind the embedding and behind each block."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.words(tokens) + self.places(torch.arange(tokens.shape[1])), 0.2)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.3)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=2)
+
+
+@pytest.mark.parametrize(("name", "slices"), [("Seq1F1B", 3), ("TeraPipe", (4, 3))])
+def test_slices_drop_what_one_device_drops(name: str, slices: Any) -> None:
+    def train() -> list[Any]:
+        model, mesh = Dropping(2), mw.ProcessMesh([0, 1], ["pp"])
+        torch.manual_seed(7)
+        return [*piped(model, mesh, 2, 7, schedule_mode=name, slices=slices), torch.rand(1).item()]
+
+    model = Dropping(2)
+    torch.manual_seed(7)
+    expected = [*alone(model, 2, 7), torch.rand(1).item()]
+    for found in mw.simulate(train, 2):
+        compare(found, expected)
+        assert found[2] == expected[2]
+
+
 def test_a_table_in_text_has_its_slices() -> None:
     text = """\
         by hand: 2 microbatches, 2 slices a sequence

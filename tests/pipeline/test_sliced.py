@@ -171,7 +171,7 @@ def with_a_mask(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def drops(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-    return token_loss(m, F.dropout(x, 0.5), labels)
+    return token_loss(m, F.dropout(x.flatten(0, 1), 0.5).unflatten(0, (-1, S)), labels)
 
 
 def centred(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def backwards(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
     [
         (both_ways, "scaled_dot_product_attention"),
         (with_a_mask, "mask"),
-        (drops, "draws"),
+        (drops, "one dim"),
         (centred, "comes later"),
         (over_positions, "softmax"),
         (running, "cumsum"),

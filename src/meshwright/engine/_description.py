@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from types import CodeType, FunctionType
 from typing import Any
@@ -107,8 +107,14 @@ def _inside(value: Any, depth: int) -> str:
         return "{" + ", ".join(sorted(described(v, depth - 1) for v in value)) + "}"
     if isinstance(value, Sequence):
         return f"{type(value).__name__}[{', '.join(described(v, depth - 1) for v in value)}]"
-    attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if "_hooks" not in k and k not in _TABLES}
+    held = getattr(value, "__dict__", {}).items()
+    attributes = {k: v for k, v in held if "_hooks" not in k and k not in _TABLES and not _is_derived(value, k)}
     return f"{_class(type(value))} {_inside(attributes, depth - 1) if depth > 1 else ''}"
+
+
+def _is_derived(value: Any, name: str) -> bool:
+    """True for what an object found once from what else it holds: it may be there by then, or not yet."""
+    return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def _held(x: Any) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.comm import current
 from meshwright.graph import Capture, Program, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
-    BEHIND,
     Intake,
+    Make,
     Parts,
     PipelineRun,
     Schedule,
@@ -20,6 +20,7 @@ from meshwright.pipeline import (
     check,
     check_fits,
     chunk_times,
+    end_to_end,
     in_pieces,
     in_slices,
     known,
@@ -28,6 +29,7 @@ from meshwright.pipeline import (
     parse_schedule,
     staged,
     taken_apart,
+    taken_up,
     weight_versions,
     with_behind,
 )
@@ -56,6 +58,27 @@ class Piped:
     copies: tuple[Parts, ...]
     intake: Intake
     chosen: Chosen
+
+    def after(self, act: Callable[[Program], Program]) -> Piped:
+        """The step, each of whose programs is what `act` makes of it."""
+        return replace(self, copies=tuple(parts.after(act) for parts in self.copies))
+
+    def runs(self, make: Make) -> PipelineRun:
+        """The step as a function of its inputs; `make` gives each of its programs as one."""
+        return PipelineRun(self.copies, self.chosen.schedule, current().rank, self.intake, make)
+
+    def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
+        """All programs as one, to be read and saved, and the table that tells them apart."""
+        program, table = end_to_end(self.copies, self.intake, self.chosen.schedule)
+        return program, {**table, "why": self.chosen.why}
+
+
+def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
+    """What `Piped.end_to_end` laid end to end. Raises what Python raises for a table of another form."""
+    copies, intake, schedule = taken_up(program, table)
+    check(schedule)
+    check_fits(schedule, copies[0].stages)
+    return Piped(copies, intake, Chosen(schedule, str(table["why"])))
 
 
 class Separate(tuple[Any, ...]):
@@ -100,7 +123,9 @@ def piped(
     pairs = sorted({*zip(way_of, form_of, strict=True)})
     steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
     _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
-    copies = [taken_apart(step, stages, bool(schedule.recomputed), schedule.slices) for step, stages in steps]
+    own = first[1].of(current().rank)
+    split = own is not None and schedule.splits(own)
+    copies = [taken_apart(step, stages, bool(schedule.recomputed), schedule.slices, split) for step, stages in steps]
     copies = with_behind(copies, update(behind_all(copies, schedule.sequences)))
     if isinstance(batch, Separate):
         copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
@@ -203,12 +228,3 @@ def sequences_cut(program: Program, options: Pipeline) -> Program:
 
 def _even(total: int, count: int) -> list[int]:
     return [total // count + (n < total % count) for n in range(count)]
-
-
-def whole_program(copies: Sequence[Parts], run: PipelineRun) -> Program:
-    """The step of one microbatch with what is done once, to be read; copy after copy of the model."""
-    behind = copies[0].programs[BEHIND]
-    made = {v for node in behind.nodes for v in node.outs}
-    nodes = (node for parts in copies for node in parts.step.nodes if not made & {*node.outs})
-    specs = {v: spec for program in (*(parts.step for parts in copies), behind) for v, spec in program.specs.items()}
-    return replace(behind, inputs=run.inputs, nodes=(*nodes, *behind.nodes), specs=specs)

@@ -44,21 +44,23 @@ from meshwright.layout import Spec
 from ._description import code_of, lies_text, spec_text
 from ._errors import StaticError
 from ._inputs import lay_as
+from ._pipeline import Piped, taken_from
 from ._setting import Settings
 from ._strategy import Strategy
 from ._variants import Dynamic, Variant, Variants, kind_of, sizes_of
 
 KIND = "meshwright programs"
-FORMAT = 1
+FORMAT = 2
 INDEX = "programs.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A program that was loaded, and the file of its kernels where this machine can run them."""
+    """A program that was loaded, and the file of its kernels where this machine can run them; or a pipeline's step."""
 
     program: Program
     kernels: Path | None = None
+    piped: Piped | None = None
 
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
@@ -157,6 +159,7 @@ def _files(row: Mapping[str, Any]) -> list[str]:
 
 def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
     assert isinstance(variant.holds, Holds)
+    table = variant.program.table
     beside = place / f".program.{os.getpid()}"
     checksum = save_program(variant.program.program, beside)
     name = f"program-{checksum[:16]}.safetensors"
@@ -167,7 +170,8 @@ def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) ->
         "sizes": [list(shape) for shape in variant.sizes],
         "dynamic": [[leaf, sorted(dims)] for leaf, dims in variant.dynamic.items()],
         "holds": variant.holds.as_data(),
-        "kernels": list(_saved_kernels(place, name, variant.program.program)) if kernels else [],
+        "kernels": list(_saved_kernels(place, name, variant.program.program)) if kernels and table is None else [],
+        "pipeline": table,
     }
 
 
@@ -246,7 +250,9 @@ def _variant(path: Path, row: Mapping[str, Any]) -> tuple[list[str], Variant[Sav
         raise ValueError(f"{name!r} is no name of a program's file")
     sizes = tuple(tuple(map(int, shape)) for shape in row["sizes"])
     dynamic: Dynamic = {int(leaf): frozenset(map(int, dims)) for leaf, dims in row["dynamic"]}
-    saved = Saved(load_program(path.parent / name), _kernels(path.parent, row["kernels"], name))
+    program, table = load_program(path.parent / name), row.get("pipeline")
+    piped = None if table is None else taken_from(program, table)
+    saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped)
     return list(row["key"]), Variant(saved, sizes, dynamic, holds_of(row["holds"]))
 
 

@@ -17,6 +17,7 @@ from meshwright.graph import (
     CaptureError,
     Fits,
     Layouts,
+    Pass,
     Program,
     Run,
     Slot,
@@ -39,7 +40,6 @@ from meshwright.graph import (
 )
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
-from meshwright.pipeline import PipelineRun
 from meshwright.search import MeshPlan
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
@@ -49,8 +49,8 @@ from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._loss_scale import LossScale
 from ._optimizer import refuse_master_weights
 from ._pieces import Pieces
-from ._pipeline import Chosen, Separate, piped, sequences_cut, whole_program
-from ._program_files import Model, Shelf, load_programs, save_programs
+from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
+from ._program_files import Model, Saved, Shelf, load_programs, save_programs
 from ._setting import Settings, form_of
 from ._shared import recorded_once
 from ._strategy import Strategy
@@ -61,12 +61,13 @@ Mode = Literal["train", "eval", "predict"]
 
 @dataclass(slots=True)
 class Compiled:
-    """A program, the function that runs it, and where each of its inputs comes from."""
+    """A program, the function that runs it, and where each of its inputs comes from; of a pipeline also its table."""
 
     program: Program
     run: Run
     fetch: tuple[Fetch, ...]
     writes: tuple[int, ...]
+    table: Mapping[str, Any] | None = None
 
 
 def to_static(
@@ -235,11 +236,6 @@ class DistModel:
         Parameters and states are no part of it. With `kernels`, programs in which ranks do not communicate are compiled
         ahead of time for `Strategy(compiler="inductor")`. Raises ProgramFileError for programs that no file can hold.
         """
-        if self.pipeline is not None:
-            raise StaticError(
-                "dist_model.save(folder)", "a pipeline: many programs, and a schedule",
-                "a folder holds programs that run alone", "no save: a pipeline is recorded anew at the first call",
-            )  # fmt: skip
         save_programs(folder, self._model, self._variants, self._settings, kernels)
 
     def load(self, folder: str | os.PathLike[str]) -> DistModel:
@@ -262,10 +258,15 @@ class DistModel:
         taken = self._shelf.take(key, leaves, self._settings, lambda: self._apart(slots))
         if taken is None:
             return None
-        lowered = taken.program.lowered(self._writes(slots)) if self.strategy.compiler == "inductor" else None
-        found = self._ready(taken.program.program, slots, lowered)
+        found = self._ready_saved(taken.program, slots)
         self._variants.add(key, leaves, found, taken.dynamic, taken.holds)
         return found
+
+    def _ready_saved(self, saved: Saved, slots: Sequence[Slot]) -> Compiled:
+        if saved.piped is not None:
+            return self._ready_piped(saved.piped, slots)
+        lowered = saved.lowered(self._writes(slots)) if self.strategy.compiler == "inductor" else None
+        return self._ready(saved.program, slots, lowered)
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
         """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
@@ -395,25 +396,25 @@ class DistModel:
         homes = _homes(captured, layouts)
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
         found = piped([captured, *others], batch, self.strategy, lambda step: self._with_update(captured, step))
-        self.pipeline = found.chosen
         fits = captured.fits()
         self._lay(captured, layouts)
-        run = PipelineRun(
-            found.copies, found.chosen.schedule, current().rank, found.intake,
-            lambda part: self._run_of(part, captured.slots),
-        )  # fmt: skip
-        at = {given.value: n for n, given in enumerate(run.inputs)}
-        fetch = tuple(fetch_of(given, captured.slots, self.optimizer, self.loss_scale) for given in run.inputs)
-        return Compiled(whole_program(found.copies, run), run, fetch, tuple(at[x] for x in run.writes)), fits
+        passes = self._last_passes(captured.slots)
+        return self._ready_piped(found.after(lambda part: apply_passes(part, passes)), captured.slots), fits
 
-    def _run_of(self, program: Program, slots: Sequence[Slot]) -> tuple[Run, tuple[Value, ...]]:
-        """A part of a pipeline's step after all passes, as a function; and the inputs that it gives values for."""
-        apart = self._apart(slots)
-        passes = self.strategy.passes_on("recorded")
-        program = apply_passes(program, passes if apart else without_inputs(passes))
-        if self.strategy.compiler == "inductor":
-            program = compiled(program, current(), writes=self._writes(slots))
-        return runner(program), tuple(x for x, _ in program.writes)
+    def _ready_piped(self, found: Piped, slots: Sequence[Slot]) -> Compiled:
+        """A pipeline's step, each part compiled where the strategy asks for it."""
+
+        def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
+            if self.strategy.compiler == "inductor":
+                part = compiled(part, current(), writes=self._writes(slots))
+            return runner(part), tuple(x for x, _ in part.writes)
+
+        self.pipeline = found.chosen
+        run = found.runs(make)
+        at = {given.value: n for n, given in enumerate(run.inputs)}
+        fetch = tuple(fetch_of(given, slots, self.optimizer, self.loss_scale) for given in run.inputs)
+        program, table = found.end_to_end()
+        return Compiled(program, run, fetch, tuple(at[x] for x in run.writes), table)
 
     def _ready(self, program: Program, slots: Sequence[Slot], lowered: Program | None = None) -> Compiled:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
@@ -432,8 +433,12 @@ class DistModel:
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
         """The program of this rank, after all passes."""
         program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
+        return apply_passes(program, self._last_passes(captured.slots))
+
+    def _last_passes(self, slots: Sequence[Slot]) -> Sequence[Pass]:
+        """The passes on what is recorded; inputs that look at one memory are not written over."""
         passes = self.strategy.passes_on("recorded")
-        return apply_passes(program, passes if self._apart(captured.slots) else without_inputs(passes))
+        return passes if self._apart(slots) else without_inputs(passes)
 
     def _apart(self, slots: Sequence[Slot]) -> bool:
         """True where each parameter, buffer and state lies in memory of its own."""

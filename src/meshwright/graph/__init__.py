@@ -12,6 +12,7 @@ from ._execute import Run, runner, to_fx
 from ._file import load_program, no_program, read_json, save_program, told, write_whole
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
+from ._infer import Names
 from ._interception import Hook, UserFunction
 from ._join import joined
 from ._layouts import Layouts, parse_layouts
@@ -85,6 +86,7 @@ __all__ = [
     "Match",
     "Measure",
     "Memories",
+    "Names",
     "Node",
     "Op",
     "Operator",

@@ -155,6 +155,9 @@ class Decoder:
     def _tensor(self, name: Any) -> Tensor:
         return self.tensors[text(name)]
 
+    def _meta(self, sizes: Any, dtype: Any) -> Tensor:
+        return torch.empty([self.size(n) for n in row(sizes)], dtype=torch_name(torch.dtype, dtype), device="meta")
+
 
 def _is_value(x: Any) -> bool:
     return isinstance(x, Value) and x.is_tensor
@@ -295,6 +298,7 @@ _READERS: dict[str, Callable[[Decoder, Any], Any]] = {
     "memory_format": _torch(torch.memory_format),
     "device": lambda decoder, what: torch.device(text(what)),
     "tensor": lambda decoder, what: decoder._tensor(what),
+    "meta": lambda decoder, what: decoder._meta(*what),
     "BatchSize": lambda decoder, what: BatchSize(number(what[0]), number(what[1]), number(what[2], 1)),
     "Length": lambda decoder, what: Length(item(decoder.specs, what[0]), number(what[1])),
     "Offset": lambda decoder, what: Offset(item(decoder.specs, what[0]), number(what[1])),

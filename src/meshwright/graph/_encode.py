@@ -169,6 +169,8 @@ class Encoder:
         return write(self, x)
 
     def _tensor(self, x: Tensor) -> Any:
+        if x.is_meta:  # of a tensor on other ranks, only the shape is there
+            return {"meta": [[self.size(n) for n in x.shape], kind_text(x.dtype)]}
         name = f"constant_{len(self.tensors)}"
         self.tensors[name] = x.detach().cpu().contiguous().clone()
         return {"tensor": name}

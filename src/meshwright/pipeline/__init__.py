@@ -3,6 +3,7 @@
 from ._action import Action, Kind, parse_action
 from ._check import channels, check
 from ._chunk_times import chunk_times
+from ._end_to_end import end_to_end, taken_up
 from ._errors import ScheduleError, StageError
 from ._flush import eager_one_f_one_b, gpipe, one_f_one_b
 from ._intake import Intake, in_pieces, one_by_one
@@ -13,7 +14,7 @@ from ._mirror import mirrored
 from ._parse import parse_schedule
 from ._parts import BEHIND, Parts, behind_all, taken_apart, with_behind
 from ._picture import summary, svg, terminal, trace
-from ._runner import PipelineRun, check_fits
+from ._runner import Make, PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
 from ._slice_specials import in_slices
@@ -37,6 +38,7 @@ __all__ = [
     "Intake",
     "Kind",
     "Known",
+    "Make",
     "Memory",
     "Parts",
     "PipelineRun",
@@ -59,6 +61,7 @@ __all__ = [
     "dualpipe",
     "dualpipe_v",
     "eager_one_f_one_b",
+    "end_to_end",
     "gpipe",
     "in_pieces",
     "in_slices",
@@ -83,6 +86,7 @@ __all__ = [
     "summary",
     "svg",
     "taken_apart",
+    "taken_up",
     "terapipe",
     "terminal",
     "trace",

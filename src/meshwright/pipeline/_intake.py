@@ -62,7 +62,7 @@ def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> 
     given: list[Input] = []
     feeds: list[tuple[Feed, ...]] = []
     for m, n in enumerate(copy_of):
-        batch = [i for i in copies[n].step.inputs if i.role == "batch"]
+        batch = [i for i in copies[n].inputs if i.role == "batch"]
         own = [replace(i, value=_fresh(i.value, m), source=i.source + m * leaves) for i in batch]
         feeds.append(tuple(Feed(i.value, o.value, False) for i, o in zip(batch, own, strict=True)))
         given += own
@@ -72,7 +72,7 @@ def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> 
 
 def _inputs(copies: Sequence[Parts]) -> tuple[Input, ...]:
     """What is given from outside, to any of the programs."""
-    found = {i.value: i for parts in copies for i in parts.step.inputs}
+    found = {i.value: i for parts in copies for i in parts.inputs}
     found |= {i.value: i for i in copies[0].programs[BEHIND].inputs if i.role != "saved"}
     return tuple(found.values())
 

@@ -8,7 +8,7 @@ the sum of all microbatches' gradients: reductions, what gives tied weights thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import product
@@ -30,8 +30,10 @@ from meshwright.graph import (
     is_drawing,
     joined,
     linear_tail,
+    map_values,
     values_in,
 )
+from meshwright.layout import Spec
 from meshwright.reshard import Exchange
 
 from ._again import joined_again
@@ -40,6 +42,7 @@ from ._stages import Stages
 
 _ADD = torch.ops.aten.add.Tensor
 Part = Literal["always", "F", "R", "B", "W", "end"]
+_OF_CHUNKS: tuple[Part, ...] = ("F", "R", "B", "W")
 
 
 class Place(NamedTuple):
@@ -69,26 +72,33 @@ class Crossing(NamedTuple):
 class Parts:
     """The programs of one rank, by place, and what goes between them.
 
-    `sums` are the values whose sums over all microbatches the program behind reads, and `terms` what is added up to
-    them: themselves, or what each slice of a sequence gives. `renewed` are buffers, and the values that they take over
-    from each microbatch.
+    `inputs` are those of the whole step. What a program gives is known to the others by the values of `gives`, whatever
+    it is called in the program itself. `sums` are the values whose sums over all microbatches the program behind reads,
+    and `terms` what is added up to them: themselves, or what each slice of a sequence gives. `renewed` are buffers, and
+    the values that they take over from each microbatch.
     """
 
-    step: Program
+    inputs: tuple[Input, ...]
     stages: Stages
     programs: Mapping[Place, Program]
+    gives: Mapping[Place, tuple[Value, ...]]
     crossings: tuple[Crossing, ...]
     sums: tuple[Value, ...]
     terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
 
+    def after(self, act: Callable[[Program], Program]) -> Parts:
+        """The parts, whose programs are what `act` makes of them."""
+        return replace(self, programs={place: act(program) for place, program in self.programs.items()})
 
-def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: int = 1) -> Parts:
+
+def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True) -> Parts:
     """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
 
-    With `recompute`, what a backward pass makes of forward values alone is a part of its own, R.
+    With `recompute`, what a backward pass makes of forward values alone is a part of its own, R. Without `split` a
+    backward pass is one program, B, and nothing is held between it and a W.
     """
-    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices).parts()
+    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split).parts()
 
 
 @dataclass
@@ -97,6 +107,7 @@ class _Cut:
     stages: Stages
     recompute: bool
     slices: int
+    split: bool
     at: dict[Node, Place] = field(default_factory=dict[Node, Place])
     of: dict[Value, Place] = field(default_factory=dict[Value, Place])
     crossings: list[Crossing] = field(default_factory=list[Crossing])
@@ -111,7 +122,8 @@ class _Cut:
 
     @property
     def _parts_of_chunks(self) -> tuple[Part, ...]:
-        return ("F", "R", "B", "W") if self.recompute else ("F", "B", "W")
+        left_out = {*(() if self.recompute else ("R",)), *(() if self.split else ("W",))}
+        return tuple(part for part in _OF_CHUNKS if part not in left_out)
 
     def parts(self) -> Parts:
         self._place_inputs()
@@ -129,7 +141,10 @@ class _Cut:
         self._draw_along()
         self._put_behind()
         self._add_up()
-        self._split()
+        if self.split:
+            self._split()
+        if self.recompute:
+            self._make_again()
         self._check_slices()
         return self._made()
 
@@ -280,7 +295,10 @@ class _Cut:
             else:
                 self._move(node, place._replace(part="W"))
                 needed.update(v for v in node.ins if self.of.get(v, place).slice != place.slice)
-        for node in self.step.nodes if self.recompute else ():
+
+    def _make_again(self) -> None:
+        """R is what a backward pass makes of forward values alone."""
+        for node in self.step.nodes:
             place = self.at.get(node, BEHIND)
             if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
                 self._move(node, place._replace(part="R"))
@@ -314,7 +332,8 @@ class _Cut:
         programs = {place: self._program(nodes[place], _made_of(nodes[place], wanted)) for place in places[:-1]}
         programs[BEHIND] = self._program(nodes[BEHIND], self.step.outputs)
         renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, BEFORE).chunk in (ALWAYS, *chunks))
-        return Parts(self.step, self.stages, programs, crossings, sums, terms, renewed)
+        gives = {place: tuple(values_in(program.outputs)) for place, program in programs.items()}
+        return Parts(self.step.inputs, self.stages, programs, gives, crossings, sums, terms, renewed)
 
     def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
         """What is read behind, or is a result, and is made for each microbatch."""
@@ -328,12 +347,20 @@ class _Cut:
 
     def _program(self, nodes: Sequence[Node], outputs: Any) -> Program:
         made = {v for node in nodes for v in node.outs}
-        known = {i.value: i for i in self.step.inputs}
-        wanted = [v for node in nodes for v in node.ins] + list(values_in(outputs))
-        read = dict.fromkeys(v for v in wanted if v not in made)
-        inputs = tuple(known.get(v) or Input(v, "saved", v.name, self.step.specs.get(v), v) for v in read)
+        inputs = read_by(nodes, values_in(outputs), self.step.inputs, self.step.specs)
+        read = {i.value for i in inputs}
         specs = {v: s for v, s in self.step.specs.items() if v in made or v in read}
         return Draft(Program(inputs, tuple(nodes), outputs, rank=self.step.rank, specs=specs)).finish()
+
+
+def read_by(
+    nodes: Sequence[Node], results: Iterable[Value], known: Iterable[Input], specs: Mapping[Value, Spec]
+) -> tuple[Input, ...]:
+    """The inputs of a program of these nodes and results: those that are `known`, and what other programs give."""
+    made = {v for node in nodes for v in node.outs}
+    given = {i.value: i for i in known}
+    read = dict.fromkeys(v for v in [*(v for node in nodes for v in node.ins), *results] if v not in made)
+    return tuple(given.get(v) or Input(v, "saved", v.name, specs.get(v), v) for v in read)
 
 
 def _is_late(place: Place, near: Place) -> bool:
@@ -367,14 +394,29 @@ def behind_all(ways: Sequence[Parts], microbatches: int) -> Program:
 def _averaged(parts: Parts, microbatches: int) -> Program:
     """The program behind, which divides sums by the number of microbatches before it reads them."""
     behind = parts.programs[BEHIND]
-    totals = [Value(f"sum_of_{v.name}", v.shape, v.dtype, v.device) for v in parts.sums]
-    shares = (
-        Node(torch.ops.aten.div.Tensor, (total, microbatches), {}, v, Origin("backward"))
-        for total, v in zip(totals, parts.sums, strict=True)
-    )
-    kept = (i for i in behind.inputs if i.value not in set(parts.sums))
+    totals = [_named("sum", v) for v in parts.sums]
+    means = {v: _named("mean", v) for v in parts.sums}
+    shares = [
+        Node(torch.ops.aten.div.Tensor, (total, microbatches), {}, mean, Origin("backward"))
+        for total, mean in zip(totals, means.values(), strict=True)
+    ]
+    kept = (i for i in behind.inputs if i.value not in means)
     given = (Input(t, "saved", t.name, None, Total(v)) for t, v in zip(totals, parts.sums, strict=True))
-    return replace(behind, inputs=(*kept, *given), nodes=(*shares, *behind.nodes))
+    nodes = (_reading(node, means) for node in behind.nodes)
+    specs = {**behind.specs, **{means[v]: spec for v, spec in behind.specs.items() if v in means}}
+    return replace(
+        behind, inputs=(*kept, *given), nodes=(*shares, *nodes), specs=specs,
+        outputs=map_values(lambda v: means.get(v, v), behind.outputs),
+    )  # fmt: skip
+
+
+def _named(what: str, v: Value) -> Value:
+    return Value(f"{what}_of_{v.name}", v.shape, v.dtype, v.device)
+
+
+def _reading(node: Node, became: Mapping[Value, Value]) -> Node:
+    args, kwargs = map_values(lambda v: became.get(v, v), (node.args, dict(node.kwargs)))
+    return replace(node, args=args, kwargs=kwargs)
 
 
 def _joined(a: Program, b: Program) -> Program:
@@ -404,6 +446,7 @@ def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
         replace(
             parts,
             programs={**parts.programs, BEHIND: empty if n else behind},
+            gives={**parts.gives, BEHIND: ()},
             sums=tuple(v for v in parts.sums if v in totals),
             terms=tuple((x, v) for x, v in parts.terms if v in totals),
         )

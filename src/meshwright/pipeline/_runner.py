@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier, current
-from meshwright.graph import Input, Program, Run, Value, runner, tensor_dtype, values_in
+from meshwright.graph import Input, Program, Run, Value, runner, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
 from ._action import Kind
+from ._draws import Entry, rehearsal, set_states
 from ._errors import StageError
 from ._intake import Intake
 from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total
@@ -28,6 +29,8 @@ _PARTS: Mapping[Kind, tuple[Part, ...]] = {
     Kind.BACKWARD_WEIGHT: ("W",),
 }
 """What an action runs. Messages go with the actions that make and read them, so their own actions run nothing."""
+_MAY_LACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""What runs as fewer programs where a step was not taken apart as far."""
 
 Known = dict[Value, Any]
 Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
@@ -37,9 +40,6 @@ Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
 def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
     """The program node by node."""
     return runner(program), tuple(x for x, _ in program.writes)
-
-
-Entry = tuple[int, Place, int]
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class PipelineRun:
     ) -> None:  # fmt: skip
         self.inputs = intake.inputs
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
-        self._before = [(parts.programs[BEFORE], make(parts.programs[BEFORE])[0]) for parts in copies]
+        self._before = [(p.programs[BEFORE], p.gives[BEFORE], make(p.programs[BEFORE])[0]) for p in copies]
         behind = copies[0].programs[BEHIND]
         self._behind, written = make(behind)
         self._reads = tuple(i.value if i.role != "saved" else i.source for i in behind.inputs)
@@ -124,11 +124,13 @@ class PipelineRun:
             if place not in (BEFORE, BEHIND)
         }
         stage = copies[0].stages.of(rank)
-        self._row = () if stage is None else _entries(schedule, stage, intake.copies)
+        self._row = () if stage is None else _entries(schedule, stage, intake.copies, self._parts)
         self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
-        once = {v for program, _ in self._before for v in values_in(program.outputs)}
+        once = {v for _, gives, _ in self._before for v in gives}
         fed = {feed.value for feeds in intake.feeds for feed in feeds}
-        self._drops = _drops(self._row, self._parts, once | {i.value for i in self.inputs} - fed)
+        known = once | {i.value for i in self.inputs} - fed
+        self._drops = _drops(self._row, self._parts, known)
+        self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
         self.writes = (*self._renewed, *written)
@@ -137,18 +139,22 @@ class PipelineRun:
         here, count = current(), self._microbatches
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
-            for program, run in self._before:
+            for program, gives, run in self._before:
                 out, _ = run(*(base[i.value] for i in program.inputs))
-                base.update(zip(program.outputs, out, strict=True))
+                base.update(zip(gives, out, strict=True))
             held = self._dealt(base)
             totals = _Totals()
+            states = self._rehearsal.states(base) if self._rehearsal else {}
+            end = self._rehearsal.now() if self._rehearsal else {}
             for (copy, place, m), gone in zip(self._row, self._drops, strict=True):
+                set_states(states.get((copy, place, m), {}))
                 part, way = self._parts[copy, place], self._ways[m]
                 self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for v in gone:
                     held[m].pop(v, None)
                 if self._watch is not None:
                     self._watch(held)
+            set_states(end)
             outputs, written = self._behind(
                 *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
             )
@@ -198,7 +204,7 @@ def _message(crossing: Crossing, rank: int) -> _Message:
 
 def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) -> _Part:
     program = parts.programs[place]
-    gives = tuple(values_in(program.outputs))
+    gives = parts.gives[place]
     arriving = [m for m in messages if m.crossing.target == place]
     here = {*gives, *(m.crossing.result for m in arriving)}
     return _Part(
@@ -212,19 +218,25 @@ def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) 
     )
 
 
-def _entries(schedule: Schedule, stage: int, copies: Sequence[int]) -> tuple[Entry, ...]:
+def _entries(
+    schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, Place]]
+) -> tuple[Entry, ...]:
     """What a stage runs, in order: copies, places and microbatches. What was recomputed before is not again.
 
-    Slices of a sequence are one microbatch here: each finds what those before it left.
+    Slices of a sequence are one microbatch here: each finds what those before it left. A backward pass has an R and a W
+    where they are `there`.
     """
     done = schedule.recomputed
     found: list[Entry] = []
     for atom in (atom for action in schedule.rows[stage] for atom in action.atoms):
         m, number = divmod(atom.microbatch, schedule.slices)
         for part in _PARTS.get(atom.kind, ()):
-            again = done and (atom.microbatch, atom.chunk) not in done
-            if part != "R" or atom.kind is Kind.RECOMPUTE or again:
-                found.append((copies[m], Place(part, atom.chunk, number), m))
+            copy, place = copies[m], Place(part, atom.chunk, number)
+            if part == "R" and atom.kind is not Kind.RECOMPUTE and (atom.microbatch, atom.chunk) in done:
+                continue
+            if atom.kind in _MAY_LACK and part != "B" and (copy, place) not in there:
+                continue
+            found.append((copy, place, m))
     return tuple(found)
 
 

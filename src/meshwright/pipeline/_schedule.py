@@ -123,6 +123,10 @@ class Schedule:
         """The (microbatch, chunk) whose forward runs once more before the backward."""
         return frozenset((a.microbatch, a.chunk) for _, a in self.atoms() if a.kind is Kind.RECOMPUTE)
 
+    def splits(self, rank: int) -> bool:
+        """Whether the rank runs the gradients of weights apart from those of inputs."""
+        return any(atom.kind is Kind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
+
     def atoms(self) -> Iterator[tuple[int, Action]]:
         """Every (rank, action), row by row; of those side by side each alone."""
         for rank, row in enumerate(self.rows):

@@ -210,12 +210,21 @@ def _range(given: Mapping[str, Any]) -> slice:
 
 
 def dropout(s: Slicer, node: Node) -> bool:
-    """Nothing, where nothing is dropped."""
+    """One mask for the whole sequence, drawn with its first slice: each slice takes its own part."""
     given = _arguments(node)
     x = s.held[given["input"]]
-    if (given["train"] and given["p"] != 0) or not isinstance(x, Pieces):
-        raise s.refusal(s.told, "it draws numbers for the whole sequence")
-    s.held[node.outs[0]] = x
+    if not isinstance(x, Pieces) or x.cut.before != 1:
+        raise s.refusal(s.told, "its rows and positions are one dim by then, or it drops terms of a sum")
+    if not given["train"] or given["p"] == 0:
+        s.held[node.outs[0]] = x
+        return True
+    ones = s.add(0, aten.new_ones.default, x.values[0], list(given["input"].shape))
+    mask = s.add(0, node.op, ones, given["p"], True)
+    made: list[Value] = []
+    for n, (v, start, length) in enumerate(zip(x.values, x.cut.starts, x.cut.lengths, strict=True)):
+        own = s.add(n, aten.narrow.default, mask, x.cut.dim, start * x.cut.after, length * x.cut.after)
+        made.append(s.add(n, aten.mul.Tensor, v, own))
+    s.held[node.outs[0]] = Pieces(x.cut, tuple(made))
     return True
 
 
