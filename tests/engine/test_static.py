@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import meshwright as mw
 from meshwright.graph import Input, Program, Value, runner
 
-from .oracle import STYLES
+from .oracle import STYLES, compare, whole
 from .static_oracle import Base, Batch, BatchNorm, Job, check, normed, numbers, same_as_eager
 
 JOBS: dict[str, Job] = {"BatchNorm": Job(BatchNorm, normed)}
@@ -263,6 +263,18 @@ class Recurrent(Base):
         return x.mean(1)
 
 
+@job(exact=False)
+class Slopes(Base):
+    """A loss of the derivatives of a network: what an operator keeps of a weight is a view that nobody asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = self.b(self.a(x).tanh())
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return (bend[:, 0] + slope[:, 1] - y[:, 0]).square().mean()
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_static_is_eager_is_one_device(name: str) -> None:
     check(JOBS[name], STYLES["grid"])
@@ -339,3 +351,20 @@ def test_inputs_that_change_places() -> None:
     for tensor, value in zip((x, y), run(x, y)[1], strict=True):
         tensor.copy_(value)
     assert (x.tolist(), y.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+
+
+class Views(nn.Module):
+    """Views in lists: what is reduced of one must not be reduced in the memory of the other."""
+
+    def forward(self, x: Tensor) -> object:
+        return x.unbind(0), x.split([1, 5]), torch.broadcast_tensors(x, x[:1]), torch.atleast_3d(x)
+
+
+def test_lists_of_views_of_terms() -> None:
+    def go() -> None:
+        style = STYLES["terms"]
+        (x,) = numbers(0)
+        terms = mw.reshard(mw.shard_tensor(x, style.mesh, []), style.mesh, style.placements)
+        compare(whole(mw.to_static(Views())(terms)), whole(Views()(x)), {})
+
+    mw.simulate(go, 2)

@@ -156,6 +156,14 @@ def writes_in_a_function(self: Any, x: Tensor) -> Tensor:
     return InPlace.apply(x * 1)
 
 
+def picks_rows(self: Any, x: Tensor) -> Any:
+    return x - x[x > 0].mean()
+
+
+def sizes_by_numbers(self: Any, x: Tensor) -> Any:
+    return x + torch.zeros(x.argmax(), 1).sum()
+
+
 SIDE_EFFECTS = [
     (counts, "count was 0, and is 1"), (collects, r"sizes|table"), (keeps, "last"), (keeps_in_a_list, "sizes"),
     (grows, "'extra'"), (adds_a_buffer, "'other'"), (changes_a_part, "_modules"), (replaces_a_parameter, "b.weight"),
@@ -164,6 +172,7 @@ SIDE_EFFECTS = [
 WITHOUT_NUMBERS = "torch.where"
 NUMBERS = [
     asks_for_a_number, branches, branches_on_chance, branches_on_dice_it_holds, branches_on_what_it_wrote, selects,
+    picks_rows, sizes_by_numbers,
 ]  # fmt: skip
 OTHERS = [
     (trains_inside, CaptureError, "the step's own"), (reads_gradients, CaptureError, r"\.grad"),

@@ -27,9 +27,9 @@ from meshwright.graph import (
     work_of,
 )
 from meshwright.graph._execute import carrying
-from meshwright.graph._memory import read_last
+from meshwright.graph._memory import looked_at, read_last
 from meshwright.passes import InPlace
-from meshwright.tensor import local_parts
+from meshwright.tensor import local_parts, map_tensors, operators_recorded, tensors_in
 from tests.passes.random_programs import program
 from tests.passes.steps import copied, llama_step
 
@@ -209,3 +209,56 @@ def test_nothing_is_known_of_a_view_that_contiguous_inputs_cannot_have() -> None
     program = Program((Input(x, "saved", "x", None, x),), nodes, w)
     assert strides_of(program) == {x: (6, 2, 1), t: (6, 1, 2)}
     assert InPlace()(program).text() == program.text()
+
+
+_X = torch.randn(3, 4)
+LOOKS = [
+    lambda: aten.unbind.int(_X),
+    lambda: aten.split.Tensor(_X, 2),
+    lambda: aten.unsafe_chunk.default(_X, 2),
+    lambda: aten.tensor_split.sections(_X, 2, 1),
+    lambda: aten.atleast_3d.default(_X),
+    lambda: aten.broadcast_tensors.default([_X, _X[:, :1]]),
+    lambda: aten.meshgrid.indexing([_X[0], _X[1]], indexing="ij"),
+    lambda: aten.sum_to_size.default(_X, [3, 4]),
+    lambda: aten.conj_physical.default(_X),
+    lambda: aten.type_as.default(_X, _X),
+    lambda: aten.einsum.default("ij->ji", [_X]),
+    lambda: aten.dropout.default(_X.view(4, 3), 0.5, False),
+    lambda: aten.feature_dropout.default(_X, 0.0, True),
+    lambda: aten.as_strided.default(_X, [2], [1]),
+    lambda: aten.detach.default(_X),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", LOOKS)
+def test_what_lies_in_the_memory_of_an_argument_is_known_to(call: Any) -> None:
+    shared: list[bool] = []
+
+    def note(op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        names: dict[Value, Tensor] = {}
+
+        def named(x: Tensor) -> Value:
+            v = Value(f"v{len(names)}", tuple(x.shape), x.dtype)
+            names[v] = x
+            return v
+
+        told = list(looked_at(Node(op, map_tensors(named, args), kwargs, map_tensors(named, out), Origin())))
+        there = {(id(names[v]), id(names[x])) for v, x in told}
+        pairs = [(y, x) for y in tensors_in(out) for x in tensors_in(args)]
+        shared.extend((id(y), id(x)) in there for y, x in pairs if same_memory(y, x))
+
+    with operators_recorded(note):
+        call()
+    assert shared
+    assert all(shared)
+
+
+def same_memory(y: Tensor, x: Tensor) -> bool:
+    return y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_what_is_dropped_has_memory_of_its_own() -> None:
+    x, y = (Value(n, (4,), torch.float32) for n in "xy")
+    assert not list(looked_at(Node(aten.dropout.default, (x, 0.5, True), {}, y, Origin())))
+    assert not list(looked_at(Node(aten.einsum.default, ("i,i->i", [x, x]), {}, y, Origin())))

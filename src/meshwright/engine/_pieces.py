@@ -35,7 +35,7 @@ from meshwright.graph import (
     with_layouts,
 )
 from meshwright.passes import InPlace
-from meshwright.tensor import leaves_in, local_parts
+from meshwright.tensor import leaves_in, local_parts, transforming
 
 from ._apart import lie_apart, without_inputs
 from ._in_pieces import refuse_of_the_whole
@@ -129,7 +129,7 @@ class Pieces:
         """What runs instead of the module's own `forward`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = None if kwargs or path in self.eager else self._find(path, module, args)
+            found = None if kwargs or path in self.eager or transforming() else self._find(path, module, args)
             if found is not None:
                 return run_piece(found, list(leaves_in(args)))
             if self._placed.pop(module, None) is not None:

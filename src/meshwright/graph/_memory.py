@@ -6,7 +6,7 @@ lies in the same memory; results live to the end. What an operator takes while i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,23 @@ from ._node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, name_of, v
 from ._program import Program
 from .torch_hooks import Operator
 
-SECRET_VIEWS = {"aten::_unsafe_view", "aten::reshape"}
-"""Operators whose result lies in the memory of the first argument, or may, without their schema saying so."""
+SECRET_VIEWS = {
+    f"aten::{name}" for name in (
+        "_unsafe_view", "reshape", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid",
+        "cartesian_prod", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "sum_to_size", "conj_physical",
+        "type_as",
+    )
+}  # fmt: skip
+"""Operators whose results lie in the memory of the first argument, or may, without their schema saying so."""
+
+_DROPS_NOTHING: Callable[..., bool] = lambda x, p=0.5, train=True: p == 0 or not train  # noqa: E731 - an entry
+SECRET_VIEWS_OF: dict[str, Callable[..., bool]] = {
+    "aten::einsum": lambda equation, operands, path=None: len(operands) == 1,
+    **dict.fromkeys(
+        ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"), _DROPS_NOTHING
+    ),
+}
+"""Those that do so for some arguments only."""
 
 
 def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
@@ -49,19 +64,20 @@ def _keeps_the_part(op: Carry) -> bool:
 
 
 def _by_schema(op: Operator, node: Node) -> Iterator[tuple[Value, Value]]:
-    if op._schema.name in SECRET_VIEWS:
-        yield from ((v, x) for v in node.outs for x in values_in(node.args[0]))
+    secret = SECRET_VIEWS_OF.get(op._schema.name)
+    if op._schema.name in SECRET_VIEWS or (secret is not None and secret(*node.args, **node.kwargs)):
+        yield from ((v, x) for v in node.outs for x in values_in(node.args))
         return
     returns = op._schema.returns
     outs: Sequence[Any] = [node.out] if len(returns) == 1 else node.out or ()
     for made, told in zip(outs, returns, strict=True):
         if told.alias_info is None:
             continue
-        names = told.alias_info.before_set
+        names = told.alias_info.before_set  # none for a list of tensors
         places = [
             a.name if a.kwarg_only else at
             for at, a in enumerate(op._schema.arguments)
-            if a.alias_info is not None and a.alias_info.before_set & names
+            if a.alias_info is not None and (a.alias_info.before_set & names or not names)
         ]
         yield from ((v, x) for v in values_in(made) for held in _given(node, places) for x in values_in(held))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -165,9 +166,19 @@ class Recording:
         cell = self.cells.get(id(x))
         if cell is None:
             cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+            cell = self._seen_otherwise(x) if cell is None and self.above else cell
             if cell is not None:
                 self._bind(x, cell)
         return cell
+
+    def _seen_otherwise(self, x: Tensor) -> Cell | None:
+        """The view that an operator took inside, and keeps for its backward pass: a transposed weight, rows of rows."""
+        for cell in self.memories.get(memory_of(x), []):
+            found = _view_between(cell.like, x)
+            if found is not None:
+                op, how = found
+                return Cell(self._node(op, (cell.read(self._node), how), {}, x), Memory(), x)
+        return None
 
     def _bind(self, x: Tensor, cell: Cell) -> None:
         self.cells[id(x)] = cell
@@ -292,6 +303,18 @@ def _looks_alike(a: Tensor, b: Tensor) -> bool:
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
     )
+
+
+def _view_between(a: Tensor, b: Tensor) -> tuple[Operator, list[Any]] | None:
+    """The operator that makes the view `b` of `a`, and its argument: other sizes, or dims in another order."""
+    if a.dtype != b.dtype or a.storage_offset() != b.storage_offset() or a.numel() != b.numel():
+        return None
+    if a.is_contiguous() and b.is_contiguous():
+        return aten.view.default, list(b.shape)
+    orders = permutations(range(a.dim())) if a.dim() == b.dim() <= 4 else ()
+    found = (list(p) for p in orders if _looks_alike(a.permute(p), b))
+    order = next(found, None)
+    return None if order is None else (aten.permute.default, order)
 
 
 def _tensor_values(tree: Any) -> Sequence[Value]:

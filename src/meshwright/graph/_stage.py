@@ -22,6 +22,7 @@ from meshwright.tensor import (
     note_spec,
     operators_recorded,
     tensors_in,
+    transforming,
 )
 
 from ._dynamic import DynamicSizes
@@ -41,7 +42,9 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         return call(*args)
     except MeshwrightError:
         raise
-    except DataDependent as error:
+    except (*DataDependent, TypeError) as error:
+        if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # taken for a number
+            raise
         raise CaptureError(
             f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
             "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
@@ -139,6 +142,12 @@ class Stage:
             return op(*args, **kwargs)
 
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        if transforming():
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"{op} inside a transform of torch.func",
+                "there tensors are torch's own wrappers, and no program has those",
+                "Strategy(full_graph=False): what cannot be captured then runs in Python",
+            )  # fmt: skip
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return

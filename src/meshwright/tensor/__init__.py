@@ -1,6 +1,7 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
-from . import _dispatch
+from . import _dispatch as _dispatch
+from . import _transforms as _transforms
 from ._absent import absent
 from ._context import Context, attending_by, context
 from ._decide import Decision, decide
@@ -23,10 +24,9 @@ from ._pending import bucket_of
 from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
-from .torch_hooks import grouped_product, operators_recorded
+from ._whole import RAN_WHOLE
+from .torch_hooks import grouped_product, operators_recorded, transforming
 from .torch_hooks import no_interception as local_parts
-
-RAN_WHOLE = _dispatch.RAN_WHOLE
 
 __all__ = [
     "RAN_WHOLE",
@@ -80,5 +80,6 @@ __all__ = [
     "redistribute",
     "stamp",
     "tensors_in",
+    "transforming",
     "whole",
 ]

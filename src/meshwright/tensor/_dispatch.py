@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +18,14 @@ from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, asks_sizes, capture
 from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
-from ._errors import MixedMeshError, OperationError, PlainInBackwardError, RanWholeWarning
+from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._outside import plan_outside
 from ._plan import Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
 from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
+from ._whole import tell_whole
 from .torch_hooks import backward_running
 
 HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
@@ -33,9 +33,6 @@ HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
-
-RAN_WHOLE: dict[str, str] = {}
-"""Functions that ran on whole tensors for want of a rule, and why; told once each by `on_whole`."""
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -207,9 +204,7 @@ def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
             if not failed or isinstance(error, MeshwrightError):
                 raise
             raise _refused(func, args, kwargs, error) from error
-        if name_of(func) not in RAN_WHOLE:
-            RAN_WHOLE[name_of(func)] = why
-            warnings.warn(f"{name_of(func)} runs on whole tensors: {why}", RanWholeWarning, stacklevel=4)
+        tell_whole(name_of(func), why)
         return out
 
     return run

@@ -17,7 +17,15 @@ from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
 from ._tree import leaves_in
-from .torch_hooks import FakeTensor, backward_running, checkpoint_compares, interception_on, no_interception
+from .torch_hooks import (
+    TRANSFORMS,
+    FakeTensor,
+    backward_running,
+    checkpoint_compares,
+    interception_on,
+    no_interception,
+    transforming,
+)
 
 Run = Callable[[Any, Any, Any, Any], Any]
 """Carries a call out: `run(func, types, args, kwargs)`."""
@@ -47,9 +55,13 @@ class DistTensor(Tensor):
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch
     """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
+    _transformed: Run
+    """Carries out a call inside a transform of `torch.func`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if TRANSFORMS and transforming():
+            return DistTensor._transformed(func, types, args, kwargs)
         key = _short_signature(func, args) if not kwargs and len(args) < 3 else signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:

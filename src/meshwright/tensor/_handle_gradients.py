@@ -14,7 +14,7 @@ from meshwright.layout import Spec, replicated
 from ._absent import absent
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
-from ._local import spec_of
+from ._local import spec_of, whole_local
 from ._pending import deferring, flush, forget
 from ._registry import handles
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward
@@ -35,7 +35,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
     """The gradient at `output` to start from, as this rank's part of the dual layout."""
     spec = output._spec if isinstance(output, DistTensor) else None
     if spec is None:
-        return torch.ones_like(output) if grad is None else grad
+        return torch.ones_like(output) if grad is None else whole_local(grad)
     with no_interception():
         if current().rank not in spec.mesh:
             return torch.empty_like(output)

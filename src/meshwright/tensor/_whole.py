@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,20 @@ from torch import Tensor
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
+from ._errors import RanWholeWarning
 from ._local import dense_strides, whole_spec
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception
+
+RAN_WHOLE: dict[str, str] = {}
+"""Functions that ran on whole tensors for want of a rule, and why; told once each."""
+
+
+def tell_whole(name: str, why: str) -> None:
+    """Warns, once for each name, from the line that called the function which called this one."""
+    if name not in RAN_WHOLE:
+        RAN_WHOLE[name] = why
+        warnings.warn(f"{name} runs on whole tensors: {why}", RanWholeWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True)

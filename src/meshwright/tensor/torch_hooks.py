@@ -8,12 +8,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as functorch_vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses import fake_tensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
 
 Operator = OpOverload
@@ -62,6 +67,67 @@ def tell_functions(apply: Callable[..., Any]) -> None:
         return apply(cls, own.__get__(None, cls), args, kwargs)
 
     function.apply = classmethod(told)
+
+
+TRANSFORMS: set[str] = set()
+"""How transforms of `torch.func` were begun in this process: to ask whether one is at work takes time."""
+
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""True inside a transform of `torch.func`, in this thread."""
+
+transforms_paused = temporarily_clear_interpreter_stack
+"""Context in which tensors are computed as they are outside of all transforms."""
+
+
+def forward_mode() -> bool:
+    """True while some thread of this process computes derivatives in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+_INTO = {
+    eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),
+    functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
+}
+"""What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
+_BEGIN = {
+    eager_transforms: ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"),
+    functorch_vmap: ("_vmap_increment_nesting",),
+}
+"""What begins a transform."""
+
+
+def tell_transforms(entering: Callable[[Any], Any]) -> None:
+    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins."""
+
+    def taking(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest: own(entering(x), *rest)
+
+    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any) -> Any:
+            TRANSFORMS.add(name)
+            return own(*args)
+
+        return begin
+
+    forward = eager_transforms._jvp_with_argnums
+
+    def forward_of(func: Any, primals: Any, tangents: Any, *rest: Any, **how: Any) -> Any:
+        primals, tangents = tree_map(entering, (primals, tangents))
+        return forward(func, primals, tangents, *rest, **how)
+
+    backward = eager_transforms._autograd_grad
+
+    def backward_of(outputs: Any, inputs: Any, seeds: Any = None, *rest: Any, **how: Any) -> Any:
+        return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
+
+    given: dict[str, Any] = {"_jvp_with_argnums": forward_of, "_autograd_grad": backward_of}
+    eager_transforms.__dict__.update(given)
+    for module, names in _INTO.items():
+        for name in names:
+            setattr(module, name, taking(getattr(module, name)))
+    for module, names in _BEGIN.items():
+        for name in names:
+            setattr(module, name, noting(name, getattr(module, name)))
 
 
 _META_EXTRACTOR = _default_meta_extractor.__code__

@@ -1,0 +1,111 @@
+"""`torch.func` on distributed tensors: what it gives on one device, whatever comes in and is used beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import meshwright as mw
+from meshwright.graph import CaptureError
+from meshwright.tensor import OperationError
+
+from .oracle import STYLES, Lay, Style, check
+from .static_oracle import Base, laid, numbers
+
+Fn = Callable[[nn.Module, Tensor], Any]
+
+
+def per_sample(net: nn.Module, x: Tensor) -> Any:
+    def loss(state: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(net, state, (row,)).square().sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0))(dict(net.named_parameters()), x)
+    return sum(g.square().sum() for g in found.values())
+
+
+def pulled_back(net: nn.Module, x: Tensor) -> Any:
+    out, pull = vjp(lambda z: net(z).tanh(), x)
+    return out.sum() + pull(net(x) * 2)[0].square().sum()
+
+
+PROGRAMS: dict[str, Fn] = {
+    "vmap": lambda net, x: vmap(lambda row: net(row).tanh().sum())(x).square().sum() + net(x).sum(),
+    "vmap of what is used beside": lambda net, x: vmap(lambda row: x)(x).square().sum(),
+    "grad": lambda net, x: vmap(grad(lambda row: net(row).tanh().sum()))(x).square().sum(),
+    "jacrev": lambda net, x: vmap(jacrev(lambda row: net(row).tanh()))(x).square().sum() * net(x).mean(),
+    "per sample": per_sample,
+    "vjp": pulled_back,
+    "beside parts": lambda net, x: (vmap(lambda row: net(row).tanh())(x) * net(x)).square().mean(),
+}
+
+
+def program(fn: Fn) -> Callable[[Lay], Any]:
+    def run(lay: Lay) -> Any:
+        net, x = lay.module(nn.Linear(6, 4)), lay(torch.randn(5, 6), grad=True)
+        fn(net, x).backward()
+        return fn(net, x), x.grad, [p.grad for p in net.parameters()]
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:torch.func runs on whole tensors")
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_transforms(name: str, style: str) -> None:
+    check(program(PROGRAMS[name]), STYLES[style], rtol=1e-5, atol=1e-5)
+
+
+FORWARD = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+"""Torch's own decompositions for forward mode."""
+
+
+@FORWARD
+@pytest.mark.parametrize("make", [jacfwd, hessian])
+def test_forward_mode_of_what_is_whole(make: Any) -> None:
+    def run(lay: Lay) -> Any:
+        net = lay.module(nn.Linear(6, 4))
+        return make(lambda x: net(x).tanh().sum())(torch.randn(6))
+
+    check(run, Style((1,), (mw.Shard(0),)), rtol=1e-5, atol=1e-5)
+
+
+@FORWARD
+def test_forward_mode_takes_its_tensors_in_first() -> None:
+    check(lambda lay: jvp(torch.sin, (lay(torch.ones(4, 4)),), (lay(torch.ones(4, 4)),)), STYLES["rows"])
+
+
+@FORWARD
+def test_forward_mode_is_one_for_all_simulated_ranks() -> None:
+    def run() -> None:
+        w = mw.shard_tensor(torch.ones(4, 4), STYLES["rows"].mesh, [mw.Shard(0)])
+        jvp(lambda x: w @ x, (torch.ones(4),), (torch.ones(4),))
+
+    with pytest.raises(OperationError, match="one forward mode"):
+        mw.simulate(run, 4)
+
+
+def test_what_a_transform_would_lose_is_refused() -> None:
+    def run() -> None:
+        seen = mw.shard_tensor(torch.ones(4, 4), STYLES["rows"].mesh, [mw.Shard(0)])
+        vmap(lambda x: seen.add_(1).sum() + x)(torch.ones(4))
+
+    with pytest.raises(OperationError, match="written to it is lost"):
+        mw.simulate(run, 4)
+
+
+class Transformed(Base):
+    def between(self, x: Tensor) -> Tensor:
+        return vmap(grad(lambda row: self.b(row.tanh()).square().sum()))(x)
+
+
+def test_programs_have_no_transforms() -> None:
+    def run() -> None:
+        mw.to_static(laid(Transformed(), STYLES["rows"]))(*numbers(0))
+
+    with pytest.raises(CaptureError, match=r"torch\.func"):
+        mw.simulate(run, 4)
