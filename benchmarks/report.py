@@ -34,7 +34,7 @@ MISSING = "there is no browser on this machine; install Chromium (on Debian: apt
 FOCUS = 'document.activeElement === document.body ? "" : document.activeElement.outerHTML.slice(0, 80)'
 STOPS = """[...document.querySelectorAll("a, summary, [tabindex='0']")]"""
 REACHED = f"{STOPS}.indexOf(document.activeElement)"
-REACHABLE = f"{STOPS}.filter(e => e.getClientRects().length).length"
+REACHABLE = f"{STOPS}.filter(e => e.checkVisibility()).length"
 OPEN_ALL = 'document.querySelectorAll("details").forEach(e => e.open = true)'
 TAB, ENTER, RIGHT = ("Tab", 9), ("Enter", 13, "\r"), ("ArrowRight", 39)
 OUTLINED = 'getComputedStyle(document.activeElement).outlineStyle !== "none"'
