@@ -64,13 +64,15 @@ def traced(path: str | None) -> Generator[None]:
     if path is None:
         yield
         return
+    left: SystemExit | None = None
     with trace_comm() as trace:
         try:
             yield
-        except SystemExit:
-            trace.save(path)
-            raise
+        except SystemExit as end:
+            left = end
     trace.save(path)
+    if left is not None:
+        raise left
 
 
 def is_one_rank() -> bool:
