@@ -39,9 +39,10 @@ matrix: setup
 fuzz opdb: setup
 	$(BIN)/python -m benchmarks $@
 
-# The page of all schedules, and its pictures.
+# The page of all schedules, its pictures, and (by Chromium) those of the report.
 pictures: setup
 	$(BIN)/python docs/schedule_pages.py
+	PYTHONPATH=. $(BIN)/python docs/report_pictures.py
 
 # The site, in out/site; open out/site/index.html. (The variable silences an advertisement.)
 docs: setup

@@ -179,6 +179,7 @@ def judged(line: Line, code: int, out: str, err: str) -> str:
         f"no word of {line.answer!r} in {said!r}": line.answer not in said,
         "nothing to write instead": line.code != OK and "write:" not in err,
         "more than one message": err.count("write:") > 1,
+        "a mistake answered on standard output": bool(line.code != OK and out),
     }
     return next((f"{line.text}: {fault}" for fault, found in faults.items() if found), "")
 

@@ -37,9 +37,9 @@ def added(path: Path) -> list[str]:
 
 def losses(script: Path, ranks: int, *options: str) -> list[float]:
     """What all ranks print, step by step."""
-    words = ["-m", "meshwright", "run", "--ranks", str(ranks), *options] if ranks > 1 else []
+    words = ["-m", "meshwright", "run", "--all-ranks", "--ranks", str(ranks), *options] if ranks > 1 else []
     found = subprocess.run([sys.executable, *words, str(script)], stdout=subprocess.PIPE, text=True, check=True)
-    return [float(n) for n in re.findall(r"^loss ([\d.]+)$", found.stdout, re.MULTILINE)]
+    return [float(n) for n in re.findall(r"^(?:\[\d+\] )?loss ([\d.]+)$", found.stdout, re.MULTILINE)]
 
 
 def run(quick: bool = False) -> dict[str, Any]:

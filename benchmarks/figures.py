@@ -26,7 +26,7 @@ ORDER = (
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("predict", "rank_plans", "memory", "plan_speed", "plan_quality"),
     *("code_lines", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
-    *("first_minutes", "cli"),
+    *("first_minutes", "cli", "report"),
 )
 MARK = "<!-- figures -->"
 

@@ -42,10 +42,10 @@ def test_it_prints_on_ranks_what_it_prints_on_one_device(
         pytest.importorskip(library)
     shown: list[list[list[float]]] = []
     for ranks in (1, ranks_of(example)):
-        code = main(["run", "--ranks", str(ranks), str(example), str(tmp_path / f"{ranks}")])
+        code = main(["run", "--all-ranks", "--ranks", str(ranks), str(example), str(tmp_path / f"{ranks}")])
         told = capsys.readouterr()
         assert code == 0, told.err[-2000:]
-        shown.append(numbers(told.out)[::ranks])
+        shown.append(numbers(re.sub(r"^\[\d+\] ", "", told.out, flags=re.MULTILINE))[::ranks])
     one, many = shown
     assert one
     assert len(one) == len(many)

@@ -89,8 +89,51 @@ def test_a_script_runs_on_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture
         "    sys.stdout.write(f'{mw.get_rank()} {sys.argv[1:]} {beside.x}\\n')\n"
     )
     (tmp_path / "beside.py").write_text("x = 'here'")
-    assert main(["run", "--ranks", "3", str(script), "--ranks", "x"]) == 0
-    assert capfd.readouterr().out.splitlines() == [f"{rank} ['--ranks', 'x'] here" for rank in range(3)]
+    assert main(["run", "--ranks", "3", "--all-ranks", str(script), "--ranks", "x"]) == 0
+    assert capfd.readouterr().out.splitlines() == [f"[{rank}] {rank} ['--ranks', 'x'] here" for rank in range(3)]
+
+
+def test_rank_0_prints_or_all_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')")
+    for carrier in ([], ["--processes"]):
+        assert main(["run", *carrier, str(script)]) == 0
+        assert capfd.readouterr().out.splitlines() == ["here"]
+        assert main(["run", *carrier, "--all-ranks", str(script)]) == 0
+        assert sorted(capfd.readouterr().out.splitlines()) == ["[0] here", "[1] here"]
+
+
+TRACED = """
+import sys, torch, meshwright as mw
+mesh = mw.ProcessMesh([0, 1], ["tp"])
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+net[1].weight = mw.shard_tensor(net[1].weight, mesh, [mw.Shard(1)])
+net(torch.ones(2, 4)).sum().backward()
+torch.optim.SGD(net.parameters(), lr=0.1).step()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("carrier", [[], ["--processes"]])
+def test_a_script_is_traced(carrier: list[str], tmp_path: Path) -> None:
+    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
+    script.write_text(TRACED)
+    assert main(["run", *carrier, "--trace", str(trace), str(script)]) == 3
+    events = json.loads(trace.read_text())["traceEvents"]
+    for rank in range(2):
+        found = {e["name"] for e in events if e["pid"] == rank}
+        assert {"forward 0", "forward 1", "backward 0", "update SGD"} <= found
+        assert any(name.startswith("All") for name in found)
+
+
+def test_training_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main([*TINY, "--mesh", "pp=2", "--trace", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert any(e["name"].startswith("pipeline F0.0 entry.embed … blocks.0") for e in events)
+    assert main([*TINY, "--trace", str(tmp_path / "none" / "trace.json")]) == 2
+    assert "No such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,17 @@ def test_what_cannot_be_is_answered(
     assert said in capsys.readouterr().err
 
 
+def test_a_runs_log_is_measured(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    steps = [{"event": "step", "step": n, "seconds": s, "peak_memory": 5e9} for n, s in enumerate((9.0, 2.0, 4.0, 3.0))]
+    log.write_text("\n".join(json.dumps(line) for line in [{"event": "start", "step": 0}, *steps]))
+    assert main([*asked, "--alone", "--json", "--measured", str(log)]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] == {"seconds": 3.0, "bytes": 5e9}
+    log.write_text('{"event": "start", "step": 0}')
+    assert main([*asked, "--alone", "--measured", str(log)]) == 2
+    assert "a log without a step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seconds": "soon"}', '{"seconds": null}'])
 def test_measured_numbers_are_numbers(
     text: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

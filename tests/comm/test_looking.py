@@ -94,5 +94,5 @@ def test_prints_begin_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_script_runs_with_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
-    assert main(["run", "--prefix", str(script)]) == 0
+    assert main(["run", "--all-ranks", str(script)]) == 0
     assert capsys.readouterr().out.splitlines() == ["[0] here", "[1] here"]

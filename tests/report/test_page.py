@@ -4,73 +4,24 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import mse_loss
 
 import meshwright as mw
+from benchmarks import report
+from benchmarks._browser import Browser, browser, found
+from benchmarks.report import ACCOUNTS, EVIL, LLAMA, MACHINES, MEASURED, MISSING, WIDTHS, evil, faults, of_module
 from meshwright.cost import cluster
 from meshwright.engine import StaticError
-from meshwright.pipeline import one_f_one_b, simulate
 from meshwright.report import account_of, data, page, text
-from meshwright.search import Account, Curve, Laid, Plan, Rival, Sent, Transformer, account, choose, parse_mesh_plan
+from meshwright.search import Account, Plan, account
 
-LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
-MACHINES = cluster("64xH100, 8 per node, 400G")
-EVIL = '<script>alert("1")</script>"\'><img src=x onerror=alert(2)>&amp;\x00\x1b'
 VOID = {"meta"}
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
-
-
-def of_sizes() -> Account:
-    plan = Plan(dp=8, tp=4, pp=2, zero=1, sequence_parallel=True, batch=256, sequence=8192)
-    return account(LLAMA, plan, MACHINES, choose(LLAMA, MACHINES, 64, 256, 8192, keep=3))
-
-
-def of_module() -> Account:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
-    best, *others = mw.plan(model, (torch.ones(64, 64), torch.ones(64, 64)), mse_loss, cluster="8xH100")
-    return best.account(others)
-
-
-def trained(pipeline: bool) -> Any:
-    def train() -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-        x, y = torch.randn(16, 8), torch.randn(16, 8)
-        optimizer = torch.optim.AdamW(model.parameters())
-        if not pipeline:
-            plan = parse_mesh_plan('[mesh]\ndp = 2\ntp = 2\n[layouts]\n"0.weight" = "f32[8@tp, 8]"')
-            step = mw.auto(model, (x, y), mse_loss, optimizer, plan=plan)
-        else:
-            mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
-            mw.split_pipeline(model, mesh, batch=[mw.Shard(0)])
-            options = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 4})
-            step = mw.to_static(model, loss=mse_loss, optimizer=torch.optim.AdamW(model.parameters()), strategy=options)
-        step(x, y)
-        return step
-
-    return mw.simulate(train, 4)[0]
-
-
-ACCOUNTS = {
-    "sizes": of_sizes,
-    "module": of_module,
-    "program": lambda: account_of(trained(False), "4xH100"),
-    "pipeline": lambda: account_of(trained(True), cluster("4xH100")),
-}
 
 
 @pytest.fixture(scope="module", params=ACCOUNTS)
@@ -170,17 +121,6 @@ def test_text_fits_what_it_says(told: Account) -> None:
     assert all(line == line.rstrip() for line in said.splitlines())
 
 
-def evil() -> Account:
-    """Every text is a piece of a page."""
-    table = replace(one_f_one_b(2, 2), name=EVIL)
-    return Account(
-        EVIL, EVIL, EVIL, 1.0, 2.0, 1.0, (EVIL,), {EVIL: 1.0}, {EVIL: {EVIL: 2.0}},
-        (Laid(f"{EVIL}.{EVIL}", EVIL, EVIL, 1.0, EVIL), *(Laid(EVIL, EVIL, EVIL, 1.0, EVIL) for _ in range(4))),
-        (Sent(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),), (Rival(EVIL, 1.0, 1.0, EVIL),), {EVIL: EVIL},
-        simulate(table), (Curve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
-    )  # fmt: skip
-
-
 def test_a_pipelines_account_tells_each_parameter_once() -> None:
     told = ACCOUNTS["pipeline"]()
     parameters = [f"{row.layer}.{row.name}" for row in told.laid if row.note == "parameter"]
@@ -242,26 +182,44 @@ def test_a_model_that_was_not_called_has_no_account() -> None:
         account_of(mw.to_static(torch.nn.Linear(2, 2)), "4xH100")
 
 
-def shown(made: str, folder: Path, width: int) -> int:
-    """How wide a page is that a browser shows in a window of so many pixels."""
-    frame = (
-        f'<p id="out"></p><iframe id="f" width="{width}" height="900" style="border:0" srcdoc="{html.escape(made)}">'
-        '</iframe><script>addEventListener("load", () => { out.textContent = '
-        '"=" + f.contentDocument.documentElement.scrollWidth + "=" })</script>'
-    )
-    (folder / "frame.html").write_text(frame, encoding="utf-8")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    done = subprocess.run(
-        [BROWSER, *flags, f"--user-data-dir={folder}", "--dump-dom", (folder / "frame.html").as_uri()],
-        capture_output=True, text=True, timeout=100, check=True, env={**os.environ, "HOME": str(folder)},
-    )  # fmt: skip
-    found = re.search(r">=(\d+)=<", done.stdout)
-    assert found, done.stdout[:300]
-    return int(found[1])
+FAULTY = """<!DOCTYPE html><html lang="en"><title>faulty</title><h1>One</h1><h3>Three</h3>
+<p style="color: #999; background: #fff">faint</p><p style="width: 2000px">wide</p>
+<table><tr><td>cell</td></tr></table><img src="missing.png"><svg><text x="9" y="9" font-size="5">low</text></svg>
+<div style="overflow-x: auto; width: 50px"><p style="width: 500px">scrolls</p></div>
+<script>console.log("said")</script></html>"""
 
 
-@pytest.mark.skipif(not BROWSER, reason="Chromium is not installed")
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_page_is_no_wider_than_its_window(width: int, tmp_path: Path) -> None:
-    for made in (page(of_sizes()), page(evil(), {EVIL: 1.0})):
-        assert shown(made, tmp_path, width) <= width
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Browser]:
+    path = found()
+    if path is None:
+        pytest.skip(MISSING)
+    with browser(path) as b:
+        yield b
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_finds_no_fault(width: int, shown: Browser, tmp_path: Path) -> None:
+    pages = {"pipeline": page(ACCOUNTS["pipeline"](), MEASURED), "evil": page(evil(), {EVIL: 1.0})}
+    for name, made in pages.items():
+        (tmp_path / f"{name}.html").write_text(made, encoding="utf-8")
+        for dark in (False, True):
+            assert list(faults(shown, tmp_path / f"{name}.html", width, dark)) == []
+
+
+def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
+    (tmp_path / "faulty.html").write_text(FAULTY, encoding="utf-8")
+    told = "\n".join(faults(shown, tmp_path / "faulty.html", 400, False))
+    for fault in (
+        "px wide in a window of 400", "a heading 3 behind 1", "no caption", "no head of a row", "no alt", "no role",
+        "no way to scroll by keys", "contrast 2.85 below 4.5", "letters of 5.0 px", "Runtime.consoleAPICalled",
+        "a request: file://", "0 of <main>",
+    ):  # fmt: skip
+        assert fault in told
+
+
+def test_without_a_browser_the_figure_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "found", lambda: None)
+    figure = report.run()
+    assert (figure["value"], figure["ok"]) == (None, False)
+    assert "install Chromium" in figure["goal"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import Catalogue, convert, format_of, open_checkpoint, read_whole, verify
+from meshwright.cli._answer import print_json
 from meshwright.cli._parser import UsageError
 from meshwright.layout import MeshwrightError, write_dtype
 
@@ -39,7 +39,7 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
 def _inspect(settings: argparse.Namespace, path: str) -> int:
     told = described(open_checkpoint(path))
     if settings.json:
-        print(json.dumps(told))
+        print_json(told)
         return OK
     print(f"{told['path']}: {told['kind']}, {told['count']} tensors, {told['bytes']} bytes, {len(told['files'])} files")
     for name, entry in told["tensors"].items():
@@ -82,16 +82,17 @@ def _verify(settings: argparse.Namespace, path: str) -> int:
     catalogue = verify(path)
     said = {"path": str(catalogue.folder), "kind": catalogue.kind, "tensors": len(catalogue.entries), "ok": True}
     checked = "by SHA-256" if catalogue.kind == "meshwright" else "without checksums, of which it has none"
-    print(
-        json.dumps(said) if settings.json else f"{catalogue.folder}: whole; {len(catalogue.entries)} tensors, {checked}"
-    )
+    if settings.json:
+        print_json(said)
+    else:
+        print(f"{catalogue.folder}: whole; {len(catalogue.entries)} tensors, {checked}")
     return OK
 
 
 def _diff(settings: argparse.Namespace, path: str, other: str) -> int:
     found = list(differences(open_checkpoint(path), open_checkpoint(other), settings.tolerance))
     if settings.json:
-        print(json.dumps({"same": not found, "differences": found}))
+        print_json({"same": not found, "differences": found})
     else:
         print("\n".join(f"{d['name']}: {d['what']}" for d in found) or "the same")
     return FAILED if found else OK
@@ -141,7 +142,10 @@ def _convert(settings: argparse.Namespace, path: str, other: str) -> int:
         "tensors": len(open_checkpoint(written).entries),
         "left_out": left,
     }
-    print(json.dumps(told) if settings.json else f"{written}: {told['tensors']} tensors in the format {settings.to}")
+    if settings.json:
+        print_json(told)
+    else:
+        print(f"{written}: {told['tensors']} tensors in the format {settings.to}")
     return OK
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -16,6 +15,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import perf_counter
+
+from meshwright.cli._answer import print_json
 
 OK, FAILED = 0, 1
 PYTHON = (3, 11)
@@ -49,7 +50,7 @@ def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
         found += _checked()
     good = all(f.good for f in found if f.needed)
     if settings.json:
-        print(json.dumps({"ok": good, "findings": [{**asdict(f), "state": f.state} for f in found]}))
+        print_json({"ok": good, "findings": [{**asdict(f), "state": f.state} for f in found]})
     else:
         print(told(found))
     return OK if good else FAILED

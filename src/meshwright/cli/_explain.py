@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cli._plan import read_model
@@ -33,7 +36,10 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
         return FAILED
     if settings.html:
         write_text(settings.html, page(told, measured))
-    print(json.dumps(data(told, measured)) if settings.json else text(told, measured))
+    if settings.json:
+        print_json(data(told, measured))
+    else:
+        print(text(told, measured))
     return 0
 
 
@@ -55,10 +61,32 @@ def _others(model: Transformer, plan: Plan, machines: Cluster, silent: bool) -> 
 
 
 def _measured(path: str | None) -> Mapping[str, float] | None:
-    """Numbers by name."""
+    """Numbers by name: of a JSON object, or of the log that a run has written."""
     if path is None:
         return None
     try:
-        return {str(name): float(value) for name, value in json.loads(read_text(path)).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f'meshwright explain: {path}: {error}\n  write: {{"seconds": 1.2, "bytes": 7e10}}') from error
+        return _numbers(read_text(path))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        write = '{"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
+        raise UsageError(f"meshwright explain: {path}: {error}\n  write: {write}") from error
+
+
+def _numbers(text: str) -> Mapping[str, float]:
+    try:
+        told: Any = json.loads(text)
+    except ValueError:  # an object on each line
+        return of_log([json.loads(line) for line in text.splitlines() if line.strip()])
+    return of_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
+
+
+def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+    """What a run's steps took: the median of their seconds, but for the first, and the most bytes that a rank held.
+
+    >>> of_log([{"event": "step", "seconds": s, "peak_memory": 7} for s in (9.0, 1.0, 2.0, 1.5)])
+    {'seconds': 1.5, 'bytes': 7.0}
+    """
+    steps = [line for line in lines if line["event"] == "step"]
+    if not steps:
+        raise ValueError("a log without a step")
+    seconds = median(float(step["seconds"]) for step in steps[1:] or steps)
+    return {"seconds": seconds, "bytes": max(float(step["peak_memory"]) for step in steps)}

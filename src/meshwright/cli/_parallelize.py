@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._files import read_text, write_text
 from meshwright.cli._function import call_function, names_function
 from meshwright.cli._parser import UsageError
@@ -33,7 +34,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         styles = {pattern: said(style) for pattern, style in found.config.plan.items()}
         lies = {"batch": found.config.batch, "sequence": found.config.sequence}
         told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
-        print(json.dumps({"mesh": found.mesh.sizes, "plan": styles, **lies, **told}))
+        print_json({"mesh": found.mesh.sizes, "plan": styles, **lies, **told})
         return OK
     print(found.text())
     return OK

@@ -134,6 +134,7 @@ def train_parser() -> Parser:
     size.add_argument("--mesh", type=mesh, metavar="AXES", help="such as pp=2,dp=2,tp=2 (the default); others are 1")
     size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, shared out over the axes")
     ranks.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    add_trace(parser)
     kept = parser.add_argument_group("a run that is kept, without the steps on one device")
     kept.add_argument(
         "--save", metavar="FOLDER", help="go on from its latest checkpoint; save at the end and at SIGTERM"
@@ -149,11 +150,15 @@ def train_parser() -> Parser:
 
 def run_parser() -> Parser:
     parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
-    parser.usage = "meshwright run [--ranks N] [--processes] [--auto] [--prefix] SCRIPT [ARGUMENT ...]"
+    options = "[--ranks N] [--processes] [--auto] [--all-ranks] [--trace FILE]"
+    parser.usage = f"meshwright run {options} SCRIPT [ARGUMENT ...]"
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
     parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
     parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
-    parser.add_argument("--prefix", action="store_true", help="begin each printed line with the rank's number")
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="print what all ranks print, each line with its rank; else rank 0 does"
+    )
+    add_trace(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
@@ -213,7 +218,7 @@ def explain_parser() -> Parser:
     add_cluster(parser)
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (those of the plan)")
     parser.add_argument("--sequence", type=positive, metavar="N", help="tokens in a sequence (those of the plan)")
-    parser.add_argument("--measured", metavar="FILE", help="what was measured, in JSON: seconds, bytes")
+    parser.add_argument("--measured", metavar="FILE", help="what was measured: JSON, or the log of a run")
     parser.add_argument("--alone", action="store_true", help="look for no other plans")
     parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -281,6 +286,10 @@ def add_config(parser: Parser) -> None:
     parser.add_argument(
         CONFIG, metavar="FILE", help="options in TOML, or file.py:function that returns them; those here go before"
     )
+
+
+def add_trace(parser: Parser) -> None:
+    parser.add_argument("--trace", metavar="FILE", help="write what all ranks did and when, for ui.perfetto.dev")
 
 
 def add_cluster(parser: Parser) -> None:

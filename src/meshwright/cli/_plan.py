@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
@@ -56,7 +57,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     if settings.json:
         others = [{"plan": asdict(p.plan), "seconds": p.seconds, "bytes": p.nbytes} for p in found.next]
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
-        print(json.dumps({**best, **told}))
+        print_json({**best, **told})
         return 0
     print(written(best))
     print(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
@@ -74,7 +75,10 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
-    print(json.dumps(told) if settings.json else written(told))
+    if settings.json:
+        print_json(told)
+    else:
+        print(written(told))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._files import write_text
 from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
@@ -33,7 +34,12 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     if cuda and ranks > there:
         raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  write: --ranks {there}")
     if settings.dry_run:
-        print(_planned(ranks, "cuda" if cuda else "cpu", settings.seconds))
+        device = "cuda" if cuda else "cpu"
+        if settings.json:
+            what = [{"what": w, "dtype": dtype, "size": size} for w, dtype, size in measurements(ranks, device)]
+            print_json({"ranks": ranks, "device": device, "measurements": what})
+        else:
+            print(_planned(ranks, device, settings.seconds))
         return OK
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
@@ -57,7 +63,7 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
     if settings.out:
         write_text(settings.out, toml)
     if settings.json:
-        print(json.dumps({**measured, "cluster": machines}))
+        print_json({**measured, "cluster": machines})
     elif settings.out:
         print(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
     else:

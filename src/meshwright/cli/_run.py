@@ -22,10 +22,11 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
     script = Path(settings.script)
     if not script.is_file():
         raise UsageError(f"meshwright run: there is no file {script}\n  write: meshwright run SCRIPT [ARGUMENT ...]")
-    with planned() if settings.auto else nullcontext(), prefixed() if settings.prefix else nullcontext():
+    check_folder(settings.trace)
+    with planned() if settings.auto else nullcontext(), printing(settings.all_ranks):
         if settings.processes:
-            return run_processes(settings.ranks, argv, script, settings.arguments)
-        return run_simulated(settings.ranks, script, settings.arguments)
+            return run_processes(settings, argv, script)
+        return run_simulated(settings, script)
 
 
 @contextmanager
@@ -38,12 +39,40 @@ def planned() -> Generator[None]:
 
 
 @contextmanager
-def prefixed() -> Generator[None]:
-    """Inside, what a rank prints tells whose it is."""
-    from meshwright.comm import prefix_prints
+def printing(all_ranks: bool) -> Generator[None]:
+    """Inside, rank 0 prints; or all ranks do, and each line tells whose it is."""
+    from meshwright.comm import first_rank_prints, prefix_prints
 
-    with prefix_prints():
+    with prefix_prints() if all_ranks else first_rank_prints():
         yield
+
+
+def check_folder(path: str | None) -> None:
+    """Raises UsageError, before anything runs, for a file to write in a folder that is not there."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"meshwright: {path}: No such folder\n  write: a file in a folder that is there")
+
+
+@contextmanager
+def traced(path: str | None) -> Generator[None]:
+    """Inside, this rank's work and communication are noted; behind, those of all ranks are written into the file.
+
+    So they are where a script leaves by `sys.exit`; they are not where it fails.
+    """
+    from meshwright.engine import trace_comm
+
+    if path is None:
+        yield
+        return
+    left: SystemExit | None = None
+    with trace_comm() as trace:
+        try:
+            yield
+        except SystemExit as end:
+            left = end
+    trace.save(path)
+    if left is not None:
+        raise left
 
 
 def is_one_rank() -> bool:
@@ -51,27 +80,31 @@ def is_one_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_processes(ranks: int, argv: list[str], script: Path, arguments: list[str]) -> int:
+def run_processes(settings: argparse.Namespace, argv: list[str], script: Path) -> int:
     """Start this very command once per rank; inside a rank, connect it and run the script."""
     from meshwright.comm import init_process, launch
 
     if not is_one_rank():
-        return launch(["-m", "meshwright", *argv], ranks)
+        return launch(["-m", "meshwright", *argv], settings.ranks, all_print=settings.all_ranks)
     init_process()
-    with script_arguments(script, arguments):
+    with script_arguments(script, settings.arguments), traced(settings.trace):
         runpy.run_path(str(script), run_name="__main__")
     return 0
 
 
-def run_simulated(ranks: int, script: Path, arguments: list[str]) -> int:
+def run_simulated(settings: argparse.Namespace, script: Path) -> int:
     """Execute the whole script once per simulated rank, each in a namespace of its own."""
     from meshwright.cli._once import defined_once
     from meshwright.comm import current, simulate
 
-    with script_arguments(script, arguments), defined_once(lambda: current().rank):
+    def one() -> int:
+        with traced(settings.trace):
+            return execute(code)
+
+    with script_arguments(script, settings.arguments), defined_once(lambda: current().rank):
         try:
             code = compile(script.read_bytes(), str(script), "exec")
-            return next(filter(None, simulate(lambda: execute(code), ranks)), 0)
+            return next(filter(None, simulate(one, settings.ranks)), 0)
         except Exception:
             traceback.print_exc()
             return FAILED

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._parser import UsageError
 from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
@@ -34,7 +34,11 @@ FAILED = 1
 def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the picture or the table, and writes the files that were asked for. 1 for a table that cannot run."""
     if settings.name == "list":
-        print("\n".join(f"{k.name:24} {(k.make.__doc__ or '').splitlines()[0]}" for k in KNOWN.values()))
+        told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN.values()}
+        if settings.json:
+            print_json({"schedules": told})
+        else:
+            print("\n".join(f"{name:24} {said}" for name, said in told.items()))
         return 0
     try:
         table = asked_schedule(settings)
@@ -46,7 +50,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
     _write(settings.svg, svg, timeline)
     _write(settings.trace, trace, timeline)
     if settings.json:
-        print(json.dumps(described(timeline)))
+        print_json(described(timeline))
     else:
         print(str(table) if settings.table else terminal(timeline, settings.width, sys.stdout.isatty()))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from meshwright.cli._answer import print_json
 from meshwright.cli._parser import UsageError, share_out
 from meshwright.cli._progress import progress, side_by_side
-from meshwright.cli._run import is_one_rank
+from meshwright.cli._run import check_folder, is_one_rank, traced
 
 if TYPE_CHECKING:
     from meshwright.engine import Training, TrainingEnd
@@ -51,9 +51,10 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
         job = replace(job, microbatches=settings.microbatches)
     except MeshwrightError as error:
         raise UsageError(str(error)) from error
+    check_folder(settings.trace)
     kept = settings.save or settings.log or settings.tensorboard or settings.save_every
     if not settings.processes:
-        return simulated_run(job, settings) if kept else report(simulated(job), settings)
+        return simulated_run(job, settings) if kept else report(simulated(job, settings.trace), settings)
     if not is_one_rank():
         from meshwright.comm import launch
 
@@ -68,8 +69,13 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
     from meshwright.models import train_on
 
     how = kept_run(job, settings)
+
+    def one() -> TrainingEnd:
+        with traced(settings.trace):
+            return train_on(job, how)
+
     with stop_signals():
-        return report_run(simulate(train_on, job.ranks, job, how)[0], settings)
+        return report_run(simulate(one, job.ranks)[0], settings)
 
 
 def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
@@ -78,7 +84,9 @@ def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
     from meshwright.models import train_on
 
     rank = init_process().rank
-    end = train_on(job, kept_run(job, settings))
+    how = kept_run(job, settings)
+    with traced(settings.trace):
+        end = train_on(job, how)
     return report_run(end, settings) if rank == 0 else end.exit_code
 
 
@@ -102,21 +110,26 @@ def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
     last = end.begun + len(end.losses)
     if settings.json:
         path = str(end.checkpoint) if end.checkpoint else None
-        print(json.dumps({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path}))
+        print_json({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path})
         return end.exit_code
     steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step behind {last}"
     print(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
     return end.exit_code
 
 
-def simulated(job: Job) -> Outcome:
+def simulated(job: Job, trace: str | None) -> Outcome:
     """All ranks in this process."""
     from meshwright.comm import simulate
     from meshwright.models import train_on_mesh
 
     start = perf_counter()
     with progress(f"{job.ranks} simulated ranks", job.steps, job.tokens, Console(stderr=True)) as on_step:
-        losses = simulate(train_on_mesh, job.ranks, job, on_step, _told)[0]
+
+        def one() -> list[float]:
+            with traced(trace):
+                return train_on_mesh(job, on_step, _told)
+
+        losses = simulate(one, job.ranks)[0]
     return beside_one_device(job, "simulated", losses, perf_counter() - start)
 
 
@@ -131,10 +144,12 @@ def one_of_many(job: Job, settings: argparse.Namespace) -> int:
     from meshwright.models import train_on_mesh
 
     if init_process().rank != 0:
-        train_on_mesh(job)
+        with traced(settings.trace):
+            train_on_mesh(job)
         return OK
     start = perf_counter()
-    with progress(f"{job.ranks} processes", job.steps, job.tokens, Console(stderr=True)) as on_step:
+    show = progress(f"{job.ranks} processes", job.steps, job.tokens, Console(stderr=True))
+    with traced(settings.trace), show as on_step:
         losses = train_on_mesh(job, on_step, _told)
     return report(beside_one_device(job, "processes", losses, perf_counter() - start), settings)
 
@@ -159,7 +174,7 @@ def report(outcome: Outcome, settings: argparse.Namespace) -> int:
     """Print both losses; FAILED when they differ too much or are not numbers."""
     good = outcome.largest_relative_difference <= settings.tolerance
     if settings.json:
-        print(json.dumps(asdict(outcome)))
+        print_json(asdict(outcome))
         return OK if good else FAILED
     console = Console(file=sys.stdout)
     ranks = " x ".join(f"{name} {size}" for name, size in outcome.mesh.items())

@@ -18,7 +18,7 @@ from ._errors import (
 )
 from ._guard import Check
 from ._launch import launch
-from ._looking import prefix_prints
+from ._looking import first_rank_prints, prefix_prints
 from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
@@ -49,6 +49,7 @@ __all__ = [
     "Recorded",
     "Simulated",
     "current",
+    "first_rank_prints",
     "init_process",
     "install",
     "joined",

@@ -113,8 +113,8 @@ class Carrier(ABC):
         call, received = _reduction(op, x.dtype, x.shape, group)
         if len(group) == 1:
             return reduce((x,), op)
-        self.seen.note(call, received)
-        return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
+        with self.seen.note(call, received):
+            return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
     def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's `x`, in the order of the group; `shapes[i]` is the shape of `group[i]`'s, and may be empty."""
@@ -127,8 +127,8 @@ class Carrier(ABC):
         if len(group) == 1:
             return [_copy(x)]
         call = Call("all_gather", "", x.dtype, (mine,), expected, group)
-        self.seen.note(call, received_bytes(call, self.rank))
-        return self._all_gather(x, call)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            return self._all_gather(x, call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor:
         """The reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`."""
@@ -140,8 +140,8 @@ class Carrier(ABC):
             return reduce(pieces, op)
         sends = tuple(tuple(piece.shape) for piece in pieces)
         call = Call("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
-        self.seen.note(call, received_bytes(call, self.rank))
-        return self._reduce_scatter(pieces, call)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            return self._reduce_scatter(pieces, call)
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
         """What every rank has for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it."""
@@ -157,8 +157,8 @@ class Carrier(ABC):
         if len(group) == 1:
             return [_copy(pieces[0])]
         call = Call("all_to_all", "", dtype, sends, expected, group)
-        self.seen.note(call, received_bytes(call, self.rank))
-        return self._all_to_all(pieces, call)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            return self._all_to_all(pieces, call)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
         """What arrives, in the order of `receives`; messages between two ranks keep their order.
@@ -176,8 +176,8 @@ class Carrier(ABC):
         call = Call("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
             return [_copy(x) for _, x in sends]
-        self.seen.note(call, received_bytes(call, self.rank))
-        return self._exchange(sends, receives, call)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            return self._exchange(sends, receives, call)
 
     def send(self, x: Tensor, peer: int, tag: int) -> None:
         """Gives rank `peer` a message that waits there until it is received; returns without waiting for that.
@@ -188,11 +188,11 @@ class Carrier(ABC):
         """
         x = x.detach()
         call = self._message("send", peer, tag, tuple(x.shape), x.dtype)
-        self.seen.note(call, 0)
-        if peer == self.rank:
-            self._to_self.setdefault(tag, deque()).append((str(call), _copy(x)))
-        else:
-            self._send(x, call)
+        with self.seen.note(call, 0):
+            if peer == self.rank:
+                self._to_self.setdefault(tag, deque()).append((str(call), _copy(x)))
+            else:
+                self._send(x, call)
 
     def receive(
         self, peer: int, tag: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
@@ -202,9 +202,9 @@ class Carrier(ABC):
         It comes in fresh memory. `shape` and `dtype` are those of what is sent.
         """
         call = self._message("receive", peer, tag, tuple(shape), dtype)
-        self.seen.note(call, received_bytes(call, self.rank))
         device = torch.device(device)
-        return self._from_self(call).to(device) if peer == self.rank else self._receive(call, device)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            return self._from_self(call).to(device) if peer == self.rank else self._receive(call, device)
 
     def barrier(self, group: Group) -> None:
         """Returns once every rank of the group has called it."""
@@ -212,8 +212,8 @@ class Carrier(ABC):
         if len(group) == 1:
             return
         call = Call("barrier", "", None, (), (), group)
-        self.seen.note(call, received_bytes(call, self.rank))
-        self._barrier(call)
+        with self.seen.note(call, received_bytes(call, self.rank)):
+            self._barrier(call)
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ._call import Call
+
+Ended = Callable[[], None] | None
+"""What one who is told of a beginning wants to be called at the end."""
+OfCall = Callable[[Call, int], Ended]
+OfWork = Callable[[str, str], Ended]
+
+
+class _Told:
+    """The time until what was told has ended."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self, ends: list[Ended]) -> None:
+        self._ends = ends
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._ends:
+            if end is not None:
+                end()
+
+
+_UNTOLD = nullcontext()
 
 
 class Counters:
@@ -13,7 +37,8 @@ class Counters:
 
     >>> import torch
     >>> seen = Counters()
-    >>> seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 16)
+    >>> with seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 16):
+    ...     pass
     >>> seen
     all_reduce: 1 call, 16 B
     """
@@ -21,7 +46,8 @@ class Counters:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.received: dict[str, int] = {}
-        self._listeners: list[Callable[[Call, int], None]] = []
+        self._listeners: list[OfCall] = []
+        self._watchers: list[OfWork] = []
 
     @property
     def total_calls(self) -> int:
@@ -33,12 +59,15 @@ class Counters:
         """Bytes received from other ranks by calls of every kind."""
         return sum(self.received.values())
 
-    def note(self, call: Call, received: int) -> None:
-        """One more call, by which the rank received so many bytes."""
+    def note(self, call: Call, received: int) -> AbstractContextManager[None]:
+        """One more call, by which the rank receives so many bytes; it is carried out inside."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         self.received[call.kind] = self.received.get(call.kind, 0) + received
-        for listener in self._listeners:
-            listener(call, received)
+        return _Told([listener(call, received) for listener in self._listeners]) if self._listeners else _UNTOLD
+
+    def doing(self, kind: str, name: str) -> AbstractContextManager[None]:
+        """Inside, the rank does a piece of work that has a name; those who watch are told."""
+        return _Told([watcher(kind, name) for watcher in self._watchers]) if self._watchers else _UNTOLD
 
     def reset(self) -> None:
         """Back to nothing seen; those who listen are told what comes next, too."""
@@ -53,13 +82,20 @@ class Counters:
             yield log
 
     @contextmanager
-    def telling(self, listener: Callable[[Call, int], None]) -> Generator[None]:
-        """Inside, `listener` is told each call and the bytes that the rank receives by it, before it is carried out."""
+    def telling(self, listener: OfCall, watcher: OfWork | None = None) -> Generator[None]:
+        """Inside, `listener` is told each call and the bytes that the rank receives by it, before it is carried out.
+
+        `watcher` is told the kind and the name of each piece of work. What they give is called at the end of it.
+        """
+        watchers = [] if watcher is None else [watcher]
         self._listeners.append(listener)
+        self._watchers += watchers
         try:
             yield
         finally:
             self._listeners.remove(listener)
+            for own in watchers:
+                self._watchers.remove(own)
 
     def __repr__(self) -> str:
         lines = [

@@ -38,13 +38,19 @@ class _Rank:
     follower: threading.Thread | None = None
 
 
-def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None, timeout: float | None = None) -> int:
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    all_print: bool = False,
+) -> int:
     """The exit status of `python argv…` as `ranks` local processes: 0, or that of the rank that failed first.
 
     The processes find torchrun's variables in their environment, and a store on loopback that this process serves.
-    Rank 0 prints as it is; the last lines of the others appear, prefixed, when the run fails. When one rank fails the
-    others have a few seconds to say what they saw, and are then ended; so are all on SIGINT, SIGTERM or after `timeout`
-    seconds (status 124). At SIGTERM they have half a minute to finish a step and save.
+    Rank 0 prints as it is, and with `all_print` so do the others; else their last lines appear, prefixed, when the run
+    fails. When one rank fails the others have a few seconds to say what they saw, and are then ended; so are all on
+    SIGINT, SIGTERM or after `timeout` seconds (status 124). At SIGTERM they have half a minute to finish and save.
     """
     if ranks < 1 or not argv:
         raise LaunchError(
@@ -62,7 +68,7 @@ def launch(argv: Sequence[str], ranks: int, env: Mapping[str, str] | None = None
     try:
         with _forwarded_signals(started) as signals:
             for rank in range(ranks):
-                started.append(_start(argv, rank, _environment(base, rank, ranks, store.port, run), ended))
+                started.append(_start(argv, rank, _environment(base, rank, ranks, store.port, run), ended, all_print))
             failed = _watch(started, ended, signals, timeout)
             _give_time(started, failed)
     finally:
@@ -92,7 +98,9 @@ def _environment(base: Mapping[str, str], rank: int, ranks: int, port: int, run:
     }
 
 
-def _start(argv: Sequence[str], rank: int, env: dict[str, str], ended: queue.SimpleQueue[int]) -> _Rank:
+def _start(
+    argv: Sequence[str], rank: int, env: dict[str, str], ended: queue.SimpleQueue[int], all_print: bool
+) -> _Rank:
     """Rank 0 keeps the terminal, so that a debugger in it works; the others have pipes and a session of their own."""
     keeps_terminal = rank == 0 and sys.stdin is not None and sys.stdin.isatty()
     process = subprocess.Popen(
@@ -106,15 +114,21 @@ def _start(argv: Sequence[str], rank: int, env: dict[str, str], ended: queue.Sim
         errors="replace",
     )
     started = _Rank(rank, process, not keeps_terminal)
-    started.follower = threading.Thread(target=_follow, args=(started, ended), name=f"follow rank {rank}", daemon=True)
+    told = (started, ended, all_print)
+    started.follower = threading.Thread(target=_follow, args=told, name=f"follow rank {rank}", daemon=True)
     started.follower.start()
     return started
 
 
-def _follow(rank: _Rank, ended: queue.SimpleQueue[int]) -> None:
+def _follow(rank: _Rank, ended: queue.SimpleQueue[int], prints: bool) -> None:
+    """Keeps the last lines that are not printed."""
     if rank.process.stdout is not None:
         with rank.process.stdout as lines:
-            rank.lines.extend(line.rstrip("\n") for line in lines)
+            for line in lines:
+                if prints:
+                    print(line, end="", flush=True)
+                else:
+                    rank.lines.append(line.rstrip("\n"))
     rank.process.wait()
     ended.put(rank.rank)
 

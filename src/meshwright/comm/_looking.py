@@ -51,14 +51,29 @@ def prefix_prints() -> Generator[None]:
         sys.stdout = before
 
 
-class _Prefixed(io.TextIOBase):
-    """A stream in which a line tells whose it is; what a rank has begun, such as a prompt, it goes on with."""
+@contextmanager
+def first_rank_prints() -> Generator[None]:
+    """Inside, what ranks print appears where rank 0 prints it, as with processes, of which that one has the terminal.
+
+    >>> from meshwright.comm import current, simulate
+    >>> with first_rank_prints():
+    ...     _ = simulate(lambda: print("here", current().rank), 2)
+    here 0
+    """
+    before = sys.stdout
+    sys.stdout = _OfFirst(before)
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+class _Wrapped(io.TextIOBase):
+    """A stream that looks like the one that it writes to."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
         self._out = out
-        self._open: int | None = None
-        """The rank that has begun a line."""
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable here
@@ -75,6 +90,25 @@ class _Prefixed(io.TextIOBase):
 
     def flush(self) -> None:
         self._out.flush()
+
+
+class _OfFirst(_Wrapped):
+    """What other ranks than the first write is left out."""
+
+    def write(self, text: str, /) -> int:
+        carrier = installed()
+        if carrier is None or carrier.rank == 0:
+            self._out.write(text)
+        return len(text)
+
+
+class _Prefixed(_Wrapped):
+    """A stream in which a line tells whose it is; what a rank has begun, such as a prompt, it goes on with."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
+        self._open: int | None = None
+        """The rank that has begun a line."""
 
     def write(self, text: str, /) -> int:
         carrier = installed()

@@ -51,7 +51,9 @@ from ._styles import (
 from ._suggest import Suggestion, said, suggest
 from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
-from ._trace import CommTrace, TracedCall, trace_comm
+from ._trace import CommTrace, trace_comm
+from ._trace_call import TracedCall
+from ._trace_work import TracedWork
 from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
 from ._verify import Difference, Verified, verify
@@ -90,6 +92,7 @@ __all__ = [
     "Suggestion",
     "TorchDTensorError",
     "TracedCall",
+    "TracedWork",
     "Training",
     "TrainingEnd",
     "TrainingError",

@@ -63,7 +63,8 @@ class Microbatches:
         running: dict[int, Tensor] = {}
         total: Any = 0.0
         for is_backward, m in self._row(here.rank):
-            with here.during(2 * m + is_backward):
+            name = f"{Kind.BACKWARD if is_backward else Kind.FORWARD}{m}"
+            with here.during(2 * m + is_backward), here.seen.doing("pipeline", name):
                 if is_backward:
                     loss = running.pop(m)
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()

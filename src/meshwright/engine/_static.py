@@ -278,7 +278,8 @@ class DistModel:
         return found
 
     def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
-        with local_parts(), torch.no_grad():
+        step = current().seen.doing("program", f"{self._mode} {type(self.network).__name__}")
+        with local_parts(), torch.no_grad(), step:
             given = [fetch(leaves) for fetch in found.fetch]
             outputs, written = found.run(*given)
             for at, value in zip(found.writes, written, strict=True):

@@ -1,51 +1,40 @@
-"""Which collectives a program makes, in order, and by which of its lines."""
+"""Which collectives a program makes, in order, and by which of its lines; and what the rank does meanwhile."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from types import FrameType
 
+from meshwright.checkpoint import world
 from meshwright.comm import Call, Carrier, current
+from meshwright.graph import write_whole
 from meshwright.layout import ProcessMesh, module_path, user_frame
+from meshwright.reshard import Plan, Purpose
 from meshwright.tensor import bucket_of, in_backward, place_of_gradient, places_kept
+
+from ._trace_call import TracedCall
+from ._trace_file import rank_events, trace_file
+from ._trace_work import TracedWork, Works, clock
 
 _HEAD = ("", "call", "by", "over", "bytes", "pass", "line", "module")
 _NUMBERS = {"", "bytes"}
 
 
-@dataclass(frozen=True, slots=True)
-class TracedCall:
-    """One collective or message of a rank: what it is, the bytes that come by it, and where the program asked for it.
-
-    `step` is the step of a conversion that needs it, `axes` those of the mesh along which its `group` lies; both are
-    empty for calls that are no conversion's. In a backward pass `line` and `module` are those of the forward pass whose
-    gradient needs it, where that is known. `at` is the line that was running.
-    """
-
-    kind: str
-    text: str
-    group: tuple[int, ...]
-    axes: tuple[str, ...]
-    step: str
-    received: int
-    stage: str
-    line: str
-    module: str
-    at: str
-
-
 @dataclass(repr=False)
 class CommTrace:
-    """What one rank sent and received inside `trace_comm`, in order; print it."""
+    """What one rank sent and received inside `trace_comm`, in order, and what it worked on; print it, or save it."""
 
     rank: int
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
+    works: list[TracedWork] = field(default_factory=list[TracedWork])
 
     @property
     def received(self) -> int:
@@ -54,7 +43,17 @@ class CommTrace:
 
     def to_json(self) -> str:
         """Everything, for programs."""
-        return json.dumps({"rank": self.rank, "calls": [asdict(call) for call in self.calls]})
+        works = [asdict(work) for work in self.works]
+        return json.dumps({"rank": self.rank, "calls": [asdict(call) for call in self.calls], "works": works})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what all ranks did into one file, which ui.perfetto.dev and Chrome's tracing page open.
+
+        Every rank makes the call, behind the block. The file is there as a whole or not at all; rank 0 writes it.
+        """
+        events = world().gathered(list(rank_events(self.rank, self.calls, self.works)))
+        if self.rank == 0:
+            write_whole(path, trace_file(events).encode())
 
     def __str__(self) -> str:
         last = f"rank {self.rank}: {len(self.calls)} calls, {self.received} bytes received"
@@ -72,8 +71,10 @@ def trace_comm() -> Generator[CommTrace]:
     """The collectives and messages that this rank makes inside, each with the line of the program that needs it.
 
     Those of a backward pass are told by the line of the forward pass whose gradient needs them, where that line ran
-    inside as well. Gradients of parameters are reduced together, when they are first looked at. A compiled program
-    shows the line that calls it. Raises NoCarrierError outside of ranks: it goes into the function that is simulated.
+    inside as well. Gradients of parameters are reduced together, when they are first looked at. A program by Inductor
+    shows the line that calls it. Times and the works around them, for `save`, are those of a real run: forward and
+    backward passes of modules, updates, programs, and a pipeline's actions. Raises NoCarrierError outside of ranks: it
+    goes into the function that is simulated.
 
     >>> import torch, meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -90,36 +91,49 @@ def trace_comm() -> Generator[CommTrace]:
     here = current()
     trace = CommTrace(here.rank)
 
-    def listen(call: Call, received: int) -> None:
-        trace.calls.append(_traced(here, call, received, sys._getframe(1)))
+    own, works = threading.get_ident(), Works(here.seen, trace.works)
 
-    with here.seen.telling(listen), places_kept():
+    def listen(call: Call, received: int) -> Callable[[], None]:
+        at, began = len(trace.calls), clock()
+        told = _traced(here, call, received, sys._getframe(1))
+        trace.calls.append(replace(told, began=began, aside=threading.get_ident() != own))
+
+        def ended() -> None:
+            trace.calls[at] = replace(trace.calls[at], seconds=clock() - began)
+
+        return ended
+
+    with here.seen.telling(listen, works.watch), places_kept(), works.of_modules():
         yield trace
 
 
 def _traced(here: Carrier, call: Call, received: int, frame: FrameType) -> TracedCall:
-    step, axes = _step(here.rank, call, frame)
+    step, axes, purpose = _step(here.rank, call, frame)
     at = user_frame(frame)
-    stage, line, module = "forward", at, module_path(frame)
+    stage, line, module = purpose or ("forward", at, module_path(frame))
+    line = line or at
     bucket = bucket_of(frame)
     if bucket is not None:
         stage, axes = "gradients", _axes(bucket.mesh, here.rank, call.group)
-    elif in_backward():
+    elif purpose is None and in_backward():
         place = place_of_gradient(frame)
         stage, line, module = "backward", *(place or (at, module))
-    return TracedCall(call.kind, str(call), call.group, axes, step, received, stage, line, module, at)
+    peer = call.message[0] if call.kind in ("send", "receive") else None
+    told = (call.kind, str(call), call.group, axes, step, received, stage, line, module, at)
+    return TracedCall(*told, peer=peer, tag=call.tag)
 
 
-def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """The step of the conversion that makes the call, and the axes along which its group lies."""
-    while frame is not None and frame.f_code is not Carrier.convert.__code__:
+def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
+    """The step of the conversion that makes the call, the axes along which its group lies, and what it is for."""
+    while frame is not None and not isinstance(frame.f_locals.get("way"), Plan):
         frame = frame.f_back
     if frame is None:
-        return "", ()
-    for step, spec in frame.f_locals["way"].walk():
+        return "", (), None
+    way: Plan = frame.f_locals["way"]
+    for step, spec in way.walk():
         if set(step.group(spec, rank)) == set(call.group) and len(call.group) > 1:
-            return repr(step), _axes(spec.mesh, rank, call.group)
-    return "", ()
+            return repr(step), _axes(spec.mesh, rank, call.group), way.purpose
+    return "", (), way.purpose
 
 
 def _axes(mesh: ProcessMesh, rank: int, group: Sequence[int]) -> tuple[str, ...]:

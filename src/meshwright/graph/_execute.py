@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.comm import Arrival, current
-from meshwright.reshard import AllReduce, Plan
+from meshwright.reshard import AllReduce, Plan, Purpose
 
 from ._effects import is_view
 from ._memory import read_last
@@ -39,7 +39,7 @@ def to_fx(
         known[given.value] = graph.placeholder(_identifier(n, given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
-        target = op_of(node) or _plainly(node.op)
+        target = op_of(node) or _plainly(node.op, node.origin.purpose)
         made = graph.call_function(target, args, kwargs)
         _bind(graph, made, node.out, known)
     ends = results if results is not None else (program.outputs, [v for _, v in program.writes])
@@ -61,12 +61,12 @@ def _identifier(n: int, name: str) -> str:
     return f"x{n}_" + re.sub(r"\W", "_", name)
 
 
-def _plainly(op: Any) -> Callable[..., Any]:
+def _plainly(op: Any, purpose: Purpose) -> Callable[..., Any]:
     if isinstance(op, Start):
-        return starting(op.carry)
+        return starting(op.carry, purpose)
     if isinstance(op, Wait):
         return _arrived
-    return carrying(op) if isinstance(op, Carry) else op if hasattr(op, "__name__") else _named(op)
+    return carrying(op, purpose) if isinstance(op, Carry) else op if hasattr(op, "__name__") else _named(op)
 
 
 def _named(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _named(op: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
+def carrying(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """The step as a function of the caller's part, on whatever carrier the caller has."""
     ways: dict[Any, Plan] = {}
 
@@ -84,7 +84,7 @@ def carrying(op: Carry) -> Callable[[Tensor], Tensor]:
         key = x.shape if symbolic else None
         way = ways.get(key)
         if way is None:
-            way = ways[key] = op.of_part(tuple(x.shape))
+            way = ways[key] = op.of_part(tuple(x.shape), purpose)
         return current().convert(way, x)
 
     symbolic = op.src.is_symbolic
@@ -97,9 +97,9 @@ def reductions_over(program: Program) -> dict[Node, Carry]:
     return {node: op for node, op in carried.items() if isinstance(op.step, AllReduce)}
 
 
-def reducing_over(op: Carry) -> Callable[[Tensor], Tensor]:
+def reducing_over(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """The step as a function of the caller's part; where it is an all-reduce, perhaps in the part's own memory."""
-    whole, step = carrying(op), op.step
+    whole, step = carrying(op, purpose), op.step
     if not isinstance(step, AllReduce):
         return whole
 
@@ -107,18 +107,19 @@ def reducing_over(op: Carry) -> Callable[[Tensor], Tensor]:
         here = current()
         if here.rank not in op.src.mesh:
             return whole(x)
-        return here.all_reduce(x, step.op, step.group(op.src, here.rank), over=True)
+        return here.all_reduce(x, step.op, step.group(way.src, here.rank), over=True)
 
+    way = Plan(op.src, op.dst, (step,), purpose)
     return reduce
 
 
-def starting(op: Carry) -> Callable[[Tensor], Arrival]:
+def starting(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Arrival]:
     """The beginning of the step as a function of the caller's part."""
 
     def start(x: Tensor) -> Arrival:
-        return current().start(op.of_part(tuple(x.shape)) if op.src.is_symbolic else way, x)
+        return current().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else way, x)
 
-    way = Plan(op.src, op.dst, (op.step,))
+    way = Plan(op.src, op.dst, (op.step,), purpose)
     return start
 
 
@@ -129,7 +130,7 @@ def _arrived(started: Arrival, x: Tensor) -> Tensor:
 def runner(program: Program) -> Run:
     """The program as a function of its inputs, in their order, for whatever carrier the caller has."""
     over, exchanged = reductions_over(program), _exchanged(program)
-    module = to_fx(program, lambda node: reducing_over(over[node]) if node in over else None)
+    module = to_fx(program, lambda node: reducing_over(over[node], node.origin.purpose) if node in over else None)
 
     def run(*inputs: Any) -> Any:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from meshwright.layout import Spec, hint, identity
-from meshwright.reshard import Plan, Step
+from meshwright.reshard import Plan, Purpose, Step
 from meshwright.tensor import Context
 
 from .torch_hooks import Operator
@@ -73,10 +73,10 @@ class Carry:
     def dst(self) -> Spec:
         return self.step.apply(self.src)
 
-    def of_part(self, shape: tuple[int, ...]) -> Plan:
+    def of_part(self, shape: tuple[int, ...], purpose: Purpose | None = None) -> Plan:
         """The step as a plan, for a part of this shape: it tells what symbolic sizes are."""
         src = self.src.of_part(shape)
-        return Plan(src, self.step.apply(src), (self.step,))
+        return Plan(src, self.step.apply(src), (self.step,), purpose)
 
     @property
     def communicates(self) -> bool:
@@ -188,6 +188,11 @@ class Origin:
     chunk: int | None = None
     edge: Edge | None = None
     slice: int = 0
+
+    @property
+    def purpose(self) -> Purpose:
+        """What a conversion that comes from here is for."""
+        return Purpose(self.phase, self.where, self.layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

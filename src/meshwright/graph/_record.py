@@ -99,6 +99,7 @@ class Recorder(Modes):
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
         self._forward: list[tuple[int, Origin]] = []
+        self._backward: dict[tuple[Origin, Origin], Origin] = {}
         self.source: Source = drawing_by()
         self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
@@ -113,17 +114,20 @@ class Recorder(Modes):
     def replaying(self, origin: Origin) -> None:
         """From now on a captured node with this origin is replayed."""
         self.origin = origin
-        if origin.chunk is not None:
-            self._forward.append((next_gradient_number(), origin))
+        self._forward.append((next_gradient_number(), origin))
 
     def _origin(self) -> Origin:
-        """Of what is recorded now; in a backward pass it belongs to the chunk of what it is the gradient of."""
+        """Of what is recorded now; a gradient belongs to the module and the chunk of what it is the gradient of."""
         number = running_gradient_number() if self._forward and self.origin.phase == "backward" else None
         if number is None:
             return self.origin
         at = bisect_right(self._forward, number, key=itemgetter(0)) - 1
         forward = self._forward[at][1] if at >= 0 else Origin()
-        return replace(self.origin, chunk=forward.chunk, edge=forward.edge, slice=forward.slice)
+        key = self.origin, forward
+        if key not in self._backward:
+            told = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
+            self._backward[key] = replace(self.origin, **told)
+        return self._backward[key]
 
     @contextmanager
     def recording_as(self, phase: Phase) -> Generator[None]:

@@ -10,6 +10,8 @@ from typing import Any
 _OURS = __name__.rsplit(".", 2)[0] + "."
 _BELOW = ("torch.", _OURS, "contextlib.", "functools.", "threading.", "concurrent.")
 """Modules whose frames are no user's."""
+_GENERATED = "<eval_with_key>"
+"""So begin the names of files that torch.fx writes."""
 
 
 def user_frame(frame: FrameType | None = None) -> str:
@@ -65,6 +67,8 @@ def _path(frames: Iterable[FrameType]) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
+    if frame.f_code.co_filename.startswith(_GENERATED):
+        return False
     module = str(frame.f_globals.get("__name__", ""))
     if module.startswith(_OURS + "models"):
         return True

@@ -12,16 +12,16 @@ gathered before the first of them is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 
 from meshwright.cost import device_of, link_of
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, register_pass
+from meshwright.graph import Carry, Change, Draft, Origin, Pass, Program, Spot, Value, is_view, register_pass
 from meshwright.layout import Spec, hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
@@ -167,6 +167,14 @@ def _below(draft: Draft, spot: Spot) -> Iterator[Spot]:
     return iter(seen)
 
 
+def _origin_of(spots: Sequence[Spot]) -> Origin:
+    """Of what is done for all of them: the module that they are all in, and a line that is that of all."""
+    origin, layers = spots[-1].origin, [spot.origin.layer.split(".") for spot in spots]
+    shared = takewhile(lambda names: len({*names}) == 1, zip(*layers, strict=False))
+    same = all(spot.origin.where == origin.where for spot in spots)
+    return replace(origin, layer=".".join(names[0] for names in shared), where=origin.where if same else "")
+
+
 def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot, int]) -> Change:
     """Puts one collective in the place of several; views that make operands go ahead of it, views of results behind."""
     stand = window.stand
@@ -177,7 +185,7 @@ def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot
         draft.move(spot, before=anchor)
     spots = [m.spot for m in members]
     op = _packed_op(spots)
-    origin = spots[-1].origin
+    origin = _origin_of(spots)
     parts = [_laid_out(draft, s, anchor) for s in spots]
     flat = draft.add(aten.cat.default, parts, 1, before=anchor, origin=origin)
     flat = draft.add(aten.reshape.default, flat, [-1], before=anchor, origin=origin)
@@ -260,7 +268,7 @@ def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
 
 def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[int], before: Spot) -> None:
     """Every member's result, out of the row."""
-    origin = spots[-1].origin
+    origin = _origin_of(spots)
     if not isinstance(_step(spots[0])[0], AllGather):
         widths = [prod(hint(n) for n in s.outs[0].shape) for s in spots]
         pieces = draft.add(aten.split_with_sizes.default, sent, widths, before=before, origin=origin)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from ._action import COMPUTES, NOTHING, Action, Kind
 from ._simulate import Timed, Timeline
 
 COLOURS = {
-    Kind.FORWARD: ("#4c78c8", 44),
-    Kind.BACKWARD: ("#3f9d6b", 42),
-    Kind.BACKWARD_INPUT: ("#3f9d6b", 42),
-    Kind.BACKWARD_WEIGHT: ("#b58ac9", 45),
-    Kind.RECOMPUTE: ("#d9a441", 43),
-    Kind.GATHER: ("#8a8f98", 100),
-    Kind.SCATTER: ("#8a8f98", 100),
-    Kind.OPTIMIZER: ("#c8584c", 41),
+    Kind.FORWARD: ("#2f62b5", "#b3cbf2", 44),
+    Kind.BACKWARD: ("#23774a", "#a5d9bb", 42),
+    Kind.BACKWARD_INPUT: ("#23774a", "#a5d9bb", 42),
+    Kind.BACKWARD_WEIGHT: ("#8650a4", "#dcc3ea", 45),
+    Kind.RECOMPUTE: ("#8f5f00", "#ecca8b", 43),
+    Kind.GATHER: ("#666c75", "#c8ccd2", 100),
+    Kind.SCATTER: ("#666c75", "#c8ccd2", 100),
+    Kind.OPTIMIZER: ("#b3443a", "#efbdb7", 41),
 }
-"""Kind → its colour in pictures, and its background in a terminal."""
-_LABEL, _ROW, _BAR, _WIDTH = 52, 26, 20, 1200
-_LATER_CHUNKS_OPACITY = 0.7
+"""Kind → its colour in pictures, a paler one for later chunks, and its background in a terminal."""
+MEANS = {
+    Kind.FORWARD: "F forward",
+    Kind.BACKWARD: "B backward",
+    Kind.BACKWARD_INPUT: "B backward",
+    Kind.BACKWARD_WEIGHT: "W gradients of weights",
+    Kind.RECOMPUTE: "R forward again",
+    Kind.GATHER: "parameters gathered, gradients scattered",
+    Kind.SCATTER: "parameters gathered, gradients scattered",
+    Kind.OPTIMIZER: "update",
+}
+"""Kind → what a picture says of its colour."""
+Time = Callable[[float], str]
+_ON_COLOUR, _ON_PALE = "#fff", "#14171b"
+_LABEL, _ROW, _BAR, _WIDTH, _LETTER = 52, 26, 20, 1200, 5.5
 
 
 def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
@@ -39,10 +51,11 @@ def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     return "\n".join([*(line.rstrip() for line in lines), " " * (digits + 1) + summary(timeline)])
 
 
-def summary(timeline: Timeline) -> str:
+def summary(timeline: Timeline, time: Time = "{:g}".format) -> str:
     """Makespan, span, bubble and what ranks hold, in one line."""
     held = ", ".join(f"{n:g}" for n in timeline.peaks())
-    return f"makespan {timeline.makespan:g}, span {timeline.span:g}, bubble {100 * timeline.bubble:.1f} %; holds {held}"
+    spans = f"makespan {time(timeline.makespan)}, span {time(timeline.span)}"
+    return f"{spans}, bubble {100 * timeline.bubble:.1f} %; holds {held}"
 
 
 def _line(row: tuple[Timed, ...], scale: float, colour: bool) -> str:
@@ -54,7 +67,7 @@ def _line(row: tuple[Timed, ...], scale: float, colour: bool) -> str:
             continue
         label = _label(timed.action)[: end - start].ljust(end - start)
         cells.append(" " * (start - column))
-        cells.append(f"\x1b[{COLOURS[timed.action.kind][1]}m{label}\x1b[0m" if colour else label)
+        cells.append(f"\x1b[{COLOURS[timed.action.kind][2]}m{label}\x1b[0m" if colour else label)
         column = end
     return "".join(cells)
 
@@ -64,47 +77,70 @@ def _label(action: Action) -> str:
     return "&".join(f"{a.kind}{'' if a.microbatch == NOTHING else a.microbatch}" for a in action.atoms)
 
 
-def svg(timeline: Timeline) -> str:
-    """The timeline as a picture: a row per rank, later chunks of a rank paler, a tooltip for each action."""
-    height = _ROW * len(timeline.rows) + 24
+def svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
+    """The timeline as a picture: a row per rank, later chunks of a rank paler, a tooltip for each action.
+
+    `time` writes a moment.
+    """
+    height = _ROW * len(timeline.rows) + 42
     scale = (_WIDTH - _LABEL - 8) / (timeline.makespan or 1.0)
-    title = f"{timeline.schedule.name}: {summary(timeline)}"
+    title = f"{timeline.schedule.name}: {summary(timeline, time)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif"'
-        f' font-size="11"><title>{escape(title)}</title><rect width="{_WIDTH}" height="{height}" fill="#fff"/>'
+        f' font-size="11" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>'
     ]
     for rank, row in enumerate(timeline.rows):
         parts.append(f'<text x="4" y="{rank * _ROW + 18}">rank {rank}</text>')
         for timed in row:
             if timed.end > timed.start:
-                parts += _boxes(timeline, rank, timed, scale)
-    parts.append(f'<text x="{_LABEL}" y="{height - 8}">{escape(title)}</text></svg>')
+                parts += _boxes(timeline, rank, timed, scale, time)
+    parts.append(f'<text x="{_LABEL}" y="{height - 26}">{escape(title)}</text>')
+    parts += [*_key(timeline, height - 8), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def _boxes(timeline: Timeline, rank: int, timed: Timed, scale: float) -> Iterator[str]:
+def _key(timeline: Timeline, y: float) -> Iterator[str]:
+    """What the colours mean, of those that there are."""
+    there = {atom.kind for row in timeline.rows for timed in row for atom in timed.action.atoms}
+    named = {COLOURS[kind]: MEANS[kind] for kind in COLOURS if kind in there and kind in MEANS}
+    x = float(_LABEL)
+    for (colour, pale, _), said in named.items():
+        for at, fill in ((x, colour), (x + 12, pale)):
+            yield f'<rect x="{at:g}" y="{y - 9:g}" width="10" height="10" fill="{fill}"/>'
+        yield f'<text x="{x + 28:g}" y="{y:g}">{said}</text>'
+        x += 28 + _LETTER * len(said) + 18
+    ranks, ways = range(len(timeline.rows)), timeline.schedule.ways
+    if any(len(_chunks(timeline, rank, way)) > 1 for rank in ranks for way in ways):
+        yield f'<text x="{x:g}" y="{y:g}">(pale: later chunks of a rank)</text>'
+
+
+def _boxes(timeline: Timeline, rank: int, timed: Timed, scale: float, time: Time) -> Iterator[str]:
     """A box for an action; those side by side share its height."""
     atoms = list(timed.action.atoms)
     x, wide = _LABEL + timed.start * scale, (timed.end - timed.start) * scale
     for n, atom in enumerate(atoms):
         high = _BAR / len(atoms)
         y = rank * _ROW + 4 + n * high
-        pale = atom.kind in COMPUTES and atom.chunk != min(_chunks(timeline, rank, atom))
-        tip = f"{atom} at {timed.start:g}, until {timed.end:g}"
+        pale = atom.kind in COMPUTES and atom.chunk != min(_chunks(timeline, rank, _way(timeline, atom)))
+        tip = f"{atom} at {time(timed.start)}, until {time(timed.end)}"
         yield (
             f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{high:.2f}"'
-            f' fill="{COLOURS[atom.kind][0]}" stroke="#fff" stroke-width="0.6"'
-            f' opacity="{_LATER_CHUNKS_OPACITY if pale else 1}"/>'
+            f' fill="{COLOURS[atom.kind][pale]}" stroke="#fff" stroke-width="0.6"/>'
         )
         if wide >= 14 and high >= 10 and atom.microbatch != NOTHING:
             at = f'x="{x + wide / 2:.2f}" y="{y + high / 2 + 4:.2f}"'
-            yield f'<text {at} text-anchor="middle" fill="#fff">{atom.microbatch}</text>'
+            ink = _ON_PALE if pale else _ON_COLOUR
+            yield f'<text {at} text-anchor="middle" fill="{ink}">{atom.microbatch}</text>'
         yield "</g>"
 
 
-def _chunks(timeline: Timeline, rank: int, atom: Action) -> list[int]:
+def _way(timeline: Timeline, atom: Action) -> Sequence[int]:
     schedule = timeline.schedule
-    way = schedule.ways[schedule.routes[atom.microbatch] if schedule.routes else 0]
+    return schedule.ways[schedule.routes[atom.microbatch] if schedule.routes else 0]
+
+
+def _chunks(timeline: Timeline, rank: int, way: Sequence[int]) -> list[int]:
     return [c for c, owner in enumerate(way) if owner == rank]
 
 

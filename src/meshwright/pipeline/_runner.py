@@ -44,7 +44,7 @@ def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
 
 @dataclass(slots=True)
 class _Part:
-    """A program of a place, what it reads and gives, and what is sent and received around it."""
+    """A program of a place, what it reads and gives, and what is sent and received around it; `layers` name it."""
 
     run: Run
     reads: tuple[Value, ...]
@@ -53,6 +53,7 @@ class _Part:
     leaving: list[_Message]
     terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
+    layers: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +150,17 @@ class PipelineRun:
             for (copy, place, m), gone in zip(self._row, self._drops, strict=True):
                 set_states(states.get((copy, place, m), {}))
                 part, way = self._parts[copy, place], self._ways[m]
-                self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
+                    self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for v in gone:
                     held[m].pop(v, None)
                 if self._watch is not None:
                     self._watch(held)
             set_states(end)
-            outputs, written = self._behind(
-                *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
-            )
+            with here.seen.doing("pipeline", "behind all microbatches"):
+                outputs, written = self._behind(
+                    *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
+                )
         return outputs, [*(base[x] for x in self._renewed), *written]
 
     def _dealt(self, base: Known) -> list[Known]:
@@ -215,7 +218,14 @@ def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) 
         [m for m in messages if m.crossing.source == place],
         tuple((x, v) for x, v in parts.terms if x in here),
         tuple((x, v) for x, v in parts.renewed if v in here),
+        _layers(parts.programs.get(place._replace(part="F"), program)),
     )
+
+
+def _layers(program: Program) -> str:
+    """The first and the last module of a part of the forward pass."""
+    found = [*dict.fromkeys(node.origin.layer for node in program.nodes if node.origin.layer)]
+    return " … ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
 
 def _entries(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from meshwright.search import Curve
+from meshwright.search import Curve, seconds, size
 
 from ._html import Markup
-from ._units import seconds, size
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1200, 170, 70, 1192, 14, 24
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, LETTERS = 1200, 170, 70, 1192, 14, 24, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,8 @@ def drawn(curve: Curve, room: float) -> Markup:
     said = escape(f"{curve.rank}: at most {size(most)} of {size(room)}")
     across = f'x1="{LEFT}" x2="{RIGHT}"'
     limit = f'<line class="room" {across} y1="{scale.y(room)}" y2="{scale.y(room)}"/>' if near else ""
+    if near and abs(float(scale.y(room)) - float(scale.y(most))) > LETTERS:
+        limit += f'<text x="{LEFT - 6}" y="{scale.y(room)}" dy="4" text-anchor="end">{escape(size(room))}</text>'
     return Markup(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}"><title>{said}</title>'
         f'<path class="area" d="{_steps(curve, scale)}"/>'

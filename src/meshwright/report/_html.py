@@ -32,11 +32,14 @@ def joined(parts: Iterable[str]) -> Markup:
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Markup:
-    """A table whose first column names its rows; columns in `numbers` are set to the right.
+    """A table whose first column names its rows; columns in `numbers` are set to the right, those of nothing left out.
 
-    It scrolls by itself where the window is narrow, also by the keyboard.
+    It scrolls by itself where the window is narrow, also by the keyboard; its caption stays where it is.
     """
-    right = set(numbers)
+    every = [tuple(row) for row in rows]
+    full = [at for at, name in enumerate(head) if not name or not every or any(row[at] for row in every)]
+    head, every = [head[at] for at in full], [tuple(row[at] for at in full) for row in every]
+    right = {new for new, old in enumerate(full) if old in {*numbers}}
 
     def kind(at: int) -> str | None:
         return "number" if at in right else None
@@ -48,10 +51,10 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numb
             element("th", row[0], scope="row", class_=kind(0)),
             *(element("td", cell, class_=kind(at)) for at, cell in enumerate(row[1:], 1)),
         )
-        for row in rows
+        for row in every
     ]
-    inner = element("table", element("caption", caption), element("thead", top), element("tbody", *body))
-    return scrolled(caption, inner)
+    title = element("caption", element("span", caption))
+    return scrolled(caption, element("table", title, element("thead", top), element("tbody", *body)))
 
 
 def scrolled(label: str, inside: Markup) -> Markup:

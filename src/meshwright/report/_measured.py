@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshwright.search import Account
-
-from ._units import seconds, size
+from meshwright.search import Account, seconds, size
 
 
 def beside(account: Account, measured: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from meshwright.pipeline import Timeline, svg
-from meshwright.search import Account
+from meshwright.search import Account, count, seconds, share, size
 
 from ._curve import drawn
 from ._html import Markup, element, folded, joined, scrolled, table
 from ._measured import beside
 from ._style import STYLE
 from ._tree import tree
-from ._units import count, seconds, share, size
 
 DRAWN = 4000
 """So many actions of a time line are drawn; of more, those that come first."""
@@ -104,17 +103,17 @@ def _sent(account: Account) -> Markup:
     if not account.sent:
         return element("p", "Nothing is sent.")
     sourced = any(row.source for row in account.sent)
-    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed")
+    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed", "line")
     rows = [
-        [
+        (
             s.kind, element("code", s.what) if sourced else s.what, s.where, s.link, count(s.count), size(s.nbytes),
             seconds(s.seconds), "" if s.exposed is None else seconds(s.exposed),
-            *([element("code", s.source)] if sourced else []),
-        ]
+            element("code", s.source) if s.source else "",
+        )
         for s in account.sent
     ]  # fmt: skip
     caption = "in order: how often in a step, the bytes of one, the seconds of all, and those that nothing hides"
-    shown = table(caption, (*head, *(["line"] if sourced else [])), rows, {4, 5, 6, 7})
+    shown = table(caption, head, rows, {4, 5, 6, 7})
     total = f"{count(len(rows))} rows, {seconds(sum(s.seconds for s in account.sent))} in all"
     return folded(total, shown, is_open=len(rows) <= OPEN)
 
@@ -138,7 +137,7 @@ def _timeline(timeline: Timeline) -> Markup:
     return joined(
         [
             element("p", said),
-            element("div", scrolled("time line of the pipeline", Markup(svg(picture))), class_="drawing"),
+            element("div", scrolled("time line of the pipeline", Markup(svg(picture, seconds))), class_="drawing"),
             table("what each rank of the pipeline does", head, rows, {1, 2, 3, 4}),
         ]
     )

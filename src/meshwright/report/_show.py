@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec, parse_spec, write_dtype
+from meshwright.search import size
 from meshwright.tensor import DistTensor
 
 from ._html import Markup, element, table
 from ._pieces import Pieces, Segment
-from ._units import size
 
 MOST_ROWS, MOST_COLUMNS, MOST_GRIDS, MOST_HOLDERS = 16, 8, 8, 6
 """What is more than these is told in a number."""

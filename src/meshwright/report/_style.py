@@ -5,9 +5,11 @@ STYLE = """
   color-scheme: light dark;
   --paper: #fff; --ink: #1b1f24; --faint: #57606a; --line: #d0d7de; --band: #f4f6f8; --link: #0b57a4;
   --a: #4c78c8; --b: #3f9d6b; --c: #b58ac9; --d: #d9a441; --e: #c8584c; --f: #8a8f98;
+  --wrong: #b3261e;
 }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #14171b; --ink: #e3e7eb; --faint: #9aa4af; --line: #333a42; --band: #1d2127; --link: #7ab8ff; }
+  :root { --paper: #14171b; --ink: #e3e7eb; --faint: #9aa4af; --line: #333a42; --band: #1d2127; --link: #7ab8ff;
+    --wrong: #ff9d94; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.2rem; max-width: 76rem; background: var(--paper); color: var(--ink);
@@ -22,7 +24,8 @@ dt { color: var(--faint); } dd { margin: 0; min-width: 0; overflow-wrap: anywher
 .wide { overflow-x: auto; margin: .6rem 0; }
 :focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; white-space: nowrap; color: var(--faint); padding: .2rem 0; }
+caption { text-align: left; color: var(--faint); padding: .2rem 0; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 3.5rem); }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   font-weight: normal; overflow-wrap: normal; }
 td:not(.number), tbody th { min-width: 5rem; }
@@ -37,9 +40,9 @@ summary span { color: var(--faint); font-size: .9rem; }
 .key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 .k0 { background: var(--a); } .k1 { background: var(--e); } .k2 { background: var(--d); } .k3 { background: var(--c); }
 .k4 { background: var(--b); } .k5 { background: var(--f); }
-.wrong { color: var(--e); font-weight: 600; }
-svg { display: block; min-width: 46rem; width: 100%; height: auto; }
-.drawing svg > rect { fill: var(--band); } .drawing g > rect { stroke: var(--band); }
+.wrong { color: var(--wrong); font-weight: 600; }
+svg { display: block; min-width: 64rem; width: 100%; height: auto; }
+.drawing svg > rect:first-of-type { fill: var(--band); } .drawing g > rect { stroke: var(--band); }
 .drawing svg > text { fill: var(--ink); }
 .curve .area { fill: var(--a); fill-opacity: .25; stroke: var(--a); }
 .curve .room { stroke: var(--e); stroke-dasharray: 6 4; } .curve .axis { stroke: var(--line); }

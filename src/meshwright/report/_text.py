@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright.search import Account, Laid
+from meshwright.search import Account, Laid, count, seconds, share, size
 
 from ._measured import beside
-from ._units import count, seconds, share, size
 
 MOST = 40
 """So many rows of a table are shown; the page has them all."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from meshwright.search import Laid
+from meshwright.search import Laid, count, size
 
 from ._html import Markup, element, folded, joined, table
-from ._units import count, size
 
 SMALL = 2
 """Layers of so few tensors are rows of the layer above."""

@@ -4,7 +4,7 @@ from ._bound import lower_bound
 from ._errors import ReshardError
 from ._execute import Halves, Mover, halves_of
 from ._parse import parse_step
-from ._plan import Plan, Price, execute, plan, transposed
+from ._plan import Plan, Price, Purpose, execute, plan, transposed
 from ._steps import (
     AllGather,
     AllReduce,
@@ -31,6 +31,7 @@ __all__ = [
     "Pad",
     "Plan",
     "Price",
+    "Purpose",
     "ReduceScatter",
     "Relabel",
     "ReshardError",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,9 +24,17 @@ Price = Callable[[Step, Spec], float]
 SMALL_MESH = 64
 
 
+class Purpose(NamedTuple):
+    """What a conversion of a program is for: the stage of the step, and the user's line and module that want it."""
+
+    stage: str
+    line: str
+    module: str
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The steps from `src` to `dst`, in order.
+    """The steps from `src` to `dst`, in order; `purpose` says what in a program wants them.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -36,6 +45,7 @@ class Plan:
     src: Spec
     dst: Spec
     steps: tuple[Step, ...]
+    purpose: Purpose | None = field(default=None, compare=False, repr=False)
     _actions: dict[int, tuple[Action, ...]] = field(default_factory=dict[int, tuple[Action, ...]], compare=False)
 
     @cached_property

@@ -26,6 +26,7 @@ from ._shown import OnStep, shown
 from ._simulated import simulated
 from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
 from ._transformer import Experts, Latent, Transformer, Window
+from ._units import count, seconds, share, size
 
 __all__ = [
     "DEEPSPEED",
@@ -67,6 +68,7 @@ __all__ = [
     "account",
     "choose",
     "columns",
+    "count",
     "cut",
     "differences",
     "evenly",
@@ -83,9 +85,12 @@ __all__ = [
     "predict",
     "program_account",
     "rows_of",
+    "seconds",
+    "share",
     "share_of_peak",
     "shown",
     "simulated",
+    "size",
     "transformer_of",
     "work",
 ]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from meshwright.pipeline import Kind, Timeline
 
+from ._units import signed
+
 
 @dataclass(frozen=True, slots=True)
 class Laid:
@@ -110,9 +112,9 @@ def loses(own: Mapping[str, float], other: Mapping[str, float], most: int = 2) -
     """By what another step takes longer, the largest parts first; and by what it is shorter, where it is.
 
     >>> loses({"computation": 1.0, "bubble": 0.1}, {"computation": 0.9, "bubble": 0.4})
-    'bubble +0.3 s, computation -0.1 s'
+    'bubble +300 ms, computation -100 ms'
     """
     changes = {name: other.get(name, 0.0) - own.get(name, 0.0) for name in {**own, **other}}
     whole = sum(own.values()) or 1.0
     longest = sorted(changes, key=lambda name: -abs(changes[name]))[:most]
-    return ", ".join(f"{name} {changes[name]:+.3g} s" for name in longest if abs(changes[name]) > whole * 1e-4)
+    return ", ".join(f"{name} {signed(changes[name])}" for name in longest if abs(changes[name]) > whole * 1e-4)

@@ -23,6 +23,7 @@ from ._shown import OnStep
 from ._simulated import has_short_table, simulated
 from ._software import OURS, Software
 from ._transformer import Transformer
+from ._units import parameters
 
 USABLE = 0.94
 """The part of a device's memory that a plan may take: libraries hold some, and allocators round."""
@@ -152,7 +153,7 @@ def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
 
 
 def _none(model: Transformer, ranks: int, batch: int, room: float, smallest: Priced | None) -> SearchError:
-    asked = f"a plan for {model.parameters / 1e9:.3g} billion parameters on {ranks} ranks, {batch} sequences a step"
+    asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences a step"
     if smallest is None:
         return SearchError(
             asked, "no degrees of parallelism divide all that they must",

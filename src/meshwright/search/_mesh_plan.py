@@ -21,6 +21,7 @@ from ._plan import quoted
 from ._prices import Prices
 from ._saving import NOTHING, Saving
 from ._sent import level
+from ._units import parameters
 
 REPLICAS = "dp"
 SHARES = "tp"
@@ -59,7 +60,7 @@ class MeshPlan:
     def how(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
         if set(self.mesh.dim_names) == {REPLICAS, SHARES}:
-            mesh = f"{self.dp} replicas of {self.tp} ranks"
+            mesh = f"{self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)}"
         return ", ".join(filter(None, [mesh, str(self.saving)]))
 
     def specs(self, program: Program) -> dict[str, Spec]:
@@ -117,7 +118,7 @@ class MeshPlan:
         spent, sizes, room = self._spent(), self._held(cuts), cluster.device.memory * USABLE
         rivals = [Rival(p.how, p.seconds, p.nbytes, loses(spent, p._spent())) for p in others]
         return Account(
-            f"a module of {sizes.pop('elements') / 1e9:.3g} billion parameters", self.how,
+            f"a module of {parameters(sizes.pop('elements'))}", self.how,
             f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
             tuple(_why(self.seconds, spent, self._meetings)), spent, {"every rank": sizes}, tuple(self._laid()),
             tuple(self._sent(cluster)), tuple(rivals), self._decided(), curves=(self._curve(cuts, cluster),),

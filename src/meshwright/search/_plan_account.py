@@ -22,6 +22,7 @@ from ._shown import OnStep
 from ._simulated import has_short_table, simulated, table_of, times_of
 from ._software import OURS, Software
 from ._transformer import Transformer
+from ._units import parameters
 
 OTHERS = "accumulation", "optimizer", "host"
 PARTS = {
@@ -56,7 +57,7 @@ def account(
         for s, parts in zip(stages(model, plan), hold_each(model, plan, software), strict=True)
     }
     return Account(
-        what=f"a transformer of {model.parameters / 1e9:.3g} billion parameters, {model.layers} layers",
+        what=f"a transformer of {parameters(model.parameters)}, {model.layers} layers",
         how=", ".join(f"{name} = {value}" for name, value in asdict(plan).items() if value != USUAL[name]),
         where=f"{plan.ranks} ranks of {cluster!r}",
         seconds=seconds, nbytes=nbytes, room=cluster.device.memory * USABLE,

@@ -31,5 +31,24 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def signed(x: float) -> str:
+    """Seconds more or less.
+
+    >>> signed(-0.0123), signed(2.5)
+    ('-12.3 ms', '+2.5 s')
+    """
+    return f"{'+' if x > 0 else ''}{seconds(x)}"
+
+
+def parameters(number: float) -> str:
+    """How many parameters a model has.
+
+    >>> parameters(33088.0), parameters(8.03e9)
+    ('33,088 parameters', '8.03 billion parameters')
+    """
+    return f"{number / 1e9:.3g} billion parameters" if number >= 1e8 else f"{number:,.0f} parameters"
+
+
 def count(x: float) -> str:
+    """A number of things, with its thousands apart; an average may be none of whole ones."""
     return f"{x:,.0f}" if x == round(x) else f"{x:,.4g}"

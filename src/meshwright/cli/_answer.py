@@ -1,0 +1,28 @@
+"""What a command answers with `--json`: one object on one line, and nothing else on standard output."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+
+def print_json(told: Mapping[str, Any]) -> None:
+    """Prints the object; a number that is not finite is a string, since JSON has none."""
+    print(json.dumps(_finite(told), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value with `repr` of those that JSON has no number for.
+
+    >>> _finite({"losses": [1.0, float("nan")], "mesh": (2, 4)})
+    {'losses': [1.0, 'nan'], 'mesh': [2, 4]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(name): _finite(x) for name, x in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(x) for x in cast(list[Any], value)]
+    return value
