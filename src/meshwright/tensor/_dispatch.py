@@ -152,7 +152,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
-    run, by_value = _closed(func, args, captured, found)
+    run, by_value = _closed(func, args, kwargs, captured, found)
     if isinstance(found, Step) and found.context is not None:
         run = _by_context(run, mesh)
     by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
@@ -181,12 +181,12 @@ def _is_direct(found: Any) -> bool:
     return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
 
 
-def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
     if found is None:
         run = run_twin(captured.nodes[0], captured)
         return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
     if isinstance(found, Step):
-        return run_step(found, func, args), not found.direct or found.grown
+        return run_step(found, func, args, kwargs), not found.direct or found.grown
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if not captured.nodes:
