@@ -95,6 +95,17 @@ def test_an_operand_that_is_plain_or_named_is_found_at_once() -> None:
         assert norm <= 60
 
 
+def test_a_call_with_floats_among_its_arguments_is_known_too() -> None:
+    """Their values choose the plan, without a way through the dispatcher; torch's own calls are half of these."""
+
+    def go() -> int:
+        table = mw.shard_tensor(torch.randn(5, 3), MESH, [mw.Replicate(), mw.Shard(0)])
+        ids = mw.shard_tensor(torch.tensor([[0, 1], [4, 2]]), MESH, [mw.Shard(0)])
+        return count(lambda: F.embedding(ids, table))
+
+    assert max(mw.simulate(go, 2)) <= 160
+
+
 def test_a_result_that_is_an_operand_leaves_the_operand_what_it_is() -> None:
     """Where a plain operand comes back as it is, a view of it is stamped."""
 

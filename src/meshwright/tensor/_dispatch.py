@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,11 +78,6 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
-    if key in _VALUED:
-        key = exact_signature(func, args, kwargs)
-        plan = PLANS.get(key)
-        if plan is not None:
-            return plan(func, types, args, kwargs)
     if any(isinstance(t, Absent) for t in tensors):
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
@@ -95,12 +91,21 @@ def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: b
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
-    if by_value and key not in _VALUED:
-        exact = exact_signature(func, args, kwargs)
-        if exact[1]:
-            _VALUED.add(key)
-            key = exact
+    exact = exact_signature(func, args, kwargs) if by_value or key in _VALUED else None
+    if exact is not None and exact[1]:
+        _VALUED.add(key)
+        PLANS[key], key = _valued(key), exact
     PLANS[key] = run
+
+
+def _valued(key: Any) -> Run:
+    """Looks for the plan of a call by the values of its floats, too."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        plan = PLANS.get(exact_signature(func, args, kwargs))
+        return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
+
+    return run
 
 
 def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:

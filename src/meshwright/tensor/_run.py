@@ -68,15 +68,15 @@ def _typed(spec: Spec, t: Tensor) -> Spec:
 
 def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
     """One operator: its operands converted, then the caller's function, the operator, or its second form."""
+    places = _places(args, kwargs)
     if step.node.op.namespace != "aten":
-        return _run_foreign(step)
+        return _run_foreign(step, places)
     if step.direct and not step.moves:
         return run_direct(step.outs, step.node.out, any(not isinstance(t, DistTensor) for t in tensors_in(args)))
     if step.direct:
-        places = _places(args, kwargs)
         return _run_moved(step) if places is None else _run_flat(step, places)
     sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
-    return _run_sized(step, _SIZED[func]) if sized else _run_local(step)
+    return _run_sized(step, _SIZED[func]) if sized else _run_local(step, places)
 
 
 def _places(args: Any, kwargs: Any) -> tuple[int, ...] | None:
@@ -85,9 +85,10 @@ def _places(args: Any, kwargs: Any) -> tuple[int, ...] | None:
     return found if len(found) == len(list(tensors_in((args, kwargs)))) else None
 
 
-def _moved(step: Step, args: Any, kwargs: Any) -> list[Tensor]:
+def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -> list[Tensor]:
     """The call's tensor arguments, each as the operator needs it."""
-    tensors = list(tensors_in((args, kwargs)))
+    values = [*args, *kwargs.values()] if kwargs else args
+    tensors = list(tensors_in(values)) if places is None else [values[at] for at in places]
     for at, how in step.moves:
         tensors[at] = shared_move(tensors[at], how)
     return tensors
@@ -98,7 +99,7 @@ def _run_moved(step: Step) -> Run:
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = _moved(step, args, kwargs)
+            tensors = _moved(step, None, args, kwargs)
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
             out = _own(func(*local_args, **local_kwargs), tensors)
@@ -107,13 +108,13 @@ def _run_moved(step: Step) -> Run:
     return run
 
 
-def _run_foreign(step: Step) -> Run:
+def _run_foreign(step: Step, places: tuple[int, ...] | None) -> Run:
     """A user's operator sees plain tensors: what it saves for its backward pass must meet plain gradients there."""
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = [plain_view(t) for t in _moved(step, args, kwargs)]
+            tensors = [plain_view(t) for t in _moved(step, places, args, kwargs)]
             out = _own(_computed(step, tensors), tensors)
         return finish(out, func, args, kwargs)
 
@@ -168,12 +169,12 @@ def _own(out: Any, inputs: Sequence[Any]) -> Any:
     return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out
 
 
-def _run_local(step: Step) -> Run:
+def _run_local(step: Step, places: tuple[int, ...] | None) -> Run:
     finish, raised = _finisher(step), _raising(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = raised(_moved(step, args, kwargs))
+            tensors = raised(_moved(step, places, args, kwargs))
             out = _own(_like(step.node.out, _computed(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
@@ -187,7 +188,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
     known: dict[torch.dtype, bool] = {}
 
     def raised(tensors: list[Tensor]) -> list[Tensor]:
-        lower = autocast_dtype(tensors, None)
+        lower = autocast_dtype(tensors)
         if lower is None:
             return tensors
         if lower not in known:
