@@ -7,7 +7,7 @@ looked up for each operator. First steps, states that lie elsewhere and other op
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.tensor import DistTensor, local_parts, parts_recorded, recording
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, flush, local_parts, parts_recorded, recording
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -60,30 +61,38 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _lies_alike(optimizer: Optimizer) -> bool:
     """True where parameters with gradients are distributed, and all their states are there and lie as they do."""
+    flush()
     found = False
-    for group in optimizer.param_groups:
-        if group.get("differentiable") or group.get("fused") or any(isinstance(v, DistTensor) for v in group.values()):
-            return False
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            found = found or isinstance(p, DistTensor)
-            if not all(_beside(p, value) for value in _states(optimizer, group, p)):
+    with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
+        for group in optimizer.param_groups:
+            if group.get("differentiable") or group.get("fused"):
                 return False
+            if any(isinstance(v, DistTensor) for v in group.values()):
+                return False
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                spec = p.spec if isinstance(p, DistTensor) else None
+                found = found or spec is not None
+                for state in _states(optimizer, group, p):
+                    if not _beside(spec, state):
+                        return False
     return found
 
 
-def _states(optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> Iterator[Any]:
+def _states(optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> Iterable[Any]:
     """The states of a parameter; None where there are none yet."""
-    if type(optimizer) is not torch.optim.SGD or group["momentum"]:
-        yield from optimizer.state.get(p, {"": None}).values()
+    if type(optimizer) is torch.optim.SGD and not group["momentum"]:
+        return ()
+    return optimizer.state[p].values() if p in optimizer.state else (None,)
 
 
-def _beside(p: Tensor, state: Any) -> bool:
-    """Whether a state is there, and lies as its parameter does; counters are on every rank."""
+def _beside(spec: Spec | None, state: Any) -> bool:
+    """Whether a state is there, and lies as its parameter, of `spec`, does; counters are on every rank."""
     if not isinstance(state, DistTensor):
-        return state is not None and (not isinstance(state, Tensor) or not state.dim() or not isinstance(p, DistTensor))
-    return isinstance(p, DistTensor) and state.spec.mesh is p.spec.mesh and state.spec.layout == p.spec.layout
+        return state is not None and (not isinstance(state, Tensor) or not state.dim() or spec is None)
+    have = state.spec
+    return have is spec or (spec is not None and have.mesh is spec.mesh and have.layout == spec.layout)
 
 
 @contextmanager

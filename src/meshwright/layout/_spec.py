@@ -26,7 +26,7 @@ class Spec:
     Raises LayoutError when the layout does not fit the shape or names an axis that the mesh lacks.
     """
 
-    __slots__ = ("__weakref__", "_shapes", "dtype", "layout", "mesh", "shape")
+    __slots__ = ("__weakref__", "_dual", "_shapes", "dtype", "layout", "mesh", "shape")
     _known: ClassVar[WeakValueDictionary[Any, Spec]] = WeakValueDictionary()
 
     mesh: ProcessMesh
@@ -34,6 +34,7 @@ class Spec:
     shape: torch.Size
     dtype: torch.dtype
     _shapes: dict[int, tuple[int, ...]]
+    _dual: Spec | None
 
     def __new__(cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
         shape = tuple(shape)
@@ -43,7 +44,7 @@ class Spec:
             _check(mesh, layout, shape)
             found = object.__new__(cls)
             found.mesh, found.layout, found.shape, found.dtype = mesh, layout, torch.Size(shape), dtype
-            found._shapes = {}
+            found._shapes, found._dual = {}, None
             cls._known[key] = found
         return found
 
@@ -110,11 +111,13 @@ class Spec:
         return Spec(self.mesh, layout, self.shape, self.dtype)
 
     def with_dtype(self, dtype: torch.dtype) -> Spec:
-        return Spec(self.mesh, self.layout, self.shape, dtype)
+        return self if dtype is self.dtype else Spec(self.mesh, self.layout, self.shape, dtype)
 
     def dual(self) -> Spec:
         """The spec of the gradient."""
-        return Spec(self.mesh, self.layout.dual(), self.shape, self.dtype)
+        if self._dual is None:
+            self._dual = self.with_layout(self.layout.dual())
+        return self._dual
 
     def __repr__(self) -> str:
         return write_dtype(self.dtype) + write_dims(self.shape, self.layout)

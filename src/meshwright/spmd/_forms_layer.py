@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Callable
+from functools import partial
+from math import prod, sqrt
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ def embedding(
     call: LocalCall, weight: Tensor, indices: Tensor, padding_idx: int = -1, by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
     """Look up the ids that this rank's rows cover; zero for all others, so that the terms add up to the lookup."""
+    if call.ranks(0, 0) == 1:
+        return torch.ops.aten.embedding(weight, indices, padding_idx)
     local = indices - call.start(0, 0)
     mine = (local >= 0) & (local < weight.shape[0])
     if weight.shape[0] == 0:
@@ -37,6 +41,10 @@ def attention(
     s, t = query.dim() - 2, key.dim() - 2
     if 0 in (query[..., 0].numel(), key.shape[-3] if enable_gqa else 1):
         return nothing(call, query, key, value)
+    if call.ranks(0, s) == call.ranks(1, t) == 1:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if is_causal:
         rows = torch.arange(query.shape[s]).unsqueeze(1) + call.start(0, s)
         attn_mask = rows >= torch.arange(key.shape[t]) + call.start(1, t)
@@ -63,6 +71,9 @@ def cross_entropy(
 ) -> Tensor:  # fmt: skip
     """This rank's term of the loss: each class adds its share of the target times (logsumexp - logit)."""
     c = min(x.dim() - 1, 1)
+    if call.ranks(0, c) == 1:
+        terms = partial(F.cross_entropy, x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
     top = max_over(call, peak(x.detach(), (c,)), 0, (c,))
     lse = sum_over(call, (x - top).exp().sum(c, keepdim=True), 0, (c,)).log() + top
     if target.dtype.is_floating_point:
@@ -80,8 +91,27 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     c = min(x.dim() - 1, 1)
+    if call.ranks(0, c) == 1:
+        terms = partial(F.nll_loss, x, target, weight, ignore_index=ignore_index)
+        return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
     loss, mass = _hard(call, -x, target, weight, ignore_index, c)
     return _reduced(call, loss, mass, reduction, c)
+
+
+def _of_whole_classes(
+    call: LocalCall, terms: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+    ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """`terms(reduction=...)`, which is torch's own loss of targets whose classes are all here."""
+    if reduction == 0:
+        return terms(reduction="none")
+    if reduction == SUM:
+        return terms(reduction="sum")
+    if target.dtype.is_floating_point:
+        return terms(reduction="sum") / _targets(call, x, min(x.dim() - 1, 1))
+    counts = target != ignore_index
+    mass = counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0)
+    return terms(reduction="sum") / _over_targets(call, mass.sum(dtype=x.dtype), target.dim() + 1)
 
 
 def _hard(
@@ -108,10 +138,12 @@ def _soft(
     loss = (x * target).sum(c)
     if reduction == 0:
         return loss
-    count = 1
-    for d in range(x.dim()):
-        count *= 1 if d == c else call.total(0, d)
-    return loss.sum() / (count if reduction == 1 else 1)
+    return loss.sum() / (_targets(call, x, c) if reduction == 1 else 1)
+
+
+def _targets(call: LocalCall, x: Tensor, c: int) -> int:
+    """How many targets there are on all ranks, of losses whose classes are dim `c`."""
+    return prod(call.total(0, d) for d in range(x.dim()) if d != c)
 
 
 def _per_class(weight: Tensor, x: Tensor, c: int) -> Tensor:
@@ -124,5 +156,9 @@ def _reduced(call: LocalCall, loss: Tensor, mass: Tensor, reduction: int, c: int
         return loss
     if reduction == SUM:
         return loss.sum()
-    every = tuple(range(loss.dim() + 1))
-    return loss.sum() / sum_over(call, mass.sum(), 0, every)
+    return loss.sum() / _over_targets(call, mass.sum(), loss.dim() + 1)
+
+
+def _over_targets(call: LocalCall, mass: Tensor, ndim: int) -> Tensor:
+    """The sum over all ranks of what each has of the targets' weights, for logits of `ndim` dims."""
+    return sum_over(call, mass, 0, tuple(range(ndim)))

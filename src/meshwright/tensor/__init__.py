@@ -20,7 +20,7 @@ from ._explain import Decided, decisions, recording
 from ._handle_values import not_finite_anywhere
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
-from ._pending import bucket_of
+from ._pending import bucket_of, flush
 from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
@@ -56,6 +56,7 @@ __all__ = [
     "decisions",
     "distribute",
     "drawing_by",
+    "flush",
     "from_local",
     "grouped_product",
     "in_backward",

@@ -47,15 +47,15 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
     try:
         return _captured(func, args, kwargs, spec_of, None)
     except Exception:
-        lower = autocast_dtype(args, kwargs)
+        lower = autocast_dtype(tensors_in((args, kwargs)))
         if lower is None:
             raise
         return _captured(func, args, kwargs, spec_of, lower)
 
 
-def autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+def autocast_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
     """What autocast makes of floating operands, where it is on for one of them."""
-    devices = {x.device.type for x in tensors_in((args, kwargs))} - {"meta"}
+    devices = {x.device.type for x in tensors} - {"meta"}
     return next((torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,11 +75,6 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
-    if key in _VALUED:
-        key = exact_signature(func, args, kwargs)
-        plan = PLANS.get(key)
-        if plan is not None:
-            return plan(func, types, args, kwargs)
     if any(isinstance(t, Absent) for t in tensors):
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
@@ -92,12 +88,21 @@ def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: b
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
-    if by_value and key not in _VALUED:
-        exact = exact_signature(func, args, kwargs)
-        if exact[1]:
-            _VALUED.add(key)
-            key = exact
+    exact = exact_signature(func, args, kwargs) if by_value or key in _VALUED else None
+    if exact is not None and exact[1]:
+        _VALUED.add(key)
+        PLANS[key], key = _valued(key), exact
     PLANS[key] = run
+
+
+def _valued(key: Any) -> Run:
+    """Looks for the plan of a call by the values of its floats, too."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        plan = PLANS.get(exact_signature(func, args, kwargs))
+        return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
+
+    return run
 
 
 def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
@@ -149,7 +154,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
-    run, by_value = _closed(func, args, captured, found)
+    run, by_value = _closed(func, args, kwargs, captured, found)
     if isinstance(found, Step) and found.context is not None:
         run = _by_context(run, mesh)
     by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
@@ -178,12 +183,12 @@ def _is_direct(found: Any) -> bool:
     return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
 
 
-def _closed(func: Any, args: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
     if found is None:
         run = run_twin(captured.nodes[0], captured)
         return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
     if isinstance(found, Step):
-        return run_step(found, func, args), not found.direct or found.grown
+        return run_step(found, func, args, kwargs), not found.direct or found.grown
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if not captured.nodes:

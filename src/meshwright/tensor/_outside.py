@@ -27,10 +27,10 @@ def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -
     plan here: elsewhere local results tell their dtypes.
     """
     run, by_value = _planned(func, args, kwargs, tensors)
-    plans = {autocast_dtype(args, kwargs): run}
+    plans = {autocast_dtype(tensors_in((args, kwargs))): run}
 
     def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        now = autocast_dtype(args, kwargs)
+        now = autocast_dtype(tensors_in((args, kwargs)))
         if now not in plans:
             plans[now], _ = _planned(func, args, kwargs or {}, list(tensors_in((args, kwargs))))
         return plans[now](func, types, args, kwargs)
@@ -61,7 +61,7 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tu
     if found is not None and found is captured.nodes:
         return run_graph(captured), True
     known: Any = found.outs if isinstance(found, Step) else found
-    dtypes = None if autocast_dtype(args, kwargs) is None else dtypes_given(func, args, kwargs)
+    dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _draw_along(captured)

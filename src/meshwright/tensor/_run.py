@@ -66,27 +66,29 @@ def _typed(spec: Spec, t: Tensor) -> Spec:
     return spec if isinstance(t, DistTensor) or t.dtype is spec.dtype else spec.with_dtype(t.dtype)
 
 
-def run_step(step: Step, func: Any, args: Any) -> Run:
+def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
     """One operator: its operands converted, then the caller's function, the operator, or its second form."""
+    places = _places(args, kwargs)
     if step.node.op.namespace != "aten":
-        return _run_foreign(step)
+        return _run_foreign(step, places)
     if step.direct and not step.moves:
         return run_direct(step.outs, step.node.out, any(not isinstance(t, DistTensor) for t in tensors_in(args)))
     if step.direct:
-        return _run_flat(step) if _is_flat(step, args) else _run_moved(step)
+        return _run_moved(step) if places is None else _run_flat(step, places)
     sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
-    return _run_sized(step, _SIZED[func]) if sized else _run_local(step)
+    return _run_sized(step, _SIZED[func]) if sized else _run_local(step, places)
 
 
-def _is_flat(step: Step, args: Any) -> bool:
-    """True when every tensor that moves is a distributed one, and an argument of its own after nothing but such."""
-    count = 1 + max(at for at, _ in step.moves)
-    return len(args) >= count and all(type(a) is DistTensor for a in args[:count])
+def _places(args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Where the call's tensors stand among its arguments, named ones last; None where one is inside another one."""
+    found = tuple(at for at, a in enumerate((*args, *kwargs.values())) if isinstance(a, Tensor))
+    return found if len(found) == len(list(tensors_in((args, kwargs)))) else None
 
 
-def _moved(step: Step, args: Any, kwargs: Any) -> list[Tensor]:
+def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -> list[Tensor]:
     """The call's tensor arguments, each as the operator needs it."""
-    tensors = list(tensors_in((args, kwargs)))
+    values = [*args, *kwargs.values()] if kwargs else args
+    tensors = list(tensors_in(values)) if places is None else [values[at] for at in places]
     for at, how in step.moves:
         tensors[at] = shared_move(tensors[at], how)
     return tensors
@@ -97,7 +99,7 @@ def _run_moved(step: Step) -> Run:
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = _moved(step, args, kwargs)
+            tensors = _moved(step, None, args, kwargs)
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
             out = _own(func(*local_args, **local_kwargs), tensors)
@@ -106,37 +108,32 @@ def _run_moved(step: Step) -> Run:
     return run
 
 
-def _run_foreign(step: Step) -> Run:
+def _run_foreign(step: Step, places: tuple[int, ...] | None) -> Run:
     """A user's operator sees plain tensors: what it saves for its backward pass must meet plain gradients there."""
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = [plain_view(t) for t in _moved(step, args, kwargs)]
+            tensors = [plain_view(t) for t in _moved(step, places, args, kwargs)]
             out = _own(_computed(step, tensors), tensors)
         return finish(out, func, args, kwargs)
 
     return run
 
 
-def _run_flat(step: Step) -> Run:
-    finish, moves = _finisher(step), step.moves
-    first, how = moves[0]
+def _run_flat(step: Step, places: tuple[int, ...]) -> Run:
+    finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        local = list(args)
+        local = [*args, *kwargs.values()] if kwargs else list(args)
         with no_interception():
             for at, how in moves:
                 local[at] = shared_move(local[at], how)
-            out = func(*local, **kwargs) if kwargs else func(*local)
+            named = dict(zip(kwargs, local[len(args) :], strict=True)) if kwargs else _NOTHING
+            out = _own(func(*local[: len(args)], **named), local)
         return finish(out, func, args, kwargs)
 
-    def run_first(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with no_interception():
-            out = func(shared_move(args[0], how), *args[1:], **(kwargs or _NOTHING))
-        return finish(out, func, args, kwargs)
-
-    return run_first if len(moves) == 1 and first == 0 else run
+    return run
 
 
 def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
@@ -161,18 +158,23 @@ def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
     return one
 
 
-def _own(out: Any, inputs: Sequence[Tensor]) -> Any:
+def _own(out: Any, inputs: Sequence[Any]) -> Any:
     """`out` with any result that is a plain input object replaced by a view of it, so that stamping spares inputs."""
+    if type(out) is Tensor:
+        for x in inputs:
+            if x is out:
+                return out.view_as(out)
+        return out
     known = {id(t) for t in inputs if not isinstance(t, DistTensor)}
     return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out
 
 
-def _run_local(step: Step) -> Run:
+def _run_local(step: Step, places: tuple[int, ...] | None) -> Run:
     finish, raised = _finisher(step), _raising(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
-            tensors = raised(_moved(step, args, kwargs))
+            tensors = raised(_moved(step, places, args, kwargs))
             out = _own(_like(step.node.out, _computed(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
@@ -186,7 +188,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
     known: dict[torch.dtype, bool] = {}
 
     def raised(tensors: list[Tensor]) -> list[Tensor]:
-        lower = autocast_dtype(tensors, None)
+        lower = autocast_dtype(tensors)
         if lower is None:
             return tensors
         if lower not in known:

@@ -1,0 +1,133 @@
+"""What a call costs beside its operator, counted: operators on a rank's part, and Python's calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright as mw
+from meshwright.tensor import local_parts
+
+MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
+"""The axis tp has one rank: what it cuts is whole."""
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that ran inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def again(fn: Callable[[], Tensor]) -> list[str]:
+    """The operators of a call whose plan is known."""
+    fn()
+    with Operators() as seen:
+        fn()
+    return seen.names
+
+
+def attention() -> Tensor:
+    q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    q, k, v = (mw.shard_tensor(x, MESH, [mw.Shard(0), mw.Shard(1)]) for x in (q, kv, kv))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def loss() -> Tensor:
+    x = mw.shard_tensor(torch.randn(8, 5), MESH, [mw.Shard(0), mw.Shard(1)])
+    target = mw.shard_tensor(torch.tensor([0, 1, 2, 3] * 2), MESH, [mw.Shard(0)])
+    return F.cross_entropy(x, target)
+
+
+def lookup() -> Tensor:
+    table = mw.shard_tensor(torch.randn(5, 3), MESH, [mw.Replicate(), mw.Shard(0)])
+    return F.embedding(mw.shard_tensor(torch.tensor([[0, 1], [4, 2]]), MESH, [mw.Shard(0)]), table)
+
+
+@pytest.mark.parametrize(
+    ("fn", "needless"),
+    [(attention, {"arange", "ge", "where"}), (loss, {"gather", "exp", "amax", "log"}), (lookup, {"where", "ge", "lt"})],
+    ids=["attention", "loss", "lookup"],
+)
+def test_what_is_whole_goes_to_the_operator_itself(fn: Callable[[], Tensor], needless: set[str]) -> None:
+    """Causal attention builds no mask where sequences are whole; an axis of one rank takes no part in anything."""
+    for names in mw.simulate(again, 2, fn):
+        assert not needless & set(names), names
+
+
+def count(fn: Callable[[], Any]) -> int:
+    """Calls that Python makes in a call whose plan is known."""
+    fn()
+    calls = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    fn()
+    sys.setprofile(None)
+    return calls
+
+
+def test_an_operand_that_is_plain_or_named_is_found_at_once() -> None:
+    """Half of these calls are torch's own; to look through the arguments for tensors would take as many again."""
+
+    def go() -> tuple[int, int]:
+        x = mw.shard_tensor(torch.randn(4, 6), MESH, [mw.Shard(0)])
+        table, weight = torch.randn(6), mw.shard_tensor(torch.ones(6), MESH, [])
+        return count(lambda: x * table), count(lambda: F.rms_norm(x, (6,), weight))
+
+    for times, norm in mw.simulate(go, 2):
+        assert times <= 30
+        assert norm <= 60
+
+
+def test_a_call_with_floats_among_its_arguments_is_known_too() -> None:
+    """Their values choose the plan, without a way through the dispatcher; torch's own calls are half of these."""
+
+    def go() -> int:
+        table = mw.shard_tensor(torch.randn(5, 3), MESH, [mw.Replicate(), mw.Shard(0)])
+        ids = mw.shard_tensor(torch.tensor([[0, 1], [4, 2]]), MESH, [mw.Shard(0)])
+        return count(lambda: F.embedding(ids, table))
+
+    assert max(mw.simulate(go, 2)) <= 160
+
+
+def test_a_result_that_is_an_operand_leaves_the_operand_what_it_is() -> None:
+    """Where a plain operand comes back as it is, a view of it is stamped."""
+
+    def go() -> bool:
+        x = mw.shard_tensor(torch.ones(4), MESH, [mw.Replicate()])
+        plain = torch.zeros(4)
+        plain.add_(x)
+        return type(plain) is Tensor
+
+    assert all(mw.simulate(go, 2))
+
+
+def test_a_step_on_parts_asks_for_no_gradient() -> None:
+    """A gradient that nobody has looked at stays this rank's part; after the step it is a distributed tensor."""
+
+    def go() -> tuple[bool, bool]:
+        net = mw.shard_layer(nn.Linear(4, 4), MESH)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(mw.shard_tensor(torch.ones(2, 4), MESH, [mw.Shard(0)])).sum().backward()
+        optimizer.step()
+        with local_parts():
+            kept = type(net.weight.grad) is Tensor
+        return kept, isinstance(net.weight.grad, mw.DistTensor)
+
+    assert mw.simulate(go, 2) == [(True, True)] * 2
