@@ -73,26 +73,32 @@ class Cluster:
         share = np.maximum(1.0, together) * self.outside.bandwidth * self.outside.reach
         return np.where(np.less_equal(ranks, together), inside, np.minimum(inside, share))
 
-    def meeting(self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers) -> Numbers:
-        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank."""
+    def meeting(
+        self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
+    ) -> Numbers:
+        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank.
+
+        Of what an all-to-all has for other nodes only the part `leaving` goes over the network, where the rest is
+        copies that are made there.
+        """
         n = np.asarray(ranks, dtype=float)
         others = np.maximum(n - 1, 0)
         within = np.less_equal(n, together) | (self.outside is None)
         hop = np.where(within, self.inside.latency, self.outside.latency if self.outside else 0.0)
         hops = ROUNDS[kind] * np.minimum(others, 8 + 2 * np.log2(np.maximum(n, 1))) if kind != "all-to-all" else 1.0
         if kind == "all-to-all":
-            way = self._across(n, together)
+            way = self._across(n, together, leaving)
         else:
             way = self.bandwidth(n, together)
         moved = ROUNDS[kind] * np.asarray(nbytes) * others / np.maximum(n, 1) / way
         return np.where(n > 1, self.inside.start + hops * hop + moved, 0.0)
 
-    def _across(self, ranks: Numbers, together: Numbers) -> Numbers:
+    def _across(self, ranks: Numbers, together: Numbers, part: Numbers) -> Numbers:
         """Bytes per second and rank of an all-to-all: what leaves the node goes through the rank's own share."""
         inside = self.inside.bandwidth * self.inside.reach * SPREAD
         if self.outside is None:
             return np.broadcast_to(inside, np.shape(ranks)).astype(float)
-        leaving = 1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)
+        leaving = (1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)) * part
         share = self.outside.bandwidth * self.outside.reach
         return np.where(leaving > 0, np.minimum(inside, share / np.maximum(leaving, 1e-9)), inside)
 
