@@ -43,6 +43,7 @@ DEVICE = {
 }  # fmt: skip
 """The rows' device → ours."""
 SHORT = (
+    "A100-PCIe",
     "A100",
     "A800",
     "H100",
@@ -165,7 +166,7 @@ def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
 def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
     """That of the row's device; of one that is not in the table, of the known one whose peak is nearest, scaled."""
     name = hardware["gpu"]
-    known = DEVICE.get(name) or next((ours for ours in SHORT if name.startswith(ours)), None)
+    known = DEVICE.get(name) or next((ours for ours in SHORT if name.lower().startswith(ours.lower())), None)
     if known is not None:
         return cluster_of(known)
     peak = hardware["peak_tflops_bf16"] * 1e12

@@ -60,14 +60,14 @@ class Cluster:
         """
         nodes = {rank // self.per_node for rank in group}
         if len(nodes) <= 1 or self.outside is None:
-            return self.inside
+            return replace(self.inside, bandwidth=float(self.inside.among(len(group))), reach=1.0)
         shares = max(1, len(group) // len(nodes))
-        usable = min(self.inside.bandwidth * self.inside.reach, shares * self.outside.bandwidth * self.outside.reach)
+        usable = min(float(self.inside.among(shares)), shares * self.outside.bandwidth * self.outside.reach)
         return replace(self.outside, bandwidth=usable, reach=1.0)
 
     def bandwidth(self, ranks: Numbers, together: Numbers) -> Numbers:
         """Bytes per second of a ring over `ranks`, of which `together` share a node; arrays go element by element."""
-        inside = self.inside.bandwidth * self.inside.reach
+        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together))
         if self.outside is None:
             return np.broadcast_to(inside, np.shape(ranks)).astype(float)
         share = np.maximum(1.0, together) * self.outside.bandwidth * self.outside.reach
@@ -95,7 +95,7 @@ class Cluster:
 
     def _across(self, ranks: Numbers, together: Numbers, part: Numbers) -> Numbers:
         """Bytes per second and rank of an all-to-all: what leaves the node goes through the rank's own share."""
-        inside = self.inside.bandwidth * self.inside.reach * SPREAD
+        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together)) * SPREAD
         if self.outside is None:
             return np.broadcast_to(inside, np.shape(ranks)).astype(float)
         leaving = (1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)) * part
@@ -104,7 +104,7 @@ class Cluster:
 
     def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
         """Seconds of a message to another rank; `across` says whether it leaves the node."""
-        inside = self.inside.bandwidth * self.inside.reach
+        inside = self.inside.among(2)
         outside = inside if self.outside is None else self.outside.bandwidth * self.outside.reach
         latency = self.inside.latency if self.outside is None else self.outside.latency
         return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
@@ -168,6 +168,7 @@ _USUAL = {
     "H100": ("NVLink4", "InfiniBand-NDR"),
     "H200": ("NVLink4", "InfiniBand-NDR"),
     "B200": ("NVLink5", "InfiniBand-NDR"),
+    "A100-PCIe": ("PCIe4", "InfiniBand-HDR"),
     "A800": ("NVLink3-400", "InfiniBand-HDR"),
     "H100-HBM2e": ("NVLink4", "RoCE-400"),
     "H800": ("NVLink4-400", "InfiniBand-NDR"),
