@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.cost import DEVICES, LINKS, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
+from meshwright.cost import DEVICES, LINKS, NARROWEST, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.reshard import AllGather, AllReduce, Exchange, Relabel, plan
 
@@ -93,3 +93,10 @@ def test_an_all_reduce_over_pcie_reaches_what_was_measured() -> None:
     """Bus bandwidths of eight A100 that were published: 12.5 GB/s (SimuMax), 229 GB/s (vTrain)."""
     assert float(cluster_of("A100-PCIe").bandwidth(8, 8)) == pytest.approx(12.5e9, rel=0.05)
     assert float(cluster_of("A100").bandwidth(8, 8)) == pytest.approx(229e9, rel=0.05)
+
+
+def test_a_device_without_a_rate_for_four_bits_computes_with_eight() -> None:
+    hopper, blackwell = device_of("H100"), device_of("B200")
+    assert hopper.rate(NARROWEST) == hopper.rate(torch.float8_e4m3fn) > hopper.rate(torch.bfloat16)
+    assert blackwell.rate(NARROWEST) > blackwell.rate(torch.float8_e4m3fn)
+    assert blackwell.rate(NARROWEST) == 9e15 * blackwell.reach4

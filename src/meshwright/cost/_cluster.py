@@ -131,16 +131,16 @@ def slowest(kinds: Sequence[Cluster]) -> Cluster:
     """
     devices = [kind.device for kind in kinds]
     known = sorted(set[torch.dtype]().union(*(device.flops for device in devices)), key=str)
-    reach, reach8 = max(d.reach for d in devices), max(d.reach8 for d in devices)
+    shares = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4")}
+    most = replace(devices[0], flops=dict.fromkeys(known, 1.0), **shares)
     device = replace(
         devices[0],
         name=" + ".join(dict.fromkeys(d.name for d in devices)),
-        flops={t: min(d.rate(t) for d in devices) / (reach8 if t == torch.float8_e4m3fn else reach) for t in known},
+        flops={t: min(d.rate(t) for d in devices) / most.share(t) for t in known},
         bandwidth=min(d.bandwidth for d in devices),
         memory=min(d.memory for d in devices),
         overhead=max(d.overhead for d in devices),
-        reach=reach,
-        reach8=reach8,
+        **shares,
         units=min(d.units for d in devices),
         attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.cost import Cluster, Kernels, Numbers
+from meshwright.cost import NARROWEST, Cluster, Kernels, Numbers
 
 from ._degrees import Degrees, tokens
 from ._software import Software
@@ -20,7 +20,8 @@ from ._transformer import Experts, Transformer
 
 HALF = 2
 """Bytes of a number of the activations."""
-EIGHT_BIT = frozenset({"fp8", "mxfp8", "nvfp4"})
+NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
+"""Precision → what products take, where that is less than the 16 bits of everything else."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Layers:
         if m.gated:
             turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
             spent += self.stream(turned, turned)
-        return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._eighth else Spent())
+        return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else Spent())
 
     def mlp(self, width: Numbers) -> Spent:
         """Up, the activation, and down; a width of 0 is no feed-forward part."""
@@ -107,7 +108,7 @@ class Layers:
         t, two = tokens(self.plan), 2 if self.model.gated else 1
         spent = self.linear(two * f, h) + self.linear(h, f)
         spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
-        return spent + (self._casts(width) if self._eighth else Spent())
+        return spent + (self._casts(width) if self._is_narrow else Spent())
 
     def core(self) -> Spent:
         """Scores, softmax, and what it weighs."""
@@ -133,7 +134,7 @@ class Layers:
 
     def joined(self) -> Numbers:
         """Bytes of a sum over a tensor-parallel group; the half that is gathered has one each where it was cast."""
-        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._eighth and self.software.casts_first)
+        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
         return np.multiply(tokens(self.plan), HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
 
     def ring(self) -> Numbers:
@@ -210,9 +211,9 @@ class Layers:
         return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
 
     @property
-    def _eighth(self) -> bool:
-        return self.plan.precision in EIGHT_BIT
+    def _is_narrow(self) -> bool:
+        return self.plan.precision in NARROW
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self._eighth else torch.bfloat16
+        return NARROW.get(self.plan.precision, torch.bfloat16)

@@ -12,7 +12,7 @@ from meshwright.cost import Cluster, Habits, Kernels, Numbers
 
 from ._degrees import Degrees, microbatches, tokens
 from ._errors import SearchError
-from ._layer import EIGHT_BIT, HALF, Layers, Spent
+from ._layer import HALF, NARROW, Layers, Spent
 from ._software import OURS, Software
 from ._stages import Share, shares
 from ._transformer import Transformer
@@ -336,5 +336,5 @@ def work(model: Transformer, plan: Degrees) -> Numbers:
 def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation: `work` of a step beside what the devices could do, in the precision of the plan."""
     ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
-    rate = cluster.device.peak(torch.float8_e4m3fn if plan.precision in EIGHT_BIT else torch.bfloat16)
+    rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
     return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)
