@@ -18,10 +18,12 @@ import torch
 from meshwright.cost import Cluster, cluster_of, device_of, link_of
 from meshwright.search import (
     DEEPSPEED,
+    DEEPSPEED_ZERO,
     EAGER,
     FSDP,
     MEGATRON,
     MEGATRON_2021,
+    PAGEABLE,
     Experts,
     Latent,
     Plan,
@@ -41,6 +43,7 @@ DEVICE = {
 }  # fmt: skip
 """The rows' device → ours."""
 SHORT = (
+    "A100-PCIe",
     "A100",
     "A800",
     "H100",
@@ -59,11 +62,14 @@ SHORT = (
 PROGRAM: Mapping[str, Software] = {
     "bigscience-workshop/bigscience": DEEPSPEED,
     "2201.11990": DEEPSPEED,
-    "deepspeedai/DeepSpeed": DEEPSPEED,
+    "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
+    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose the dispatcher that does
     "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
     "mosaicml/llm-foundry": replace(FSDP, attention=0.7),  # a kernel with a bias for distances
 }
 """Source → its program, where that does not follow from precision and stage of ZeRO."""
+DIVIDES_SEQUENCES = frozenset({"NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo"})
+"""Sources whose recipes divide sequences wherever there is tensor parallelism, which their tables do not say."""
 COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
 SCHEDULE = {
     None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
@@ -105,7 +111,7 @@ def is_told(row: Mapping[str, Any]) -> bool:
 
 def run_of(row: Mapping[str, Any]) -> Run:
     """One row."""
-    source = row["source"].get("repo") or row["source"].get("arxiv") or "?"
+    source = source_of(row)
     model, plan = model_of(row["model"]), plan_of(row)
     hardware, train = row["hardware"], row["train"]
     same = (model, hardware["gpu"], hardware["n_gpus"], plan.batch, plan.sequence, train["precision"], source)
@@ -114,6 +120,10 @@ def run_of(row: Mapping[str, Any]) -> Run:
         row["id"], source, repr(same), model, plan, cluster, software_of(row, source, plan),
         seconds_of(row), memory_of(row["measured"]), row["noisy"], not row["missing"], row,
     )  # fmt: skip
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    return row["source"].get("repo") or row["source"].get("arxiv") or "?"
 
 
 def model_of(m: Mapping[str, Any]) -> Transformer:
@@ -134,10 +144,12 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
     p, t, layers = row["parallel"], row["train"], row["model"]["layers"]
     schedule = SCHEDULE.get(p["schedule"], "1F1B")
     chunks = (p["vpp"] or -(-layers // p["pp"])) if schedule == "Interleaved 1F1B" else 1
-    divided, recompute = bool(p["sequence_parallel"]), t["recompute"] or "none"
+    divided, recompute = p["sequence_parallel"], t["recompute"] or "none"
+    if divided is None:
+        divided = p["tp"] > 1 and source_of(row) in DIVIDES_SEQUENCES
     kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
     return Plan(
-        p["dp"], p["tp"], p["pp"], p["cp"], p.get("ep") or 1, chunks, p["zero_stage"] or 0, divided,
+        p["dp"], p["tp"], p["pp"], p["cp"], p.get("ep") or 1, chunks, p["zero_stage"] or 0, bool(divided),
         schedule, t["micro_batch"] or 1, t["global_batch"], t["seq"], kind, t["precision"],
     )  # fmt: skip
 
@@ -154,7 +166,7 @@ def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
 def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
     """That of the row's device; of one that is not in the table, of the known one whose peak is nearest, scaled."""
     name = hardware["gpu"]
-    known = DEVICE.get(name) or next((ours for ours in SHORT if name.startswith(ours)), None)
+    known = DEVICE.get(name) or next((ours for ours in SHORT if name.lower().startswith(ours.lower())), None)
     if known is not None:
         return cluster_of(known)
     peak = hardware["peak_tflops_bf16"] * 1e12
@@ -184,7 +196,9 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
     if plan.zero == 3 and not train.get("compile", source in COMPILED):
         base = replace(base, streams=EAGER)
     if "rowwise" in str(train.get("fp8_recipe")):
-        base = replace(base, casts=base.casts * ROWWISE)
+        base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
+    if train.get("offload"):
+        base = replace(base, stowed=PAGEABLE)
     base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
     return replace(base, tensor=0.5) if train.get("async_tp") else base
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cost import CostError, Kernels, cluster, cluster_of, device_of
+from meshwright.cost import NARROWEST, CostError, Kernels, cluster, cluster_of, device_of
 
 
 def test_a_line_says_devices_nodes_and_network() -> None:
@@ -30,13 +30,15 @@ def test_several_kinds_are_as_fast_as_the_slowest() -> None:
     mixed, h100, a100 = cluster("8xH100 + 8xA100, 4 per node"), cluster_of("H100"), cluster_of("A100")
     assert (mixed.devices, mixed.per_node, mixed.device.name) == (16, 4, "H100 + A100")
     assert mixed.device.memory == min(h100.device.memory, a100.device.memory)
-    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, NARROWEST):
         wanted = min(h100.device.rate(dtype), a100.device.rate(dtype))
         assert mixed.device.rate(dtype) == pytest.approx(wanted)
     assert mixed.inside == a100.inside
     for kind in ("all-reduce", "all-to-all"):
         alone = [one.meeting(kind, 1e8, 16, 4) for one in (h100, a100)]
         assert mixed.meeting(kind, 1e8, 16, 4) >= max(alone) * (1 - 1e-9)
+    newer = cluster("8xH100 + 8xB200").device
+    assert newer.rate(NARROWEST) == pytest.approx(h100.device.rate(NARROWEST))
     with pytest.raises(CostError, match="TPU"):
         cluster("8xH100 + 8xTPU")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.cost import DEVICES, LINKS, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
+from meshwright.cost import DEVICES, LINKS, NARROWEST, Cluster, CostError, Device, Link, cluster_of, device_of, link_of
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.reshard import AllGather, AllReduce, Exchange, Relabel, plan
 
@@ -76,3 +76,27 @@ def test_what_cannot_be_is_refused(act: Any) -> None:
     with pytest.raises(CostError) as caught:
         act()
     assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
+
+
+def test_a_group_in_a_full_mesh_has_a_part_of_the_ways() -> None:
+    """Eight devices with a way to each other: a pair has one, all of them seven; a switch gives all to any group."""
+    mesh, switch = cluster_of("MI300X"), cluster_of("H100")
+    for few, times in ((2, 7.0), (4, 7 / 3)):
+        assert float(mesh.bandwidth(8, 8)) == pytest.approx(times * float(mesh.bandwidth(few, few)))
+        assert mesh.link(range(few)).bandwidth == pytest.approx(float(mesh.bandwidth(few, few)))
+        assert float(switch.bandwidth(8, 8)) == float(switch.bandwidth(few, few))
+    assert float(mesh.message(1e9, False)) == pytest.approx(1e9 / float(mesh.bandwidth(2, 2)), rel=1e-3)
+    assert float(mesh.bandwidth(64, 1)) == float(switch.bandwidth(64, 1))
+
+
+def test_an_all_reduce_over_pcie_reaches_what_was_measured() -> None:
+    """Bus bandwidths of eight A100 that were published: 12.5 GB/s (SimuMax), 229 GB/s (vTrain)."""
+    assert float(cluster_of("A100-PCIe").bandwidth(8, 8)) == pytest.approx(12.5e9, rel=0.05)
+    assert float(cluster_of("A100").bandwidth(8, 8)) == pytest.approx(229e9, rel=0.05)
+
+
+def test_a_device_without_a_rate_for_four_bits_computes_with_eight() -> None:
+    hopper, blackwell = device_of("H100"), device_of("B200")
+    assert hopper.rate(NARROWEST) == hopper.rate(torch.float8_e4m3fn) > hopper.rate(torch.bfloat16)
+    assert blackwell.rate(NARROWEST) > blackwell.rate(torch.float8_e4m3fn)
+    assert blackwell.rate(NARROWEST) == 9e15 * blackwell.reach4

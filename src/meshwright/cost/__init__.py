@@ -2,7 +2,7 @@
 
 from ._cluster import Cluster, Meeting, cluster_of
 from ._describe import cluster
-from ._device import DEVICES, Device, device_of
+from ._device import DEVICES, NARROWEST, Device, device_of
 from ._errors import CostError
 from ._kernels import Habits, Kernels, Numbers
 from ._link import LINKS, Link, link_of
@@ -10,6 +10,7 @@ from ._link import LINKS, Link, link_of
 __all__ = [
     "DEVICES",
     "LINKS",
+    "NARROWEST",
     "Cluster",
     "CostError",
     "Device",

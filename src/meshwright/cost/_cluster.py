@@ -60,45 +60,51 @@ class Cluster:
         """
         nodes = {rank // self.per_node for rank in group}
         if len(nodes) <= 1 or self.outside is None:
-            return self.inside
+            return replace(self.inside, bandwidth=float(self.inside.among(len(group))), reach=1.0)
         shares = max(1, len(group) // len(nodes))
-        usable = min(self.inside.bandwidth * self.inside.reach, shares * self.outside.bandwidth * self.outside.reach)
+        usable = min(float(self.inside.among(shares)), shares * self.outside.bandwidth * self.outside.reach)
         return replace(self.outside, bandwidth=usable, reach=1.0)
 
     def bandwidth(self, ranks: Numbers, together: Numbers) -> Numbers:
         """Bytes per second of a ring over `ranks`, of which `together` share a node; arrays go element by element."""
-        inside = self.inside.bandwidth * self.inside.reach
+        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together))
         if self.outside is None:
             return np.broadcast_to(inside, np.shape(ranks)).astype(float)
         share = np.maximum(1.0, together) * self.outside.bandwidth * self.outside.reach
         return np.where(np.less_equal(ranks, together), inside, np.minimum(inside, share))
 
-    def meeting(self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers) -> Numbers:
-        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank."""
+    def meeting(
+        self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
+    ) -> Numbers:
+        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank.
+
+        Of what an all-to-all has for other nodes only the part `leaving` goes over the network, where the rest is
+        copies that are made there.
+        """
         n = np.asarray(ranks, dtype=float)
         others = np.maximum(n - 1, 0)
         within = np.less_equal(n, together) | (self.outside is None)
         hop = np.where(within, self.inside.latency, self.outside.latency if self.outside else 0.0)
         hops = ROUNDS[kind] * np.minimum(others, 8 + 2 * np.log2(np.maximum(n, 1))) if kind != "all-to-all" else 1.0
         if kind == "all-to-all":
-            way = self._across(n, together)
+            way = self._across(n, together, leaving)
         else:
             way = self.bandwidth(n, together)
         moved = ROUNDS[kind] * np.asarray(nbytes) * others / np.maximum(n, 1) / way
         return np.where(n > 1, self.inside.start + hops * hop + moved, 0.0)
 
-    def _across(self, ranks: Numbers, together: Numbers) -> Numbers:
+    def _across(self, ranks: Numbers, together: Numbers, part: Numbers) -> Numbers:
         """Bytes per second and rank of an all-to-all: what leaves the node goes through the rank's own share."""
-        inside = self.inside.bandwidth * self.inside.reach * SPREAD
+        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together)) * SPREAD
         if self.outside is None:
             return np.broadcast_to(inside, np.shape(ranks)).astype(float)
-        leaving = 1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)
+        leaving = (1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)) * part
         share = self.outside.bandwidth * self.outside.reach
         return np.where(leaving > 0, np.minimum(inside, share / np.maximum(leaving, 1e-9)), inside)
 
     def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
         """Seconds of a message to another rank; `across` says whether it leaves the node."""
-        inside = self.inside.bandwidth * self.inside.reach
+        inside = self.inside.among(2)
         outside = inside if self.outside is None else self.outside.bandwidth * self.outside.reach
         latency = self.inside.latency if self.outside is None else self.outside.latency
         return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
@@ -125,16 +131,16 @@ def slowest(kinds: Sequence[Cluster]) -> Cluster:
     """
     devices = [kind.device for kind in kinds]
     known = sorted(set[torch.dtype]().union(*(device.flops for device in devices)), key=str)
-    reach, reach8 = max(d.reach for d in devices), max(d.reach8 for d in devices)
+    shares = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4")}
+    most = replace(devices[0], flops=dict.fromkeys(known, 1.0), **shares)
     device = replace(
         devices[0],
         name=" + ".join(dict.fromkeys(d.name for d in devices)),
-        flops={t: min(d.rate(t) for d in devices) / (reach8 if t == torch.float8_e4m3fn else reach) for t in known},
+        flops={t: min(d.rate(t) for d in devices) / most.share(t) for t in known},
         bandwidth=min(d.bandwidth for d in devices),
         memory=min(d.memory for d in devices),
         overhead=max(d.overhead for d in devices),
-        reach=reach,
-        reach8=reach8,
+        **shares,
         units=min(d.units for d in devices),
         attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
     )
@@ -162,6 +168,7 @@ _USUAL = {
     "H100": ("NVLink4", "InfiniBand-NDR"),
     "H200": ("NVLink4", "InfiniBand-NDR"),
     "B200": ("NVLink5", "InfiniBand-NDR"),
+    "A100-PCIe": ("PCIe4", "InfiniBand-HDR"),
     "A800": ("NVLink3-400", "InfiniBand-HDR"),
     "H100-HBM2e": ("NVLink4", "RoCE-400"),
     "H800": ("NVLink4-400", "InfiniBand-NDR"),

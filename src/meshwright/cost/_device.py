@@ -19,14 +19,16 @@ from meshwright.layout import write_dtype
 from ._errors import CostError, known_by
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+NARROWEST = torch.float4_e2m1fn_x2
+"""Four bits each, two to a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
 
-    `units` is the number of parts that work on a tile each, `reach8` the share of the peak for products of 8-bit
-    numbers, `attention` that of fused attention, forward and backward.
+    `units` is the number of parts that work on a tile each, `reach8` and `reach4` the share of the peak for products of
+    8-bit and 4-bit numbers, `attention` that of fused attention, forward and backward.
 
     >>> DEVICES["H100"]
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB
@@ -42,9 +44,10 @@ class Device:
     units: int = 1
     attention: tuple[float, float] = (0.5, 0.4)
     reach8: float = 0.42
+    reach4: float = 0.4
 
     def __post_init__(self) -> None:
-        shares = (self.reach, self.reach8, *self.attention)
+        shares = (self.reach, self.reach8, self.reach4, *self.attention)
         if not self.flops or min(*self.flops.values(), self.bandwidth, self.memory, self.units, *shares) <= 0:
             raise CostError(
                 f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B",
@@ -53,12 +56,20 @@ class Device:
             )  # fmt: skip
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype` by the vendor; dtypes without an entry run as float32 does."""
+        """Operations per second in `dtype` by the vendor; dtypes without an entry run as float32 does, or as 8 bits."""
+        if dtype == NARROWEST and dtype not in self.flops:
+            dtype = torch.float8_e4m3fn
         return self.flops.get(dtype) or self.flops.get(torch.float32) or max(self.flops.values())
 
     def rate(self, dtype: torch.dtype) -> float:
         """Operations per second in `dtype` that a large matmul reaches."""
-        return self.peak(dtype) * (self.reach8 if dtype == torch.float8_e4m3fn else self.reach)
+        return self.peak(dtype) * self.share(dtype)
+
+    def share(self, dtype: torch.dtype) -> float:
+        """The part of the peak in `dtype` that a large matmul reaches."""
+        if dtype == NARROWEST and dtype in self.flops:
+            return self.reach4
+        return self.reach8 if dtype in (torch.float8_e4m3fn, NARROWEST) else self.reach
 
     def seconds(self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32) -> float:
         """Seconds of one operator that does `flops` operations and reads and writes `nbytes`: the roofline.
@@ -76,9 +87,10 @@ class Device:
 _TOLD = (torch.bfloat16, torch.float32)
 
 
-def _rates(half: float, single: float, eighth: float = 0.0) -> dict[torch.dtype, float]:
-    rates = {torch.bfloat16: half * TERA, torch.float16: half * TERA, torch.float32: single * TERA}
-    return rates | ({torch.float8_e4m3fn: eighth * TERA} if eighth else {})
+def _rates(half: float, single: float, eighth: float = 0.0, fourth: float = 0.0) -> dict[torch.dtype, float]:
+    rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
+    rates |= {torch.float8_e4m3fn: eighth, NARROWEST: fourth}
+    return {dtype: rate * TERA for dtype, rate in rates.items() if rate}
 
 
 def _gpu(
@@ -90,10 +102,12 @@ def _gpu(
     attention: tuple[float, float],
     source: str = "ml-engineering",
     reach8: float = 0.4,
+    reach4: float = 0.4,
 ) -> Device:
     nbytes, bandwidth = memory
     return Device(
-        name, _rates(*rates), bandwidth * GIGA, nbytes * GIGA, 4 * MICRO, reach, source, units, attention, reach8
+        name, _rates(*rates), bandwidth * GIGA, nbytes * GIGA, 4 * MICRO, reach, source, units, attention,
+        reach8, reach4,
     )  # fmt: skip
 
 
@@ -103,15 +117,16 @@ DEVICES: Mapping[str, Device] = {
         _gpu("V100", (125, 15.7), (32, 900), 80, 0.68, (0.3, 0.3)),
         _gpu("A100-40GB", (312, 19.5), (40, 1555), 108, 0.74, (0.50, 0.38)),
         _gpu("A100", (312, 19.5), (80, 2000), 108, 0.74, (0.50, 0.38)),
+        _gpu("A100-PCIe", (312, 19.5), (80, 1940), 108, 0.69, (0.47, 0.36)),
         _gpu("A800", (312, 19.5), (80, 2000), 108, 0.80, (0.50, 0.38)),
         _gpu("H100", (989.5, 67, 1979), (80, 3350), 132, 0.60, (0.33, 0.27), reach8=0.63),
         _gpu("H100-HBM2e", (989.5, 67, 1979), (96, 2400), 132, 0.52, (0.37, 0.31), "torchtitan"),
         _gpu("H800", (989.5, 67, 1979), (80, 3350), 132, 0.68, (0.33, 0.27), reach8=0.63),
         _gpu("H200", (989.5, 67, 1979), (141, 4800), 132, 0.72, (0.36, 0.30), reach8=0.66),
-        _gpu("B200", (2250, 80, 4500), (180, 8000), 148, 0.44, (0.40, 0.35), reach8=0.52),
-        _gpu("B300", (2250, 80, 4500), (288, 8000), 148, 0.44, (0.40, 0.35), reach8=0.55),
-        _gpu("GB200", (2500, 80, 5000), (186, 8000), 148, 0.48, (0.40, 0.35), reach8=0.52),
-        _gpu("GB300", (2500, 80, 5000), (288, 8000), 148, 0.48, (0.40, 0.35), reach8=0.66),
+        _gpu("B200", (2250, 80, 4500, 9000), (180, 8000), 148, 0.44, (0.40, 0.35), reach8=0.52),
+        _gpu("B300", (2250, 80, 4500, 15000), (288, 8000), 148, 0.44, (0.40, 0.35), reach8=0.55),
+        _gpu("GB200", (2500, 80, 5000, 10000), (186, 8000), 148, 0.48, (0.40, 0.35), reach8=0.52),
+        _gpu("GB300", (2500, 80, 5000, 15000), (288, 8000), 148, 0.48, (0.40, 0.35), reach8=0.66),
         _gpu("MI300X", (1307, 163.4, 2614.9), (192, 5300), 304, 0.43, (0.25, 0.20)),
         _gpu("MI325X", (1307, 163.4, 2614.9), (256, 6000), 304, 0.48, (0.25, 0.20)),
         _gpu("Ascend-910B", (313, 78), (64, 1600), 24, 0.85, (0.38, 0.30), "recalled data sheet"),

@@ -1,7 +1,8 @@
 """What a way between devices costs: a start, a latency per message, and bytes per second.
 
 Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`; latencies of "nccl"
-are the constants of NCCL's tuning (ring, Simple protocol: 8.4 µs per call, and 3.4, 5.7 or 14 µs per hop).
+are the constants of NCCL's tuning (ring, Simple protocol: 8.4 µs per call, and 3.4, 5.7 or 14 µs per hop); what PCIe
+reaches is what "simumax" (MooreThreads/SimuMax, configs/system) measured of an all-reduce over eight A100.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from ._device import GIGA, MICRO
 from ._errors import CostError, known_by
+from ._kernels import Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """`start` seconds per collective, `latency` per hop, `bandwidth` in bytes per second; `reach` is its usable share.
+
+    Where each of `mesh` devices has a way of its own to every other one, a group of fewer has a part of the bandwidth.
 
     >>> LINKS["NVLink4"]
     NVLink4: 450 GB/s, 3.4 µs
@@ -27,6 +33,7 @@ class Link:
     start: float = 8.4 * MICRO
     reach: float = 0.8
     source: str = ""
+    mesh: int = 0
 
     def __post_init__(self) -> None:
         if min(self.bandwidth, self.reach) <= 0 or min(self.latency, self.start) < 0:
@@ -35,6 +42,17 @@ class Link:
                 "bytes take time, and time goes forward",
                 "Link(name, bytes per second, seconds per hop)",
             )  # fmt: skip
+
+    def among(self, ranks: Numbers) -> Numbers:
+        """Bytes per second of each device in a group of so many.
+
+        >>> [float(LINKS["xGMI"].among(ranks)) / 1e9 for ranks in (2, 8)]
+        [51.2, 358.4]
+        """
+        if not self.mesh:
+            return self.bandwidth * self.reach
+        ways = np.where(np.less(ranks, 2), self.mesh, np.clip(ranks, 2, self.mesh)) - 1
+        return ways / (self.mesh - 1) * (self.bandwidth * self.reach)
 
     def seconds(self, nbytes: float, hops: int = 1) -> float:
         """Seconds until `nbytes` have arrived in `hops` messages, one after the other (alpha-beta).
@@ -48,8 +66,8 @@ class Link:
         return f"{self.name}: {self.bandwidth / GIGA:.3g} GB/s, {self.latency / MICRO:.3g} µs"
 
 
-def _inside(name: str, bandwidth: float, latency: float = 3.4) -> Link:
-    return Link(name, bandwidth * GIGA, latency * MICRO, source="ml-engineering, nccl")
+def _inside(name: str, bandwidth: float, latency: float = 3.4, reach: float = 0.8, mesh: int = 0) -> Link:
+    return Link(name, bandwidth * GIGA, latency * MICRO, reach=reach, source="ml-engineering, nccl", mesh=mesh)
 
 
 def _network(name: str, gigabits: float) -> Link:
@@ -65,10 +83,10 @@ LINKS: Mapping[str, Link] = {
         _inside("NVLink5", 900),
         _inside("NVLink3-400", 200),
         _inside("NVLink4-400", 200),
-        _inside("HCCS", 196),
-        _inside("xGMI", 448),
-        _inside("PCIe4", 31, 5.7),
-        _inside("PCIe5", 63, 5.7),
+        _inside("HCCS", 196, mesh=8),
+        _inside("xGMI", 448, mesh=8),
+        _inside("PCIe4", 31, 5.7, reach=0.42),
+        _inside("PCIe5", 63, 5.7, reach=0.42),
         _network("InfiniBand-EDR", 100),
         _network("InfiniBand-HDR", 200),
         _network("InfiniBand-NDR", 400),

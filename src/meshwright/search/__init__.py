@@ -24,17 +24,19 @@ from ._program_account import program_account
 from ._saving import Saving
 from ._shown import OnStep, shown
 from ._simulated import simulated
-from ._software import DEEPSPEED, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, Software
+from ._software import DEEPSPEED, DEEPSPEED_ZERO, EAGER, FSDP, MEGATRON, MEGATRON_2021, OURS, PAGEABLE, Software
 from ._transformer import Experts, Latent, Transformer, Window
 from ._units import count, seconds, share, size
 
 __all__ = [
     "DEEPSPEED",
+    "DEEPSPEED_ZERO",
     "EAGER",
     "FSDP",
     "MEGATRON",
     "MEGATRON_2021",
     "OURS",
+    "PAGEABLE",
     "REPLICAS",
     "Account",
     "Choice",

@@ -146,7 +146,8 @@ class _Peak:
                 scores = count * self._scores()
                 return (kept - scores) * alive + self._scores()
             case _:
-                layers = count + np.where(np.greater(self.plan.pp, 1), self.software.outputs, 0.0)
+                layers = (1.0 if self.software.stowed is None else 0.0) * count
+                layers += np.where(np.greater(self.plan.pp, 1), self.software.outputs, 0.0)
                 working = 2 if self.software.stops_early else 1
                 return layers * self._rows * HALF * self.model.hidden * alive + working * most
 

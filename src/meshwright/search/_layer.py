@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.cost import Cluster, Kernels, Numbers
+from meshwright.cost import NARROWEST, Cluster, Kernels, Numbers
 
 from ._degrees import Degrees, tokens
 from ._software import Software
@@ -20,7 +20,8 @@ from ._transformer import Experts, Transformer
 
 HALF = 2
 """Bytes of a number of the activations."""
-EIGHT_BIT = frozenset({"fp8", "mxfp8", "nvfp4"})
+NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
+"""Precision → what products take, where that is less than the 16 bits of everything else."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Layers:
         if m.gated:
             turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
             spent += self.stream(turned, turned)
-        return spent + (self._casts(2 * h + m.heads * m.head_dim) if self._eighth else Spent())
+        return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else Spent())
 
     def mlp(self, width: Numbers) -> Spent:
         """Up, the activation, and down; a width of 0 is no feed-forward part."""
@@ -107,7 +108,7 @@ class Layers:
         t, two = tokens(self.plan), 2 if self.model.gated else 1
         spent = self.linear(two * f, h) + self.linear(h, f)
         spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
-        return spent + (self._casts(width) if self._eighth else Spent())
+        return spent + (self._casts(width) if self._is_narrow else Spent())
 
     def core(self) -> Spent:
         """Scores, softmax, and what it weighs."""
@@ -125,12 +126,16 @@ class Layers:
 
     def meetings(self) -> Spent:
         """Collectives of tensor parallelism: two forward, two backward; rings of keys and values beside attention."""
-        h, p = self.model.hidden, self.plan
-        nbytes = np.multiply(tokens(p), HALF * h)
-        one = self.cluster.meeting("all-reduce", nbytes, p.tp, np.minimum(p.tp, self.node))
+        p = self.plan
+        one = self.cluster.meeting("all-reduce", self.joined(), p.tp, np.minimum(p.tp, self.node))
         seconds = 2 * one * self.software.tensor
         ring = self.ring()
         return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
+
+    def joined(self) -> Numbers:
+        """Bytes of a sum over a tensor-parallel group; the half that is gathered has one each where it was cast."""
+        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
+        return np.multiply(tokens(self.plan), HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
 
     def ring(self) -> Numbers:
         """Seconds of passing keys and values on that attention does not hide."""
@@ -162,15 +167,28 @@ class Layers:
 
     def _experts(self, x: Experts) -> Spent:
         """The tokens that come to this rank's experts, there and back."""
-        h, p, t = self.model.hidden, self.plan, tokens(self.plan)
-        own = np.divide(x.count, p.ep)
-        each = np.multiply(t, x.chosen * np.divide(p.ep, x.count))
+        h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
+        own = np.divide(x.count, self.plan.ep)
+        each = np.multiply(t, x.chosen * np.divide(self.plan.ep, x.count))
         spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
         moved = t * x.chosen
         spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
         spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
-        sent = self.cluster.meeting("all-to-all", moved * HALF * h, p.ep, np.minimum(p.ep, self.node))
+        sent = self.exchange(x)
         return spent + Spent(2 * sent, 2 * sent)
+
+    def routed(self, x: Experts) -> Numbers:
+        """Bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
+        return np.divide(tokens(self.plan), self.plan.tp) * (x.chosen * HALF * self.model.hidden)
+
+    def exchange(self, x: Experts) -> Numbers:
+        """Seconds of sending tokens to experts, or back."""
+        p, together = self.plan, np.minimum(self.plan.ep, self.node)
+        nodes = np.maximum(np.divide(p.ep, together), 1.0)
+        apart = 1.0
+        if self.software.once:  # of a token's experts, each in a node by chance, some share one
+            apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
+        return self.cluster.meeting("all-to-all", self.routed(x), p.ep, together, apart)
 
     def _shared(self, x: Experts) -> Spent:
         f = np.divide(x.shared, self.plan.tp)
@@ -183,15 +201,19 @@ class Layers:
         return Spent(forward, np.add(inputs, weights), weights) * slower
 
     def _casts(self, width: Numbers) -> Spent:
-        """To eight bits and back."""
+        """To eight bits and back, of what a tensor-parallel group divides."""
         nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
         seconds = self.kernels.stream(nbytes)
         return Spent(seconds, seconds)
 
+    def _gathered_casts(self, width: Numbers) -> Spent:
+        """The same of what a group gathers: every rank casts all of it, unless it was cast before."""
+        return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
+
     @property
-    def _eighth(self) -> bool:
-        return self.plan.precision in EIGHT_BIT
+    def _is_narrow(self) -> bool:
+        return self.plan.precision in NARROW
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self._eighth else torch.bfloat16
+        return NARROW.get(self.plan.precision, torch.bfloat16)

@@ -12,7 +12,7 @@ from meshwright.cost import Cluster, Habits, Kernels, Numbers
 
 from ._degrees import Degrees, microbatches, tokens
 from ._errors import SearchError
-from ._layer import EIGHT_BIT, HALF, Layers, Spent
+from ._layer import HALF, NARROW, Layers, Spent
 from ._software import OURS, Software
 from ._stages import Share, shares
 from ._transformer import Transformer
@@ -90,7 +90,10 @@ def stages_of(
 
 @dataclass(frozen=True)
 class Gathers:
-    """What ZeRO-3 moves for a layer and for a table of tokens: bytes, and seconds of each collective."""
+    """What ZeRO-3 moves for a layer and for a table of tokens: bytes, and seconds of each collective.
+
+    `again` is how often a backward pass gathers a layer; `waits`, whether its computation waits for that.
+    """
 
     layer: Numbers
     reduced: Numbers
@@ -98,6 +101,8 @@ class Gathers:
     gather: Numbers
     scatter: Numbers
     tables: Numbers
+    again: Numbers
+    waits: Numbers
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,14 @@ class Step:
         forward = np.maximum(spent.forward, floor[0])
         again = self._again(spent, width)
         again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
-        return Spent(forward, np.maximum(spent.backward, floor[1]) + again, spent.weights)
+        moved = self._stowed()
+        return Spent(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
+
+    def _stowed(self) -> Numbers:
+        """Seconds until a layer's input is in the host's memory, or back."""
+        if self.software.stowed is None or self.plan.recompute != "full":
+            return 0.0
+        return self.layers.rows * (HALF * self.model.hidden / self.software.stowed)
 
     def _again(self, spent: Spent, width: int) -> Numbers:
         h = self.model.hidden
@@ -229,11 +241,13 @@ class Step:
         parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
         layer, reduced = parameters * HALF, parameters * self.software.reduced
         table = np.divide(m.embedding_parameters * HALF, p.tp)
+        waits = np.greater(parameters, self.software.live)
         return Gathers(
             layer, reduced, table,
             self.cluster.meeting("all-gather", layer, ranks, together),
             self.cluster.meeting("reduce-scatter", reduced, ranks, together),
             self.cluster.meeting("all-gather", table, ranks, together),
+            np.where(waits & (p.recompute == "full"), 2.0, 1.0), waits,
         )  # fmt: skip
 
     def gathering(self) -> Numbers:
@@ -241,8 +255,13 @@ class Step:
         m, p, each = self.model, self.plan, self.gathers()
         everything = Share(m.dense_layers, m.layers - m.dense_layers)
         spent = self._stage(everything) * (1 / m.layers)
-        forward = _beside(spent.forward, each.gather)
-        backward = _beside(spent.backward, np.add(each.gather, each.scatter))
+        again = each.again * each.gather
+        forward = np.where(each.waits, spent.forward + each.gather, _beside(spent.forward, each.gather))
+        backward = np.where(
+            each.waits,
+            again + _beside(spent.backward, each.scatter),
+            _beside(spent.backward, np.add(again, each.scatter)),
+        )
         ends = self.head + self.embedding
         once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
             p.pp
@@ -272,8 +291,14 @@ class Step:
         gradient = np.asarray(self.parameters) * self.software.reduced
         whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
         parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)
-        parts = parts + self.cluster.meeting("all-gather", np.asarray(self.parameters) * HALF, ranks, together)
-        return np.where(np.asarray(self.plan.zero) == 0, whole, parts) * self.software.exposed
+        updated = self.cluster.meeting("all-gather", np.asarray(self.parameters) * HALF, ranks, together)
+        updated = np.where(np.asarray(self.plan.zero) == 0, 0.0, updated)
+        return (np.where(self.sums_whole, whole, parts) + updated) * self.software.exposed
+
+    @property
+    def sums_whole(self) -> Numbers:
+        """Whether every rank has the whole sum of gradients."""
+        return np.less(self.plan.zero, 1 if self.software.reduces_parts else 3)
 
     def accumulated(self) -> Numbers:
         """Adding each microbatch's gradients to those of the others."""
@@ -311,5 +336,5 @@ def work(model: Transformer, plan: Degrees) -> Numbers:
 def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation: `work` of a step beside what the devices could do, in the precision of the plan."""
     ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
-    rate = cluster.device.peak(torch.float8_e4m3fn if plan.precision in EIGHT_BIT else torch.bfloat16)
+    rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
     return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)

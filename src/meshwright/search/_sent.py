@@ -19,7 +19,7 @@ from ._plan import Plan
 from ._predict import Step
 from ._software import OURS, Software
 from ._stages import shares
-from ._transformer import Transformer
+from ._transformer import Experts, Transformer
 
 
 def sent(model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS) -> tuple[Sent, ...]:
@@ -49,7 +49,7 @@ class _Sent:
         if self.plan.cp > 1:
             yield from self._rings()
         if self.model.experts is not None and self.plan.ep > 1:
-            yield from self._experts(self.model.experts.chosen)
+            yield from self._experts(self.model.experts)
         if self.plan.pp > 1:
             yield self._messages()
         if self.plan.dp * self.plan.cp > 1:
@@ -67,7 +67,7 @@ class _Sent:
     def _tensor_parallel(self) -> Iterator[Sent]:
         p = self.plan
         kind = "reduce-scatter and all-gather" if p.sequence_parallel else "all-reduce"
-        nbytes, together = np.multiply(tokens(p), HALF * self.model.hidden), min(p.tp, self.cluster.per_node)
+        nbytes, together = self.step.layers.joined(), min(p.tp, self.cluster.per_node)
         each = self.cluster.meeting("all-reduce", nbytes, p.tp, together)
         for where in self.passes:
             what = "its gradient" if where == "backward" else "the residual"
@@ -89,10 +89,9 @@ class _Sent:
                 times * (p.cp - 1) * self.layers * self.microbatches, each, 1 - hidden,
             )  # fmt: skip
 
-    def _experts(self, chosen: int) -> Iterator[Sent]:
-        p = self.plan
-        nbytes, together = np.multiply(tokens(p), chosen * HALF * self.model.hidden), min(p.ep, self.cluster.per_node)
-        each = self.cluster.meeting("all-to-all", nbytes, p.ep, together)
+    def _experts(self, x: Experts) -> Iterator[Sent]:
+        p, layers, together = self.plan, self.step.layers, min(self.plan.ep, self.cluster.per_node)
+        nbytes, each = layers.routed(x), layers.exchange(x)
         for where in self.passes:
             yield self._collective(
                 "all-to-all", "tokens over ep", f"to the experts and back, {where}", nbytes, p.ep, together,
@@ -112,9 +111,9 @@ class _Sent:
         ranks, together = self.step.replicas()
         own, shown = self.step.parameters, self.software.exposed
         gradient = np.multiply(own, self.software.reduced)
-        kinds: dict[str, Numbers] = {"all-reduce": gradient}
+        kinds: dict[str, Numbers] = {"all-reduce" if self.step.sums_whole else "reduce-scatter": gradient}
         if self.plan.zero:
-            kinds = {"reduce-scatter": gradient, "all-gather": np.multiply(own, HALF)}
+            kinds["all-gather"] = np.multiply(own, HALF)
         for kind, nbytes in kinds.items():
             what = "updated parameters over dp" if kind == "all-gather" else "gradients over dp"
             each = self.cluster.meeting(kind, nbytes, ranks, together)  # pyright: ignore[reportArgumentType] - a kind
@@ -123,9 +122,10 @@ class _Sent:
     def _gathered(self) -> Iterator[Sent]:
         ranks, together = self.step.replicas()
         each, count = self.step.gathers(), self.layers * self.microbatches
+        again = _one(each.again) * count
         rows = (
             ("all-gather", "parameters over dp", "each layer, forward", each.layer, each.gather, count),
-            ("all-gather", "parameters over dp", "each layer, backward", each.layer, each.gather, count),
+            ("all-gather", "parameters over dp", "each layer, backward", each.layer, each.gather, again),
             ("reduce-scatter", "gradients over dp", "each layer, backward", each.reduced, each.scatter, count),
             ("all-gather", "tables of tokens over dp", "once, at both ends", each.table, each.tables, 3),
         )

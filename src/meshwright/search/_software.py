@@ -6,6 +6,7 @@ These are facts about programs, not numbers that are fitted. `OURS` is what this
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,32 @@ class Software:
     """Bytes that a number's way to eight bits costs."""
     selective: float | None = None
     """The part of a layer's forward pass that selective recomputation repeats; None is attention's core."""
+    casts_first: bool = True
+    """Whether each rank casts its own part of what tensor parallelism gathers, so that eight bits go over the wire."""
+    reduces_parts: bool = True
+    """Whether ZeRO 1 and 2 sum on each rank only the gradients that it updates; otherwise each has all of the sum."""
+    live: float = inf
+    """Parameters that ZeRO-3 may have gathered; a larger layer is waited for, and gathered for each of its passes."""
+    stowed: float | None = None
+    """Bytes per second at which the inputs of layers go to the host and come back, waited for; None where they stay."""
+    once: bool = False
+    """Whether a token goes once to another node, however many of its experts are there."""
 
 
 MEGATRON = Software(tensor=0.6)
 MEGATRON_2021 = Software(fused_attention=False, exposed=1.0, messages=0.4, accumulation=2.4, gradient=2.0, reduced=2.0)
 """Half-precision gradients, attention of single products, nothing overlapped (arXiv 2104.04473)."""
-DEEPSPEED = Software(fused_attention=False, exposed=1.0, messages=1.0, accumulation=10.0, outputs=1.0, scattered=False)
-"""Megatron's layers under DeepSpeed's pipeline, with single-precision gradients beside those of the weights."""
+DEEPSPEED = Software(
+    fused_attention=False, exposed=1.0, messages=1.0, accumulation=18.0, outputs=1.0, scattered=False,
+    reduces_parts=False,
+)  # fmt: skip
+"""Megatron's layers under DeepSpeed's pipeline: a gradient is copied to single precision and added to another there."""
+DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
+"""Megatron's layers under DeepSpeed's ZeRO, with its default of what may be gathered at a time."""
 FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5)
 """Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511)."""
+PAGEABLE = 2e9
+"""Bytes per second of a copy between a device and memory that the host may page; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0
 """How many times the bytes go through memory where every operator is a kernel of its own."""
 OURS = Software()
