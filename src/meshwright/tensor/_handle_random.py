@@ -73,8 +73,8 @@ def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> An
     if not given.get("dropout_p"):
         return NotImplemented
     q, k, v = (given[name] for name in _ATTENTION[:3])
-    lower = autocast_dtype(args, kwargs)
-    with torch.autocast(q.device.type, enabled=False):
+    lower = autocast_dtype((q, k, v))
+    with torch.autocast(device_type=q.device.type, enabled=False):
         if lower is not None:
             q, k, v = (x.to(lower) if x.dtype != torch.float64 else x for x in (q, k, v))
         dtype = q.dtype
