@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
+from meshwright.engine._auto import states_of
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import MeshPlan, Saving, SearchError, parse_mesh_plan, plan_mesh
 
@@ -49,7 +50,7 @@ def test_the_chosen_plan_gives_the_numbers_of_one_device(name: str, ranks: int) 
         torch.manual_seed(0)
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, subject.batch(0), subject.loss, optimizer, cluster=machines(4e9))
+        step = mw.auto(model, optimizer, [subject.batch(0)], subject.loss, cluster=machines(4e9))
         step.train()
         model.eval()
         assert step.plan is not None
@@ -67,7 +68,7 @@ def test_little_memory_shares_a_model_out() -> None:
         subject = SUBJECTS["llama"]
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, subject.batch(0), None, optimizer, cluster=machines(memory=200e3))
+        step = mw.auto(model, optimizer, [subject.batch(0)], cluster=machines(memory=200e3))
         model.eval()
         losses = [step(*subject.batch(seed)).item() for seed in range(STEPS)]
         assert step.plan is not None
@@ -114,7 +115,7 @@ def trained_as(plan: MeshPlan, subject: Subject, ranks: int) -> Any:
         found: list[Any] = []
 
         def made(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-            found.append(mw.auto(model, labelled(0, subject), None, optimizer, plan=plan))
+            found.append(mw.auto(model, optimizer, [labelled(0, subject)], plan=plan))
             return found[0].train()
 
         return adam(subject, made), found[0]
@@ -175,7 +176,7 @@ def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
     assert "no label is ignored" in plan.text()
 
     def on_rank() -> None:
-        step = mw.auto(model, labelled(0, subject), None, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+        step = mw.auto(model, torch.optim.SGD(model.parameters(), 0.1), [labelled(0, subject)], plan=plan)
         step(*subject.batch(0))
 
     with pytest.raises(SearchError, match="as many labels count"):
@@ -204,7 +205,7 @@ def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.Mo
         torch.manual_seed(0)
         model = Recurrent()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, batch, nn.functional.mse_loss, optimizer, plan=plan)
+        step = mw.auto(model, optimizer, [batch], nn.functional.mse_loss, plan=plan)
         return [step(*batch).item() for _ in range(STEPS)]
 
     def found() -> MeshPlan:
@@ -277,7 +278,7 @@ def losses_under(plan: MeshPlan | None) -> tuple[list[float], dict[str, Any], Me
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     x, y = torch.randn(16, 8), torch.randn(16, 8)
-    step = mw.auto(model, (x, y), nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=0.1), [(x, y)], nn.functional.mse_loss, plan=plan)
     losses = [step(x, y).item() for _ in range(STEPS)]
     return (
         losses,
@@ -319,3 +320,29 @@ def test_a_plan_for_something_else_is_refused(text: str, ranks: int, said: str) 
     with pytest.raises(SearchError) as caught:
         mw.simulate(lambda: losses_under(parse_mesh_plan(text)), ranks)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "states"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), 0.0), (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1.0),
+        (torch.optim.AdamW, 2.0), (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+    ],
+)  # fmt: skip
+def test_a_plan_counts_the_states_of_the_optimizer(kind: Any, states: float) -> None:
+    """Parameters of 4 MB, a gradient, the states, and what an update makes for a moment."""
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+    batch = [torch.ones(1, 1024), torch.ones(1, 1024)]
+    plan = mw.plan(model, batch, nn.functional.mse_loss, kind(model.parameters()), cluster="1xH100")[0]
+    assert plan.nbytes / 2**22 == pytest.approx(3 + states, rel=0.01)
+    held = plan.account().held["every rank"]
+    assert held["parameters, gradients, optimizer"] / 2**22 == pytest.approx(3 + states, rel=0.01)
+
+
+def test_an_optimizer_that_is_made_in_another_way_is_taken_for_adam() -> None:
+    class Odd(torch.optim.Optimizer):
+        def __init__(self, params: Any, needed: int) -> None:
+            super().__init__(params, {})
+
+    assert states_of(Odd([nn.Parameter(torch.ones(2))], 1)) == 2.0
+    assert states_of(torch.optim.Adafactor([nn.Parameter(torch.ones(2))])) == pytest.approx(2 / 64)

@@ -21,6 +21,10 @@ PAIR = mw.ProcessMesh([0, 1], ["x"])
 ROWS = [mw.Shard(0)]
 
 
+LINEAR = torch.nn.Linear(2, 1)
+SGD = torch.optim.SGD(LINEAR.parameters(), 0.1)
+
+
 def x(*shape: int, at: Any = (), mesh: mw.ProcessMesh = MESH, **kwargs: Any) -> Any:
     return mw.shard_tensor(torch.ones(shape or (4, 6)), mesh, at, **kwargs)
 
@@ -263,6 +267,18 @@ CASES: list[Case] = [
     (
         "nothing left for the model", lambda: mw.plan(torch.nn.Linear(2, 1), [torch.ones(4, 2)], torch.sub, ranks=2),
         engine.BatchError, "labels",
+    ),
+    (
+        "a batch in the place of an optimizer", lambda: mw.auto(LINEAR, [torch.ones(2)], torch.sub), engine.BatchError,
+        r"model, optimizer, loader",
+    ),
+    (
+        "a batch in the place of a loader", lambda: mw.auto(LINEAR, SGD, (torch.ones(2), torch.ones(2))),
+        engine.BatchError, r"\[\(inputs, labels\)\]",
+    ),
+    (
+        "a loader without batches", lambda: mw.auto(LINEAR, SGD, []), engine.BatchError,
+        "no batches",
     ),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),

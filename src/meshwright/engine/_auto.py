@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,8 @@ from ._shared import searched_once
 from ._static import DistModel
 from ._strategy import GradientMerge, Recomputing, Sharding, Strategy
 
+ADAM, SMALL = 2.0, 64
+"""States of Adam as large as their parameter; the size of a parameter on which an optimizer shows its own."""
 MOST = 20_000
 """Operators of a forward pass that a search looks at: layers have about a hundred each."""
 
@@ -30,6 +33,7 @@ def plan(
     model: nn.Module,
     batch: Sequence[Any],
     loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
     *,
     cluster: Cluster | str | None = None,
     ranks: int | None = None,
@@ -37,14 +41,30 @@ def plan(
     """How `model` is best trained on `ranks` devices of a cluster, the fastest first; nothing runs.
 
     Model and batch may be on the meta device. `loss` is called as `to_static` calls it: with what the model gives for
-    all of the batch but its last part, and that part; without it the model gives the loss itself. `cluster` is one, or
-    its text ("64xH100"); by default the cores of this machine. Raises SearchError where nothing fits into memory, with
-    what is missing, and CaptureError for a model that cannot be captured, with the line at fault.
+    all of the batch but its last part, and that part; without it the model gives the loss itself. `optimizer` tells how
+    much memory its states take; without it they are Adam's. `cluster` is one, or its text ("64xH100"); without it the
+    cores of this machine. Raises SearchError where nothing fits into memory, with what is missing, and CaptureError
+    for a model that cannot be captured, with the line at fault.
     """
     machines = machines_of(cluster)
     devices = ranks or machines.devices or current().size
+    program, states = _captured(model, batch, loss), states_of(optimizer)
     with shown(f"plans for {devices} ranks") as on_step:
-        return plan_mesh(_captured(model, batch, loss), machines, devices, on_step, batch=list(leaves_in(batch)))
+        return plan_mesh(program, machines, devices, on_step, batch=list(leaves_in(batch)), states=states)
+
+
+def states_of(optimizer: Optimizer | None) -> float:
+    """How many states as large as their parameter an optimizer has, by a step of its kind on a small one."""
+    if optimizer is None:
+        return ADAM
+    kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        twin: Any = kind([weight], **optimizer.defaults)
+        twin.step()
+    except (TypeError, ValueError, RuntimeError):  # made or called in another way: as large as most
+        return ADAM
+    return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
 
 
 def machines_of(cluster: Cluster | str | None) -> Cluster:
@@ -68,10 +88,9 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
 
 def auto(
     model: nn.Module,
-    batch: Sequence[Any],
-    loss: Callable[..., Tensor] | None,
     optimizer: Optimizer,
-    loader: Iterable[Any] | None = None,
+    loader: Iterable[Any],
+    loss: Callable[..., Tensor] | None = None,
     *,
     cluster: Cluster | str | None = None,
     strategy: Strategy | None = None,
@@ -79,23 +98,25 @@ def auto(
 ) -> DistModel:
     """`to_static` on the ranks there are, with the mesh and the cuts that are best; every rank must call it.
 
-    A `plan` is taken as it is, and nothing is searched: one of those that the function `plan` gives, or one that a
-    person wrote (`meshwright.search.parse_mesh_plan`). Raises SearchError for a plan that is none for this model, or
-    for another number of ranks.
+    `loader` gives batches, a tuple each: a DataLoader, or a list of one batch. The first is looked at; every rank has
+    all of each. Without a `loss` the model gives it. A `plan` is taken as it is, and nothing is searched: one of those
+    that the function `plan` gives, or one that a person wrote (`meshwright.search.parse_mesh_plan`). Raises SearchError
+    for a plan that is none for this model, or for another number of ranks, and BatchError for a loader without a batch.
 
     >>> import meshwright as mw, torch
     >>> from torch.nn.functional import mse_loss
     >>> def train():
     ...     model = torch.nn.Linear(4, 2)
     ...     batch = torch.randn(8, 4), torch.randn(8, 2)
-    ...     step = mw.auto(model, batch, mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    ...     step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch], mse_loss)
     ...     return [step(*batch).item() for _ in range(2)]
     >>> first, then = mw.simulate(train, 4)[0]
     >>> then < first
     True
     """
-    program, options = _captured(model, batch, loss), strategy or Strategy()
-    chosen = plan or fastest(program, machines_of(cluster), batch=list(leaves_in(batch)))
+    batch, options = _first(optimizer, loader), strategy or Strategy()
+    program, leaves = _captured(model, batch, loss), list(leaves_in(batch))
+    chosen = plan or fastest(program, machines_of(cluster), batch=leaves, states=states_of(optimizer))
     if chosen.mesh.size != current().size:
         raise SearchError(
             f"a plan of {chosen.how}", f"{current().size} ranks", f"its mesh has {chosen.mesh.size}",
@@ -107,6 +128,25 @@ def auto(
     if chosen.saving.accumulate > 1:
         step.before.append(_Counted(evenly(program), chosen))
     return step
+
+
+def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
+    """The first batch of a loader that can begin again."""
+    if not isinstance(optimizer, Optimizer):
+        raise BatchError(
+            f"mw.auto with the optimizer {optimizer!r:.60}", f"a {type(optimizer).__name__}",
+            "the optimizer comes behind the model, and then the batches", "mw.auto(model, optimizer, loader, loss)",
+        )  # fmt: skip
+    known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
+    batch: Any = next(iter(loader), None) if known else None
+    if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):
+        raise BatchError(
+            f"mw.auto with a loader that is a {type(loader).__name__}",
+            "no batches in it" if known and batch is None else "tensors, or what begins only once",
+            "its first batch is looked at, and then it is gone through from the beginning",
+            "a DataLoader, or a list of one batch: [(inputs, labels)]",
+        )  # fmt: skip
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
 
 
 @dataclass(frozen=True)
@@ -149,7 +189,9 @@ def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
     return specs
 
 
-def fastest(program: Program, machines: Cluster, saving: bool = True, batch: Sequence[Any] = ()) -> MeshPlan:
+def fastest(
+    program: Program, machines: Cluster, saving: bool = True, batch: Sequence[Any] = (), states: float = ADAM
+) -> MeshPlan:
     """The best plan for the ranks there are; the first of them shows how far it is.
 
     Without `saving` nothing is chosen but the mesh and the cuts.
@@ -158,6 +200,6 @@ def fastest(program: Program, machines: Cluster, saving: bool = True, batch: Seq
 
     def search() -> MeshPlan:
         with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
-            return plan_mesh(program, machines, here.size, on_step, saving, batch)[0]
+            return plan_mesh(program, machines, here.size, on_step, saving, batch, states)[0]
 
-    return searched_once(here, program, (machines, saving), search)
+    return searched_once(here, program, (machines, saving, states), search)

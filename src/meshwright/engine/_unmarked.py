@@ -93,7 +93,7 @@ class _Planner:
         try:
             return fastest(program, self._machines, saving=False)
         except SearchError as error:
-            write = f"{error.write}; or mw.auto(model, batch, loss, optimizer), whose plans may also have these"
+            write = f"{error.write}; or mw.auto(model, optimizer, loader, loss), whose plans may also have these"
             raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 

@@ -19,14 +19,14 @@ from ._prices import Prices
 from ._saving import LEAST, NOTHING, Dropped, Saving
 from ._ways import Option, tensors_of
 
-STATE, GRADIENT = 4.0, 1.0
-"""Bytes that a parameter's gradient and optimizer take, per byte of it; and those of the gradient alone."""
+UPDATE = 1.0
+"""Bytes that an update makes for a moment, per byte of a parameter."""
 
 
-def per_byte(saving: Saving, replicas: int) -> float:
-    """Bytes that a parameter, its gradient and its state take on a rank, per byte of it."""
+def per_byte(saving: Saving, replicas: int, states: float) -> float:
+    """Bytes that a parameter, its gradient and its states take on a rank, per byte of it."""
     own, gradient, state = saving.parameter(replicas)
-    return own + GRADIENT * gradient + (STATE - GRADIENT) * state
+    return own + gradient + (states + UPDATE) * state
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Kept:
 
     def _parameter(self, v: Value) -> float:
         """Bytes of a parameter, its gradient and state on a rank, per byte of it."""
-        return per_byte(self.prices.saving if self.is_cut_by_zero(v) else NOTHING, self.prices.replicas)
+        saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
+        return per_byte(saving, self.prices.replicas, self.prices.states)
 
     def is_cut_by_zero(self, v: Value) -> bool:
         """Whether ZeRO cuts a parameter: small ones stay whole."""

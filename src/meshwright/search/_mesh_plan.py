@@ -33,8 +33,8 @@ class MeshPlan:
     """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
 
     `saving` tells what else is done so that it fits into memory, `notes` what that takes for granted and what is not
-    known. `seconds` of a step and `nbytes` of a rank are predictions; `cuts` and `cluster` tell why, where a search
-    found it.
+    known; the optimizer has so many `states`, each as large as its parameter. `seconds` of a step and `nbytes` of a
+    rank are predictions; `cuts` and `cluster` tell why, where a search found it.
     """
 
     mesh: ProcessMesh
@@ -43,6 +43,7 @@ class MeshPlan:
     nbytes: float = 0.0
     saving: Saving = NOTHING
     notes: tuple[str, ...] = field(default=(), compare=False)
+    states: float = field(default=2.0, repr=False, compare=False)
     cuts: Cuts | None = field(default=None, repr=False, compare=False)
     cluster: Cluster | None = field(default=None, repr=False, compare=False)
 
@@ -130,7 +131,7 @@ class MeshPlan:
 
     def _curve(self, cuts: Cuts, cluster: Cluster) -> Curve:
         together = min(self.tp, cluster.per_node)
-        prices = Prices(cluster, self.tp, together, 1 / self.dp, replicas=self.dp, saving=self.saving)
+        prices = Prices(cluster, self.tp, together, 1 / self.dp, 0.0, self.dp, self.saving, self.states)
         return memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
     def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
@@ -155,7 +156,8 @@ class MeshPlan:
         """Bytes of a rank by kind, and how many elements all parameters have."""
         own = [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
         parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in own)
-        state = min(self.nbytes, sum(nbytes * per_byte(self.saving, self.dp) / ranks for nbytes, ranks in parts))
+        each = per_byte(self.saving, self.dp, self.states)
+        state = min(self.nbytes, sum(nbytes * each / ranks for nbytes, ranks in parts))
         return {
             "elements": float(sum(prod(map(hint, i.value.shape)) for i in own)),
             "parameters, gradients, optimizer": state,

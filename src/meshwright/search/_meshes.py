@@ -40,15 +40,17 @@ def plan_mesh(
     on_step: OnStep | None = None,
     saving: bool = True,
     batch: Sequence[Any] = (),
+    states: float = 2.0,
 ) -> tuple[MeshPlan, ...]:
     """The plans for a captured forward pass, one per number of ranks that share a replica, fastest first.
 
     Where the fastest cuts do not fit into the memory of the cluster's devices, they are those that take less, or ZeRO,
     layers that are made again, or a batch in pieces, whatever is fastest; without `saving`, only the cuts. `batch` are
-    the leaves of one, whose numbers may tell that pieces would not do. Raises SearchError where nothing fits.
+    the leaves of one, whose numbers may tell that pieces would not do. The optimizer has so many `states`, each as
+    large as its parameter. Raises SearchError where nothing fits.
     """
     found, errors = list[MeshPlan](), list[SearchError]()
-    meshes = _Meshes(program, cluster, saving, batch)
+    meshes = _Meshes(program, cluster, saving, batch, states)
     divisors = [t for t in range(1, ranks + 1) if ranks % t == 0]
     for n, tp in enumerate(divisors):
         if on_step:
@@ -74,6 +76,7 @@ class _Meshes:
     cluster: Cluster
     saving: bool
     batch: Sequence[Any]
+    states: float
 
     @cached_property
     def rows(self) -> int:
@@ -105,7 +108,7 @@ class _Meshes:
         notes = [f"provided that {said}" for said in self.evenly.provided if saving.accumulate > 1]
         if cuts.gap > PROVED:
             notes.append(f"not proved to be the fastest cuts: at most {100 * cuts.gap:.2g} % above a bound")
-        return MeshPlan(mesh, layouts, seconds, cuts.nbytes, saving, tuple(notes), cuts, self.cluster)
+        return MeshPlan(mesh, layouts, seconds, cuts.nbytes, saving, tuple(notes), self.states, cuts, self.cluster)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class _Mesh:
 
     @property
     def prices(self) -> Prices:
-        return Prices(self.of.cluster, self.tp, min(self.tp, self.of.cluster.per_node), 1 / self.dp, replicas=self.dp)
+        together = min(self.tp, self.of.cluster.per_node)
+        return Prices(self.of.cluster, self.tp, together, 1 / self.dp, replicas=self.dp, states=self.of.states)
 
     def found(self, room: float) -> tuple[Cuts, Saving]:
         """The fastest of what fits: ways to save memory are looked at in the order of about what they take."""
@@ -213,7 +217,7 @@ class _About:
     def nbytes(self, saving: Saving) -> float:
         """No more bytes than any cuts take."""
         replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
-        large, small = (per_byte(how, replicas) for how in (saving, NOTHING))
+        large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
         return self._fixed + self._small * small + self._large * large + late / saving.accumulate
 
     def seconds(self, saving: Saving) -> float:
