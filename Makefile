@@ -5,7 +5,7 @@ STAMP := .venv/.stamp
 # pyright is pinned; it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup test train figures matrix fuzz opdb pictures docs notebook format clean
+.PHONY: setup test train figures matrix versions fuzz opdb pictures docs notebook format clean FORCE
 
 setup: $(STAMP)
 
@@ -34,6 +34,20 @@ figures: setup
 # Models that others wrote, under every setting; takes hours.
 matrix: setup
 	$(BIN)/python -m benchmarks.matrix --kept benchmarks/matrix.json --page docs/matrix.md
+
+# The suite on other releases of torch, each in an environment of its own: pyproject.toml says which are meant to work.
+# They bring gigabytes of CUDA libraries along, which the tests do not need.
+TORCH := 2.11.0 2.15.0
+versions: $(TORCH:%=out/torch-%)
+
+out/torch-%: FORCE
+	test -x $@/bin/python || $(PYTHON) -m venv $@
+	$@/bin/python -m pip install torch==$*
+	grep -v "^torch==" constraints.txt > $@/constraints.txt
+	$@/bin/python -m pip install -e '.[dev,solver,models,docs]' -c $@/constraints.txt
+	$@/bin/pytest -q --hypothesis-profile=ci -n logical --maxprocesses 8 --dist worksteal
+
+FORCE:
 
 # The long sweeps.
 fuzz opdb: setup
