@@ -158,7 +158,7 @@ def test_the_exit_code_is_the_scripts(
 def test_processes_run_the_same_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is started is this command again; the processes themselves are tried in the tests of `comm`."""
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(meshwright.comm, "launch", lambda argv, ranks: started.append((argv, ranks)) or 7)
+    monkeypatch.setattr(meshwright.comm, "launch", lambda argv, ranks, **_: started.append((argv, ranks)) or 7)
     script = tmp_path / "script.py"
     script.touch()
     run, train = ["run", "--ranks", "3", "--processes", str(script), "x"], [*TINY, "--processes", "--mesh", "dp=4"]

@@ -68,7 +68,7 @@ def test_little_memory_shares_a_model_out() -> None:
         subject = SUBJECTS["llama"]
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, optimizer, [subject.batch(0)], cluster=machines(memory=200e3))
+        step = mw.auto(model, optimizer, [subject.batch(0)], cluster=machines(memory=150e3))
         model.eval()
         losses = [step(*subject.batch(seed)).item() for seed in range(STEPS)]
         assert step.plan is not None
@@ -132,7 +132,7 @@ def wanted() -> list[float]:
     ("ranks", "memory", "saving"),
     [
         (4, 320e3, Saving(1)),
-        (4, 250e3, Saving(3)),
+        (4, 230e3, Saving(3)),
         (4, 200e3, Saving(3, ("blocks.*",))),
         (1, 400e3, Saving(0, ("blocks.*",), 4)),
     ],

@@ -135,7 +135,7 @@ def test_a_program_is_named_and_its_collectives_are_the_modules(tmp_path: Path) 
     for rank in range(4):
         assert names(events, rank, "program") == ["program train Sequential"]
         found = {(e["name"], e["args"]["pass"]) for e in events if e["ph"] == "X" and e["cat"] == "all_reduce"}
-        assert {("AllReduce(tp) 1.a", "forward"), ("AllReduce(tp) 1", "backward")} <= found
+        assert {("AllReduce(tp) 1.a", "forward"), ("AllReduce(tp) 1.a", "backward")} <= found
         lines = {e["args"]["line"] for e in events if e.get("cat") == "all_reduce"}
         assert all(line.startswith(__file__) for line in lines)
 

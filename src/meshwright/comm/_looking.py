@@ -44,11 +44,12 @@ def prefix_prints() -> Generator[None]:
     [1] here 10
     """
     before = sys.stdout
-    sys.stdout = _Prefixed(before)
+    sys.stdout = out = _Prefixed(before)
     try:
         yield
     finally:
         sys.stdout = before
+        out.end()
 
 
 @contextmanager
@@ -103,21 +104,46 @@ class _OfFirst(_Wrapped):
 
 
 class _Prefixed(_Wrapped):
-    """A stream in which a line tells whose it is; what a rank has begun, such as a prompt, it goes on with."""
+    """A stream in which a line tells whose it is.
+
+    A line is written at once, when it is whole: what several ranks or processes have begun does not run together. What
+    a rank has begun is shown when it is flushed, as a prompt is, and the rank goes on with it.
+    """
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(out)
+        self._begun: dict[int | None, str] = {}
         self._open: int | None = None
-        """The rank that has begun a line."""
+        """The rank whose begun line is shown."""
 
     def write(self, text: str, /) -> int:
-        carrier = installed()
-        rank = None if carrier is None else carrier.rank
-        for line in text.splitlines(keepends=True):
-            if self._open is not None and self._open != rank:
-                self._out.write("\n")
-                self._open = None
-            head = f"[{rank}] " if rank is not None and self._open is None else ""
-            self._out.write(head + line)
-            self._open = None if line.endswith("\n") else rank
+        rank = _rank()
+        held = self._begun.pop(rank, "") + text
+        whole = held.rfind("\n") + 1
+        if held[whole:]:
+            self._begun[rank] = held[whole:]
+        self._put(rank, held[:whole])
         return len(text)
+
+    def flush(self) -> None:
+        self._put(_rank(), self._begun.pop(_rank(), ""))
+        super().flush()
+
+    def end(self) -> None:
+        """What ranks have begun is shown."""
+        while self._begun:
+            self._put(*self._begun.popitem())
+
+    def _put(self, rank: int | None, text: str) -> None:
+        if not text:
+            return
+        head = f"[{rank}] " if rank is not None else ""
+        goes_on, broken = self._open == rank and rank is not None, self._open not in (None, rank)
+        lines = "".join(head + line for line in text.splitlines(keepends=True))
+        self._open = None if text.endswith("\n") else rank
+        self._out.write("\n" * broken + (lines.removeprefix(head) if goes_on else lines))
+
+
+def _rank() -> int | None:
+    carrier = installed()
+    return None if carrier is None else carrier.rank
