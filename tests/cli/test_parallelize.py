@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from benchmarks._static_models import SUBJECTS
 from meshwright.cli import main
-from meshwright.engine import suggest
+from meshwright.cost import cluster_of
+from meshwright.engine import Suggestion, suggest
 
 MINE = """
 import torch
@@ -136,3 +139,20 @@ def test_bad_lines_are_answered(
     error = capsys.readouterr().err
     assert answer in error
     assert "Traceback" not in error
+
+
+def test_what_saves_memory_is_written_or_told() -> None:
+    """ZeRO is a level of the configuration; layers made again and pieces of a batch are the step's."""
+    subject = SUBJECTS["llama"]
+    model, (x, y) = subject.make().eval(), subject.batch(0)
+    usual = cluster_of("cpu core")
+
+    def found(memory: float) -> Suggestion:
+        cores = replace(usual, device=replace(usual.device, memory=memory))
+        return suggest(model, [x, y], mesh={"dp": 4}, cluster=cores)
+
+    assert (found(230e3).config.zero, found(230e3).left_out) == (3, ())
+    assert "zero=3" in found(230e3).text()
+    (told,) = found(200e3).left_out
+    assert "recompute={'enable': True, 'layers': ['blocks.*']}" in told
+    assert "zero" not in found(4e9).text()

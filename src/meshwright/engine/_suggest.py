@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comm import Recorded, use
 from meshwright.cost import Cluster
 from meshwright.layout import ProcessMesh, Shard, Spec, axes_of
-from meshwright.search import MeshPlan, SearchError
+from meshwright.search import MeshPlan, Saving, SearchError
 from meshwright.tensor import DistTensor
 
 from ._auto import plan
@@ -37,6 +37,7 @@ class Suggestion:
         """Lines of Python to put into a program."""
         rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
         lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
+        lies += f", zero={self.config.zero}" if self.config.zero else ""
         return "\n".join(
             [
                 f"# {str(self.searched).splitlines()[0]}, as predicted",
@@ -83,8 +84,19 @@ def suggest(
             "that mesh does not fit into memory, or its dp does not divide the batch", "another mesh, or none",
         )  # fmt: skip
     best = found[0]
-    config = Parallelism(_patterns(model, dict(_styles(model, best.layouts))), *_batch(model, best))
-    return Suggestion(best.mesh, config, tuple(_left_out(model, best, config)), best)
+    styles = _patterns(model, dict(_styles(model, best.layouts)))
+    config = Parallelism(styles, *_batch(model, best), zero=best.saving.zero)
+    return Suggestion(best.mesh, config, (*_saved(best.saving), *_left_out(model, best, config)), best)
+
+
+def _saved(saving: Saving) -> Iterator[str]:
+    """What takes less memory and is no matter of how tensors lie."""
+    if saving.recompute:
+        layers = {"enable": True, "layers": [*saving.recompute]}
+        yield f"{', '.join(saving.recompute)} made again: torch.utils.checkpoint, or Strategy.of(recompute={layers})"
+    if saving.accumulate > 1:
+        merged = {"enable": True, "k_steps": saving.accumulate}
+        yield f"a batch in {saving.accumulate} pieces: so many per step, or Strategy.of(gradient_merge={merged})"
 
 
 def _inputs(model: nn.Module, best: MeshPlan) -> dict[str, Spec]:
@@ -131,7 +143,7 @@ def _left_out(model: nn.Module, best: MeshPlan, config: Parallelism) -> Iterator
     """Tensors that the styles lay otherwise than the plan, found by laying a copy that holds nothing."""
     laid = deepcopy(model).to("meta")
     with use(Recorded(0, best.mesh.size)):
-        parallelize(laid, None, best.mesh, config)
+        parallelize(laid, None, best.mesh, replace(config, zero=0))
     held = dict([*laid.named_parameters(), *laid.named_buffers()])
     for name, spec in best.layouts.items():
         own = held.get(name)
