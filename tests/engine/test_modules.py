@@ -427,3 +427,27 @@ def test_a_faster_generator_by_choice() -> None:
     torch.manual_seed(0)
     expected = torch.rand(2, 6)
     assert all(torch.equal(part, expected) for part in on_two(go))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_gradients_that_leave_rows_out_become_dense(kind: Any, cut: int) -> None:
+    """`sparse=True`: the gradient of a table that is cut has all its rows, since parts of it are added up."""
+    mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+
+    def go(on_mesh: bool) -> Tensor:
+        torch.manual_seed(0)
+        table, ids = kind(10, 4, sparse=True), torch.randint(0, 10, (4, 3))
+        if on_mesh:
+            table.weight = mw.shard_tensor(table.weight, mesh, [mw.Replicate(), mw.Shard(cut)])
+            ids = mw.shard_tensor(ids, mesh, [mw.Shard(0)])
+        sgd = torch.optim.SGD(table.parameters(), 0.1)
+        for _ in range(2):
+            (table(ids).sin() * torch.arange(4.0)).sum().backward()
+            sgd.step()
+            sgd.zero_grad()
+        return mw.unshard_dtensor(table.weight).detach()
+
+    wanted = go(False)
+    for found in mw.simulate(go, 4, True):
+        torch.testing.assert_close(found, wanted)

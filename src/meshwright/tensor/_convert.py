@@ -85,13 +85,18 @@ class _Convert(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if type(grad) is Tensor:
-            return ctx.how.transpose(grad), None
+            return ctx.how.transpose(_dense(grad)), None
         with no_interception():
-            return ctx.how.transpose(grad), None
+            return ctx.how.transpose(_dense(grad)), None
 
 
 is_backward(_Convert.backward)
 _convert: Callable[[Tensor, Move], Tensor] = bare_apply(_Convert)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """The gradient with all its elements: an embedding may leave out the rows that nothing looked up."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _owned(x: Tensor) -> Tensor:
