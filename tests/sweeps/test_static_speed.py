@@ -8,6 +8,7 @@ from benchmarks import static_speed
 from benchmarks.static_speed import Case
 
 
+@pytest.mark.timeout(600)  # each contender is compiled on each rank, beside another test
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)], ids=["tp", "dp"])
 def test_all_contenders_give_the_losses_of_one_device(dp: int, tp: int) -> None:
     found = static_speed.measure(Case("overhead", dp, tp), turns=2, env={"TORCH_COMPILE_DISABLE": "1"})
