@@ -193,7 +193,7 @@ FAULTY = """<!DOCTYPE html><html lang="en"><title>faulty</title><h1>One</h1><h3>
 def shown() -> Iterator[Browser]:
     path = found()
     if path is None:
-        pytest.skip(MISSING)
+        pytest.skip(MISSING)  # it says what to install; CI installs it
     with browser(path) as b:
         yield b
 

@@ -28,11 +28,15 @@ SECRET_VIEWS = {
 }  # fmt: skip
 """Operators whose results lie in the memory of the first argument, or may, without their schema saying so."""
 
-_DROPS_NOTHING: Callable[..., bool] = lambda x, p=0.5, train=True: p == 0 or not train  # noqa: E731 - an entry
+
+def _drops_nothing(x: Value, p: float = 0.5, train: bool = True) -> bool:
+    return p == 0 or not train
+
+
 SECRET_VIEWS_OF: dict[str, Callable[..., bool]] = {
     "aten::einsum": lambda equation, operands, path=None: len(operands) == 1,
     **dict.fromkeys(
-        ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"), _DROPS_NOTHING
+        ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"), _drops_nothing
     ),
 }
 """Those that do so for some arguments only."""
