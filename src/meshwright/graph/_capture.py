@@ -83,8 +83,8 @@ def capture(
     `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
     part of one program or takes more than `most` operators, and SideEffectError for a forward pass that changes what
-    is no tensor. What only the first pass
-    sets may stay: then the second one is captured, if it changes nothing and is the same program.
+    is no tensor. What only the first pass sets may stay: then the second one is captured, if it changes nothing and is
+    the same program.
     """
 
     def once() -> Capture:

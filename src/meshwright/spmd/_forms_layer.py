@@ -46,8 +46,8 @@ def attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if is_causal:
-        rows = torch.arange(query.shape[s]).unsqueeze(1) + call.start(0, s)
-        attn_mask = rows >= torch.arange(key.shape[t]) + call.start(1, t)
+        rows = torch.arange(query.shape[s], device=query.device).unsqueeze(1) + call.start(0, s)
+        attn_mask = rows >= torch.arange(key.shape[t], device=key.device) + call.start(1, t)
     if call.ranks(1, t) == 1:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
