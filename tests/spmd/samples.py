@@ -30,7 +30,8 @@ INTEGERS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwis
 INTEGERS += " __lshift__ __rshift__ __iand__ __ior__ __ixor__"
 CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma igammac special_gammainc special_gammaincc
     special_zeta linalg_eig _safe_softmax histc
-    _weight_int8pack_mm _weight_int4pack_mm_for_cpu""".split()
+    _weight_int8pack_mm _weight_int4pack_mm_for_cpu
+    hardsigmoid_backward logit_backward mish_backward silu_backward""".split()
 """Operators that torch has no derivative of."""
 FIXED = {
     "cross_entropy_loss": (2,),
@@ -38,6 +39,9 @@ FIXED = {
     "nll_loss_nd": (2,),
     "nll_loss2d": (2,),
     "soft_margin_loss": (1,),
+    "linalg_pinv": (1, 2),
+    "fractional_max_pool2d": (1,),
+    "fractional_max_pool3d": (1,),
 }
 FIXED |= {"batch_norm": (3, 4)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
@@ -445,6 +449,7 @@ max_pool2d_with_indices: x(4, 5, 6, 6), [2, 2], [1, 1]
 max_pool3d_with_indices: x(4, 4, 4, 4), [2, 2, 2]
 avg_pool1d: x(4, 5, 6), [2]
 avg_pool2d: x(4, 5, 6, 6), [3, 3], [1, 1], [1, 1]
+avg_pool2d: i(9, 4, 5, 6, 6), [3, 3]
 avg_pool3d: x(4, 4, 4, 4), [2, 2, 2]
 adaptive_avg_pool1d: x(4, 5, 6), [3]
 adaptive_avg_pool2d: x(4, 5, 6, 6), [1, 1]
@@ -557,6 +562,83 @@ squeeze: x()
 unsqueeze: x(), 0
 permute: x(), []
 cross_entropy_loss: x(5), i(5), p(5)
+isin.Tensor_Tensor: i(9, 4, 5), i(9, 2, 3)
+isin.Tensor_Scalar: i(9, 4, 5), 3
+index.Tensor: b(4, 5), [i(4, 3)]
+index.Tensor: b(4, 5), [None, i(5, 3)]
+index_select: b(4, 5), 0, i(4, 3)
+gather: b(4, 5), 0, i(4, 3, 5)
+take_along_dim: b(4, 5), i(5, 4, 2), 1
+unflatten.int: x(4, 0), 1, [2, 0, 3]
+_is_any_true: b(4, 5) & b(4, 5)
+_is_all_true: b(4, 5) | b(4, 5)
+mode: i(3, 4, 5).double()
+mode: x(4, 5), 0, True
+native_layer_norm: x(4, 5, 3), [5, 3], x(5, 3), x(5, 3), 1e-5
+native_layer_norm: x(4, 5), [5], None, None, 1e-5
+_softmax_backward_data: x(4, 5), p(4, 5), -1, torch.float64
+_log_softmax_backward_data: x(4, 5), -p(4, 5), 0, torch.float64
+masked_scatter: x(4, 5), b(4, 5), x(30)
+masked_scatter: x(4, 5, 3), b(5, 1), x(6, 12)
+masked_scatter: x(4, 5), b(4, 1), x(4, 5)
+embedding_dense_backward: x(4, 5, 3), i(6, 4, 5), 6, -1, False
+embedding_dense_backward: x(5, 3), i(3, 5), 4, 1, True
+_unsafe_index.Tensor: x(4, 5), [None, i(5, 3)]
+_unsafe_index_put: x(4, 5), [None, i(5, 1)], x(4, 1)
+convolution: x(4, 4, 5), x(6, 4, 3), x(6), [1], [1], [1], False, [0], 1
+convolution: x(2, 4, 5, 5), x(4, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2
+convolution: x(2, 4, 5), x(4, 3, 2), x(3), [2], [0], [1], True, [1], 1
+_convolution: x(4, 4, 5), x(6, 4, 3), x(6), [1], [1], [1], False, [0], 1, False, False, False, False
+_upsample_bilinear2d_aa: x(4, 5, 6, 6), [3, 3], False
+_upsample_bicubic2d_aa.vec: x(4, 5, 6, 6), None, False, [0.5, 0.5]
+_adaptive_avg_pool2d: x(4, 5, 6, 6), [2, 2]
+_adaptive_avg_pool3d: x(1, 4, 4, 4, 4), [2, 2, 2]
+max_unpool2d: x(4, 5, 2, 1), torch.arange(2).view(2, 1).expand(4, 5, 2, 1).clone(), [4, 4]
+max_unpool3d: x(1, 4, 1, 2, 1), torch.arange(2).view(1, 2, 1).expand(1, 4, 1, 2, 1).clone(), [2, 4, 2], [2] * 3, [0] * 3
+fractional_max_pool2d: x(4, 5, 6, 6), [2, 2], [3, 3], p(4, 5, 2)
+fractional_max_pool3d: x(2, 4, 4, 4, 4), [2, 2, 2], [2, 2, 2], p(2, 4, 3)
+affine_grid_generator: x(4, 2, 3), [4, 3, 5, 6], False
+affine_grid_generator: x(4, 3, 4), [4, 1, 2, 3, 4], True
+_linalg_solve_ex: spd(4, 3), x(4, 3, 2)
+linalg_lu_solve: spd(4, 3), torch.arange(1, 4).int().expand(4, 3), x(4, 3, 5)
+linalg_lu_solve: spd(4, 3), torch.arange(1, 4).int().expand(4, 3), x(4, 5, 3), left=False
+linalg_pinv.atol_rtol_tensor: spd(4, 3), rtol=p(4)
+linalg_pinv.atol_rtol_tensor: spd(4, 3)
+linalg_householder_product: x(4, 5, 3), p(4, 3)
+_pdist_forward: x(4, 5), 2.0
+_fft_c2c: c(4, 5, 3), [0, 2], 0, True
+_fft_r2c: x(4, 5), [1], 0, True
+_fft_c2r: c(4, 5), [1], 0, 8
+stft: x(4, 16), 8, 4, 8, p(8), False, True, True
+stft: x(16), 8, return_complex=True
+stft: c(4, 16), 8, 4, None, None, False, False
+stft: x(4, 16), 8, 4, 8, p(8), False, True, False
+stft.center: x(4, 16), 8, 4, 8, p(8), True, "reflect", False, True, True
+istft: c(4, 5, 7), 8, 4, 8, p(8)
+istft: c(5, 7), 8, length=20
+lstm.input: x(5, 4, 2), [x(2, 4, 2)] * 2, [x(8, 2), x(8, 2), x(8), x(8)] * 2, True, 2, 0.0, True, False, False
+lstm.input: x(4, 5, 3), [x(2, 4, 2), x(2, 4, 2)], [x(8, 3), x(8, 2), x(8, 3), x(8, 2)], False, 1, 0.5, True, True, True
+lstm.input: x(4, 5, 3), [x(1, 4, 2), x(1, 4, 3)], [x(12, 3), x(12, 2), x(2, 3)], False, 1, 0.0, False, False, True
+gru.input: x(4, 5, 3), x(1, 4, 2), [x(6, 3), x(6, 2), x(6), x(6)], True, 1, 0.0, True, False, True
+rnn_tanh.input: x(5, 4, 3), x(1, 4, 2), [x(2, 3), x(2, 2), x(2), x(2)], True, 1, 0.0, True, False, False
+rnn_relu.input: x(5, 4, 3), x(1, 4, 2), [x(2, 3), x(2, 2)], False, 1, 0.0, True, False, False
+elu_backward: x(4, 5), 1.0, 1.0, 1.0, False, x(4, 5)
+gelu_backward: x(4, 5), x(4, 5), approximate="tanh"
+gelu_backward: x(4, 5), x(4, 5)
+hardshrink_backward: x(4, 5), x(4, 5), 0.5
+hardsigmoid_backward: x(4, 5), x(4, 5)
+hardswish_backward: x(4, 5), x(4, 5)
+hardtanh_backward: x(4, 5), x(4, 5), -1.0, 1.0
+leaky_relu_backward: x(4, 5), x(4, 5), 0.1, False
+logit_backward: x(4, 5), p(4, 5), None
+mish_backward: x(4, 5), x(4, 5)
+native_dropout_backward: x(4, 5), b(4, 5), 2.0
+sigmoid_backward: x(4, 5), p(4, 5)
+silu_backward: x(4, 5), x(4, 5)
+softplus_backward: x(4, 5), x(4, 5), 1.0, 20.0
+softshrink_backward: x(4, 5), x(4, 5), 0.5
+tanh_backward: x(4, 5), p(4, 5)
+threshold_backward: x(4, 5), x(4, 5), 0.1
 new_zeros: x(4, 5), [3]
 new_ones: x(4, 5), [3, 2]
 new_full: x(4, 5), [3], 2.0

@@ -20,7 +20,7 @@ from ._errors import RuleError
 from ._forms import LocalCall
 from ._notation import parse_rule
 from ._rule import Alternative, Rule
-from ._table import Entry, find_rule, is_computed, on_new_rule, register_rule
+from ._table import Entry, drawn_rule, find_rule, is_computed, on_new_rule, register_rule
 
 __all__ = [
     "ELSEWHERE",
@@ -41,6 +41,7 @@ __all__ = [
     "describe",
     "describe_passing",
     "dim_of",
+    "drawn_rule",
     "factor_axes",
     "factors_split",
     "find_rule",

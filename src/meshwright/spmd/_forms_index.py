@@ -10,6 +10,9 @@ from torch import Tensor
 from ._forms import LocalCall
 from ._rules_dims import dims_at
 
+NOTHING = False
+"""What a rank has for the indices of others: the one zero that leaves every dtype what it is, bool too."""
+
 
 def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, Tensor]:
     """Indices counted from this rank's first, 0 for those of other ranks, and which are this rank's."""
@@ -24,19 +27,19 @@ def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
     (at,) = dims_at(dim, x.dim())
     local, mine = _mine(call, x, at, index.reshape(-1))
     shape = [-1 if d == at else 1 for d in range(x.dim())]
-    return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), 0)
+    return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), NOTHING)
 
 
 def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     (at,) = dims_at(dim, x.dim())
     local, mine = _mine(call, x, at, index)
-    return torch.where(mine, _padded(x, at).gather(at, local), 0)
+    return torch.where(mine, _padded(x, at).gather(at, local), NOTHING)
 
 
 def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
     (at,) = dims_at(dim, x.dim())
     local, mine = _mine(call, x, at, indices)
-    return torch.where(mine, _padded(x, at).take_along_dim(local, at), 0)
+    return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
 
 
 def _padded(x: Tensor, at: int) -> Tensor:
@@ -52,7 +55,7 @@ def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
     at = next(d for d, i in enumerate(indices) if i is not None)
     local, mine = _mine(call, x, at, indices[at])
     rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
-    return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, 0)
+    return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, NOTHING)
 
 
 def index_copy(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
@@ -82,3 +85,17 @@ def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) ->
     size = x.shape[at]
     wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x
     return write(wide, at, torch.where(mine, local, size)).narrow(at, 0, size)
+
+
+def masked_scatter(call: LocalCall, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The whole mask tells which element of the source each of this rank's places gets."""
+    shape = [call.total(0, d) for d in range(x.dim())]
+    mask = mask.expand(shape)
+    order = (mask.flatten().cumsum(0) - 1).reshape(shape)
+    for d in range(x.dim()):
+        if call.ranks(0, d) > 1:
+            rows = torch.arange(x.shape[d], device=x.device) + call.start(0, d)
+            mask, order = mask.index_select(d, rows), order.index_select(d, rows)
+    if not source.numel():
+        return x + source.sum().to(x.dtype)
+    return torch.where(mask, source.flatten()[order.clamp(0, source.numel() - 1)], x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ def listed(value: Any, count: int) -> list[int]:
     return items * count if len(items) == 1 else items
 
 
-def conv_entry(name: str, spatial: int) -> Entry:
+def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
     """Batch and output channels are free, input channels are summed over, rows look at their neighbours."""
     op = getattr(torch.ops.aten, name)
 
@@ -73,7 +73,7 @@ def _conv_text(x: Tensor, weight: Tensor, groups: int, batch: int, reach: Sequen
     return text.replace(f"({g} {i})", f"({g} {i}!)"), [g, o, *cut]
 
 
-def transposed_entry(name: str, spatial: int) -> Entry:
+def transposed_entry(name: str, spatial: int) -> Callable[..., Rule]:
     """The same without neighbours: rows are whole."""
     op = getattr(torch.ops.aten, name)
 
@@ -104,14 +104,35 @@ def _transposed_text(weight: Tensor, groups: int, batch: int, spatial: int) -> t
     return f"{lead}({g} {i}!) {rows} * ({g} {i}) {o} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}", [g, o]
 
 
+STRAIGHT = {n: conv_entry(f"conv{n}d", n) for n in (1, 2, 3)}
+TRANSPOSED = {n: transposed_entry(f"conv_transpose{n}d", n) for n in (1, 2, 3)}
+
+
+def convolution_rule(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, *how: Any,
+) -> Rule | None:  # fmt: skip
+    """The one operator that all convolutions are made of."""
+    spatial = weight.dim() - 2
+    if x.dim() != weight.dim():
+        return None
+    if transposed:
+        return TRANSPOSED[spatial](x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return STRAIGHT[spatial](x, weight, bias, stride, padding, dilation, groups)
+
+
 def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
-    """Pooling and resampling: the last dims are whole and change their sizes, the others are free."""
+    """Pooling and resampling: the last dims are whole and change their sizes, the others are free.
+
+    Integers are rounded, which no sum passes.
+    """
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
         free = names_of(x)[: x.dim() - spatial]
+        exact = linear and (x.is_floating_point() or x.is_complex())
         before = [*free, *(f"x{s}!" for s in range(spatial))]
         after = " ".join([*free, *(f"new{s}" for s in range(spatial))])
-        return f"{' '.join(before)}{'' if linear else ','} -> {' ; '.join([after] * results)}"
+        return f"{' '.join(before)}{'' if exact else ','} -> {' ; '.join([after] * results)}"
 
     return entry
 
@@ -198,6 +219,39 @@ def grid_rule(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> str:
     return f"b c {picked} | b {places} place! -> b c {places}"
 
 
+def affine_grid_rule(theta: Tensor, size: Sequence[int], align_corners: bool) -> Rule:
+    """Places in each picture; the sizes are those of a batch, of which a rank has a part."""
+
+    def form(call: LocalCall, theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+        return torch.ops.aten.affine_grid_generator(theta, [theta.shape[0], *size[1:]], align_corners)
+
+    places = " ".join(f"new{d}" for d in range(len(size) - 2))
+    return Rule(f"b r! c! -> b {places} newr", forms={"b": form})
+
+
+def unpool(spatial: int) -> Entry:
+    """Elements go back to where the indices say; linear in them."""
+
+    def entry(x: Tensor, indices: Tensor, *how: Any, **kwargs: Any) -> str:
+        free = names_of(x)[: x.dim() - spatial]
+        before = " ".join([*free, *(f"x{s}!" for s in range(spatial))])
+        return f"{before} | {before} -> {' '.join([*free, *(f'new{s}' for s in range(spatial))])}"
+
+    return entry
+
+
+def fractional_pool(spatial: int) -> Entry:
+    """The greatest of each window and where it stands, given random numbers for each picture and channel."""
+
+    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if x.dim() != spatial + 2:
+            return None
+        after = f"b c {' '.join(f'new{s}' for s in range(spatial))}"
+        return f"b c {' '.join(f'x{s}!' for s in range(spatial))}, b c r! -> {after} ; {after}"
+
+    return entry
+
+
 def int8_rule(x: Tensor, weight: Tensor, scales: Tensor) -> Rule:
     """The kernel reads whole runs of the contraction, from rows without gaps."""
     runs, rest = divmod(x.shape[1], RUN)
@@ -228,16 +282,25 @@ POOLS = {
     "upsample_nearest3d": (3, True, 1), "_upsample_nearest_exact1d": (1, True, 1),
     "_upsample_nearest_exact2d": (2, True, 1), "_upsample_nearest_exact3d": (3, True, 1),
     "upsample_linear1d": (1, True, 1),
-    "upsample_bilinear2d": (2, True, 1), "upsample_bicubic2d": (2, True, 1), "upsample_trilinear3d": (3, True, 1),
+    "_upsample_bilinear2d_aa": (2, True, 1), "_upsample_bicubic2d_aa": (2, True, 1),
+    "_adaptive_avg_pool2d": (2, True, 1), "_adaptive_avg_pool3d": (3, True, 1), "upsample_bilinear2d": (2, True, 1),
+    "upsample_bicubic2d": (2, True, 1), "upsample_trilinear3d": (3, True, 1),
     "reflection_pad1d": (1, True, 1), "reflection_pad2d": (2, True, 1), "reflection_pad3d": (3, True, 1),
     "replication_pad1d": (1, True, 1), "replication_pad2d": (2, True, 1), "replication_pad3d": (3, True, 1),
 }  # fmt: skip
 """Operator → how many of the last dims it works on, whether it is linear, how many results it has."""
 
 CONV: dict[str, Entry] = {
-    **{f"aten.conv{n}d": conv_entry(f"conv{n}d", n) for n in (1, 2, 3)},
-    **{f"aten.conv_transpose{n}d": transposed_entry(f"conv_transpose{n}d", n) for n in (1, 2, 3)},
+    **{f"aten.conv{n}d": entry for n, entry in STRAIGHT.items()},
+    **{f"aten.conv_transpose{n}d": entry for n, entry in TRANSPOSED.items()},
     **{f"aten.{name}": windows(*how) for name, how in POOLS.items()},
+    "aten.convolution": convolution_rule,
+    "aten._convolution": convolution_rule,
+    "aten.max_unpool2d": unpool(2),
+    "aten.max_unpool3d": unpool(3),
+    "aten.fractional_max_pool2d": fractional_pool(2),
+    "aten.fractional_max_pool3d": fractional_pool(3),
+    "aten.affine_grid_generator": affine_grid_rule,
     "aten.constant_pad_nd": pad_rule,
     "aten.batch_norm": batch_norm_rule,
     "aten.group_norm": group_norm_rule,

@@ -17,6 +17,11 @@ from ._rules_shape import slice_rule
 Indices = Sequence[Tensor | None]
 
 
+def _joined(x: Tensor) -> str | None:
+    """What joins the ranks' answers: bools have no sum."""
+    return "any" if x.dtype == torch.bool else None
+
+
 def _by_mask(indices: Indices) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
@@ -47,7 +52,7 @@ def index_rule(x: Tensor, indices: Indices) -> Rule | None:
     names = names_of(x)
     form = {names[at[0]]: forms.index} if len(at) == 1 else {}
     whole = () if form else at
-    return Rule(f"{written(names, whole)} | {' , '.join(each)} -> {written(result)}", forms=form)
+    return Rule(f"{written(names, whole)} | {' , '.join(each)} -> {written(result)}", _joined(x), forms=form)
 
 
 def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> str | None:
@@ -74,7 +79,7 @@ def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
     picked = "j" if index.dim() else "1"
     result = [picked if d == at else n for d, n in enumerate(names)]
     text = f"{written(names)} | {picked if index.dim() else ''} -> {' '.join(result)}"
-    return Rule(text, forms={names[at]: forms.index_select})
+    return Rule(text, _joined(x), forms={names[at]: forms.index_select})
 
 
 def along(form: Form) -> Entry:
@@ -87,7 +92,8 @@ def along(form: Form) -> Entry:
             return None
         mine, theirs = _aligned(x, index, dim)
         at = dim % x.dim()
-        return Rule(f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}", forms={mine[at]: form})
+        text = f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}"
+        return Rule(text, _joined(x), forms={mine[at]: form})
 
     return entry
 
@@ -146,6 +152,19 @@ def rows_rule(form: Form | None) -> Entry:
     return entry
 
 
+def masked_scatter_rule(x: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
+    """Elements of the source in the order of places that the mask is true at: how many come before a part, it tells."""
+    if torch.broadcast_shapes(x.shape, mask.shape) != x.shape:
+        return None
+    names = names_of(x)
+    whole = [
+        written([f"{letter}{d}" for d in range(t.dim())], range(t.dim())) for letter, t in (("m", mask), ("s", source))
+    ]
+    return Rule(
+        f"{written(names)}, {', '.join(whole)} -> {written(names)}", forms=dict.fromkeys(names, forms.masked_scatter)
+    )
+
+
 def take_rule(x: Tensor, index: Tensor) -> str:
     return f"{written(names_of(x), range(x.dim()))} | ... -> ..."
 
@@ -198,8 +217,9 @@ def searchsorted_rule(boundaries: Tensor, x: Any, *, sorter: Any = None, **kwarg
 
 
 INDEX: dict[str, Entry] = {
-    "aten.index.Tensor": index_rule,
-    "aten.index_put": index_put_rule,
+    **dict.fromkeys(("aten.index.Tensor", "aten._unsafe_index.Tensor"), index_rule),
+    **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), index_put_rule),
+    "aten.masked_scatter": masked_scatter_rule,
     "aten.index_select": index_select_rule,
     "aten.gather": along(forms.gather),
     "aten.take_along_dim": along(forms.take_along_dim),

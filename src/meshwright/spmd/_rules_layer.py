@@ -27,6 +27,15 @@ def embedding_rule(
     return Rule(f"v d | {ids} -> {ids} d", forms={"v": forms.embedding})
 
 
+def embedding_back_rule(
+    grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> str:
+    """The gradient of a table: a sum over the ids, which have to be all here to be counted."""
+    names = names_of(indices, "i")
+    ids = written(names, range(len(names)) if scale_grad_by_freq else ())
+    return f"{' '.join(names)} d | {ids} -> new d"
+
+
 def attention_rule(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
@@ -83,12 +92,21 @@ def _along_one_sequence(
 
 LAYERS: dict[str, Entry] = {
     "aten.embedding": embedding_rule,
+    "aten.embedding_dense_backward": embedding_back_rule,
     "aten.scaled_dot_product_attention": attention_rule,
 }
 
 DRAWN: dict[str, Entry] = {
     "aten.dropout": "... -> ...",
     "aten.feature_dropout": "... -> ...",
+    "aten.native_dropout": "..., -> ... ; ...",
+    "aten.rrelu_with_noise": "..., ... -> ...",
+    "aten.bernoulli": "..., -> ...",
+    "aten.bernoulli.Tensor": "..., ... -> ...",
+    "aten.normal": "..., ... -> ...",
+    "aten.poisson": "..., -> ...",
+    "aten._standard_gamma": "..., -> ...",
+    "aten.multinomial": "... c!, -> ... new",
     "aten.scaled_dot_product_attention": dropping_attention_rule,
 }
 """Operators that draw, which never run on parts alone: how a layout passes what they are carried out by."""

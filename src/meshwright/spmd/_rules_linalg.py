@@ -15,7 +15,8 @@ from ._rules_product import cross_anywhere_rule
 from ._rules_shape import diagonal_rule, moved
 
 MATRIX = {
-    "m n": "linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power",
+    "m n": """linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power
+        cholesky_inverse""",
     "n m": "linalg_pinv.atol_rtol_float pinverse",
     "": "linalg_det det logdet linalg_matrix_rank.atol_rtol_float",
     "; ...": "linalg_slogdet slogdet",
@@ -46,6 +47,40 @@ def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str
         return None
     is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
     return "... m! n! ? ... n -> ... m" if is_vector else "... m! n! ? ... n k -> ... m k"
+
+
+def solve_ex_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
+    """Beside the solution what it was found by, of which none depends on the right-hand side."""
+    if not left or b.dim() != a.dim():
+        return None
+    return "... m! n!, ... n! k! -> ... m k ; ... m n ; ... n ; ..."
+
+
+def lu_solve_rule(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False) -> str:
+    return "... m! n!, ... n!, ... n! k -> ... n k" if left else "... m! n!, ... n!, ... k n! -> ... k n"
+
+
+def transformed(x: Tensor, dim: Sequence[int], *how: Any) -> str:
+    """What the transforms are made of."""
+    return _mapped(x, dims_at(tuple(dim), x.dim()))
+
+
+def frames_entry(at: int) -> Entry:
+    """Spectra of the frames of each signal, `at` is the position of `return_complex`; linear, given the window."""
+
+    def entry(x: Tensor, *args: Any, return_complex: bool | None = None, **kwargs: Any) -> str:
+        is_complex = args[at - 1] if len(args) >= at else return_complex
+        pairs = "" if is_complex or (is_complex is None and x.is_complex()) else " newc"
+        lead = "b " * (x.dim() - 1)
+        return f"{lead}t! | w! -> {lead}newf newt{pairs}"
+
+    return entry
+
+
+def signal_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+    """Signals of frames of spectra; linear, given the window."""
+    lead = "b " * (x.dim() - 2)
+    return f"{lead}f! t! | w! -> {lead}newt"
 
 
 def cdist_rule(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> str:
@@ -109,6 +144,10 @@ FOURIER: dict[str, Entry] = {
     **named(ONE, fourier_last_rule),
     **named(MANY, fourier_rule),
     **named(TWO, fourier_two_rule),
+    **named("_fft_c2c _fft_r2c _fft_c2r", transformed),
+    "aten.stft": frames_entry(7),
+    "aten.stft.center": frames_entry(9),
+    "aten.istft": signal_rule,
 }
 """The library of Fourier transforms refuses empty batches."""
 
@@ -116,6 +155,11 @@ LINALG: dict[str, Entry] = {
     **matrix_entries(),
     **dict.fromkeys(("aten.fft_fftshift", "aten.fft_ifftshift"), shift_rule),
     "aten.linalg_solve": solve_rule,
+    "aten._linalg_solve_ex": solve_ex_rule,
+    "aten.linalg_lu_solve": lu_solve_rule,
+    "aten.linalg_pinv.atol_rtol_tensor": "... m! n!, ..., ... -> ... n m",
+    "aten.linalg_householder_product": "... m! n!, ... k! -> ... m n",
+    "aten._pdist_forward": "n! d!, -> new",
     "aten.linalg_solve_triangular": solve_rule,
     "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
     "aten.linalg_diagonal": linalg_diagonal_rule,

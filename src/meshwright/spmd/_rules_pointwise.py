@@ -44,6 +44,14 @@ BINARY = """
 """`..., ... -> ...`."""
 
 
+GRADIENT = """
+    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward
+    softplus_backward softshrink_backward tanh_backward threshold_backward
+"""
+"""`... | ... -> ...`: a gradient passed back by elements, linear in it, given what the forward pass kept."""
+
+
 def named(words: str, entry: Entry) -> dict[str, Entry]:
     """The same entry under every one of the operator names in `words`."""
     return {f"aten.{word}": entry for word in words.split()}
@@ -88,6 +96,11 @@ def prelu_rule(x: Tensor, weight: Tensor) -> str:
     return f"{' '.join(names)}, {channels} -> {' '.join(names)}"
 
 
+def isin_rule(x: Tensor, among: Tensor, **kwargs: Any) -> str:
+    """What is looked for among is whole."""
+    return f"..., {' '.join(f'v{d}!' for d in range(among.dim()))} -> ..."
+
+
 def where_rule(condition: Tensor, *values: Any) -> str | None:
     """`where(condition)` alone lists places: how many there are depends on the values."""
     return "... ? ... + ... -> ..." if values else None
@@ -97,6 +110,7 @@ POINTWISE: dict[str, Entry] = {
     **named(LINEAR, "... -> ..."),
     **named(CURVED, "..., -> ..."),
     **named(BINARY, "..., ... -> ..."),
+    **named(GRADIENT, "... | ... -> ..."),
     **named("add sub subtract rsub complex", "... + ... -> ..."),
     **named("mul multiply", "... * ... -> ..."),
     **named("div divide", div_rule),
@@ -114,6 +128,8 @@ POINTWISE: dict[str, Entry] = {
     "aten.copy": "... + ... -> ...",
     "aten.frexp": "..., -> ...; ...",
     "aten.bucketize.Tensor": "..., v! -> ...",
+    "aten.isin.Tensor_Tensor": isin_rule,
+    "aten.isin.Tensor_Scalar": "..., -> ...",
     "aten.view_as_real": "... -> ... new",
     "aten.view_as_complex": "... c! -> ...",
 }

@@ -78,6 +78,23 @@ def layer_norm_rule(
     )
 
 
+def native_layer_norm_rule(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str:
+    """The norm, and the mean and the root of the variance that it came by."""
+    names = names_of(x)
+    first = x.dim() - len(normalized_shape)
+    last, kept = names[first:], " ".join([*names[:first], *["1"] * len(normalized_shape)])
+    sides = [written(names, range(first, x.dim())), *[written(last)] * 2]
+    return f"{', '.join(sides)} -> {written(names)} ; {kept} ; {kept}"
+
+
+def passed_back_rule(grad: Tensor, out: Tensor, dim: int, *rest: Any) -> str:
+    """The gradient of a softmax: linear, given the result."""
+    names = written(names_of(grad), dims_at(dim, grad.dim()))
+    return f"{names} | {names} -> {written(names_of(grad))}"
+
+
 def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Rule:
     names = names_of(x)
     last = names[x.dim() - len(normalized_shape) :]
@@ -101,6 +118,10 @@ def vector_norm_rule(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool =
 
 def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     return vector_norm_rule(x, 2 if p is None else p, dim, keepdim)
+
+
+def mode_rule(x: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
+    return selection(x, dim, keepdim)
 
 
 def selection(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
@@ -200,11 +221,14 @@ REDUCE: dict[str, Entry] = {
     "aten.amin": reduction(False, form=forms.amin),
     "aten.any": reduction(False, "any"),
     "aten.all": reduction(False, "all"),
+    "aten._is_any_true": reduction(False, "any"),
+    "aten._is_all_true": reduction(False, "all"),
     "aten.max": max_entry(forms.amax, forms.max_along),
     "aten.min": max_entry(forms.amin, forms.min_along),
     "aten.argmax": arg_reduction(forms.argmax),
     "aten.argmin": arg_reduction(forms.argmin),
-    **dict.fromkeys(("aten.median", "aten.nanmedian", "aten.mode", "aten.aminmax"), selection),
+    **dict.fromkeys(("aten.median", "aten.nanmedian", "aten.aminmax"), selection),
+    "aten.mode": mode_rule,
     **dict.fromkeys(("aten.kthvalue",), kthvalue_rule),
     **dict.fromkeys(("aten.sort.default", "aten.cummax", "aten.cummin"), looks_along(False, results=2)),
     "aten.sort.stable": stable_sort_rule,
@@ -231,5 +255,7 @@ REDUCE: dict[str, Entry] = {
     "aten.cumsum": looks_along(True, forms.cumsum),
     "aten.cumprod": looks_along(False, forms.cumprod),
     "aten.layer_norm": layer_norm_rule,
+    "aten.native_layer_norm": native_layer_norm_rule,
+    **dict.fromkeys(("aten._softmax_backward_data", "aten._log_softmax_backward_data"), passed_back_rule),
     "aten.rms_norm": rms_norm_rule,
 }

@@ -111,8 +111,9 @@ def unflatten_rule(x: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
 
 
 def _factor_names(text: str) -> list[str]:
-    """Every factor that the operands of a rule name."""
-    return [n for o in Rule(text).equation.operands for d in o for n in d.names]
+    """Every factor that the operands of a rule name and that may be cut."""
+    equation = Rule(text).equation
+    return [n for o in equation.operands for d in o for n in d.names if n not in equation.whole]
 
 
 def as_its_shape(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

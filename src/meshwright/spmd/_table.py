@@ -18,17 +18,19 @@ from ._rules_linalg import FOURIER, LINALG
 from ._rules_loss import LOSSES
 from ._rules_pointwise import POINTWISE
 from ._rules_product import PRODUCT
+from ._rules_recurrent import RECURRENT
 from ._rules_reduce import REDUCE
 from ._rules_shape import SHAPE
 from .torch_hooks import Operator, overload_of, schema_of
 
-_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, LOSSES, FRESH, INDEX, LINALG, FOURIER, CONV)
+_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, RECURRENT, LOSSES, FRESH, INDEX, LINALG, FOURIER, CONV)
 
 RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in table.items()}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
 
-GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, FOURIER, CONV) for n in table) - {
+GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, RECURRENT, FOURIER, CONV) for n in table) - {
     "aten.all",
+    "aten._is_all_true",
     "aten.histc",
     "aten.rms_norm",
 }
