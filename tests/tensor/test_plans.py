@@ -43,3 +43,28 @@ def test_what_is_written_through_data_is_read() -> None:
         return found
 
     assert mw.simulate(on_rank, 2) == [[10.0, 20.0]] * 2
+
+
+def test_a_rank_without_a_piece_of_a_tensor_without_elements() -> None:
+    """torch pads a tensor of no pictures, and refuses one that has no rows either."""
+
+    def rank() -> tuple[int, ...]:
+        x = mw.shard_tensor(torch.zeros(0, 3, 3), mw.init_mesh(x=4), [mw.Shard(1)])
+        return tuple(torch.nn.functional.pad(x, (0, 1), mode="reflect").shape)
+
+    assert mw.simulate(rank, 4) == [(0, 3, 4)] * 4
+
+
+def test_a_mask_that_is_looked_up_along_a_cut_dim_stays_a_mask() -> None:
+    """Ranks answer for their own rows; a mask of numbers would index by them."""
+    mask, at = torch.tensor([True, False, True, True, False]), torch.tensor([3, 0, 4])
+
+    def found(mask: Tensor) -> list[Tensor]:
+        return [mask[at], ~mask[at], torch.arange(3.0)[mask[at]], mask.gather(0, at), mask.index_select(0, at)]
+
+    def rank() -> list[Tensor]:
+        laid = mw.shard_tensor(mask.clone(), MESH, [mw.Shard(0)])
+        return [mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x for x in found(laid)]
+
+    for here in mw.simulate(rank, 2):
+        torch.testing.assert_close(here, found(mask))

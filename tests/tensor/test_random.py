@@ -19,6 +19,7 @@ from meshwright import tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import Layout, parse_spec
 from meshwright.tensor._counter import _DIGITS, DISTRIBUTIONS, MASK, counted, is_counted, philox
+from meshwright.tensor._whole import RAN_WHOLE
 
 CPU = torch.device("cpu")
 KEY = (0x12345678, 0x9ABCDEF0)
@@ -373,3 +374,43 @@ def test_pending_terms_and_varying_axes_do_not_matter() -> None:
     varying = plain.with_layout(Layout(plain.layout.dims, (), ("x",)))
     a, b = (counted("normal_", (0.0, 1.0), KEY, spec, 1, CPU) for spec in (plain, varying))
     assert torch.equal(a, b)
+
+
+def drawn(x: Tensor) -> list[Tensor]:
+    """Numbers whose distributions `x` decides, and a function of what is drawn that has a gradient."""
+    p = x.sigmoid()
+    return [
+        torch.bernoulli(p), p.bernoulli(), torch.bernoulli(x, 0.3), torch.zeros_like(x).bernoulli_(p),
+        torch.poisson(p * 3), torch.normal(x, 1.0), torch.normal(0.0, p), torch.normal(x, p),
+        torch.multinomial(p, 3), p.multinomial(9, replacement=True),
+        torch._standard_gamma(p),
+        F.rrelu(x, training=True), F.rrelu(x), torch.native_dropout(x, 0.5, True)[0], torch.rand(2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [[mw.Shard(0)], [mw.Shard(1)], [mw.Partial()], [mw.Replicate()]])
+def test_numbers_drawn_by_values_are_those_of_one_device(place: list[Any]) -> None:
+    """They lie as the values do, and no rank is told that it holds more than its part."""
+    torch.manual_seed(1)
+    start = torch.randn(5, 4)
+
+    def go(x: Tensor) -> list[Tensor]:
+        torch.manual_seed(3)
+        x = x.requires_grad_()
+        found = drawn(x)
+        found[-4].square().sum().backward()
+        assert x.grad is not None
+        return [*found, x.grad]
+
+    def rank() -> tuple[list[Tensor], bool]:
+        RAN_WHOLE.clear()
+        x = mw.shard_tensor(start.clone(), mw.init_mesh(x=3), place)
+        found = go(x)
+        cut = found[0].placements == x.sigmoid().placements
+        return [mw.unshard_dtensor(t).detach() if isinstance(t, mw.DistTensor) else t.detach() for t in found], cut
+
+    wanted = [t.detach() for t in go(start.clone())]
+    for found, as_laid in mw.simulate(rank, 3):
+        torch.testing.assert_close(found, wanted)
+        assert as_laid
+    assert not RAN_WHOLE

@@ -3,7 +3,7 @@
 from ._call import Call, Group
 from ._carrier import Arrival, Arrived, Carrier, Receive
 from ._counters import Counters
-from ._current import current, install, use
+from ._current import current, install, installed, use
 from ._delayed import Delayed
 from ._errors import (
     CallError,
@@ -18,7 +18,7 @@ from ._errors import (
 )
 from ._guard import Check
 from ._launch import launch
-from ._looking import first_rank_prints, prefix_prints
+from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
@@ -39,6 +39,7 @@ __all__ = [
     "Delayed",
     "DisagreementError",
     "Group",
+    "Kept",
     "LaunchError",
     "MissingCallError",
     "NestedSimulationError",
@@ -52,6 +53,7 @@ __all__ = [
     "first_rank_prints",
     "init_process",
     "install",
+    "installed",
     "joined",
     "launch",
     "prefix_prints",

@@ -34,7 +34,7 @@ def current() -> Carrier:
             "a collective, or a tensor on a mesh",
             "no ranks: nothing was simulated or started in this thread",
             "a mesh needs ranks to live on",
-            "mw.simulate(fn, ranks), or start the script with `meshwright run --ranks N script.py`",
+            "mw.simulate(fn, ranks); in a script, mw.init_process() first, and `meshwright run --ranks N script.py`",
         )
     return carrier
 

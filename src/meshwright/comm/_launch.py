@@ -17,10 +17,10 @@ from datetime import timedelta
 from uuid import uuid4
 
 from ._errors import LaunchError
+from ._looking import KEPT_LINES, print_lines
 from ._rendezvous import host_store
 from .torch_hooks import TCPStore
 
-_KEPT_LINES = 40
 _GRACE_AFTER_FAILURE = 3.0
 _GRACE_AFTER_TERMINATE = 3.0
 _GRACE_TO_SAVE = 30.0
@@ -34,7 +34,7 @@ class _Rank:
     rank: int
     process: subprocess.Popen[str]
     own_session: bool
-    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=_KEPT_LINES))
+    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=KEPT_LINES))
     follower: threading.Thread | None = None
 
 
@@ -212,8 +212,7 @@ def _report(ranks: list[_Rank], seen: int, first: int) -> int:
     code = ranks[first].process.returncode or ranks[seen].process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
     for rank in sorted(ranks[1:], key=lambda rank: rank.rank == first):
-        for line in rank.lines:
-            print(f"[{rank.rank}] {line}", file=sys.stderr)
+        print_lines(rank.rank, rank.lines)
     where = "above" if first == 0 else f"the lines marked [{first}]"
     print(f"meshwright: rank {first} {how} first; its last words are {where}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -52,21 +52,46 @@ def prefix_prints() -> Generator[None]:
         out.end()
 
 
+KEPT_LINES = 40
+
+
+class Kept:
+    """The last lines of ranks that do not print, which are shown when the run fails."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def add(self, rank: int, text: str) -> None:
+        lines = (self._texts.get(rank, "") + text).splitlines(keepends=True)
+        self._texts[rank] = "".join(lines[-KEPT_LINES:])
+
+    def show(self, ranks: Sequence[int]) -> None:
+        """Prints what is kept of these ranks, or of all where none is named, on standard error."""
+        for rank in ranks or sorted(self._texts):
+            print_lines(rank, self._texts.get(rank, "").splitlines())
+
+
+def print_lines(rank: int, lines: Iterable[str]) -> None:
+    """Lines of another rank than the first, each with its number, on standard error."""
+    for line in lines:
+        print(f"[{rank}] {line}", file=sys.stderr)
+
+
 @contextmanager
-def first_rank_prints() -> Generator[None]:
+def first_rank_prints(kept: Kept) -> Generator[None]:
     """Inside, what ranks print appears where rank 0 prints it, as with processes, of which that one has the terminal.
 
     >>> from meshwright.comm import current, simulate
-    >>> with first_rank_prints():
+    >>> with first_rank_prints(Kept()):
     ...     _ = simulate(lambda: print("here", current().rank), 2)
     here 0
     """
-    before = sys.stdout
-    sys.stdout = _OfFirst(before)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_OfFirst(out, kept) for out in before)
     try:
         yield
     finally:
-        sys.stdout = before
+        sys.stdout, sys.stderr = before
 
 
 class _Wrapped(io.TextIOBase):
@@ -79,6 +104,9 @@ class _Wrapped(io.TextIOBase):
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable here
         return self._out.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
     def writable(self) -> bool:
         return True
@@ -94,12 +122,18 @@ class _Wrapped(io.TextIOBase):
 
 
 class _OfFirst(_Wrapped):
-    """What other ranks than the first write is left out."""
+    """What other ranks than the first write is kept, unless a person types into one of them."""
+
+    def __init__(self, out: TextIO, kept: Kept) -> None:
+        super().__init__(out)
+        self._kept = kept
 
     def write(self, text: str, /) -> int:
-        carrier = installed()
-        if carrier is None or carrier.rank == 0:
+        rank = _rank()
+        if not rank or _is_stopped(sys._getframe()):
             self._out.write(text)
+        else:
+            self._kept.add(rank, text)
         return len(text)
 
 

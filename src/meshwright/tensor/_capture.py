@@ -13,7 +13,15 @@ from torch import Tensor
 from meshwright.layout import Spec, replicated
 
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import Operator, imagining, no_interception, no_modes, operators_recorded, shares_storage
+from .torch_hooks import (
+    Operator,
+    composite_kernel,
+    imagining,
+    no_interception,
+    no_modes,
+    operators_recorded,
+    shares_storage,
+)
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 """What autocast casts: double precision stays."""
@@ -51,6 +59,28 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
         if lower is None:
             raise
         return _captured(func, args, kwargs, spec_of, lower)
+
+
+def taken_apart(captured: Captured) -> Captured | None:
+    """A call of one composite operator as the operators that torch makes it of; None where it is another, or refuses.
+
+    Their constants are those of the whole tensors, so they have to be carried out one by one. Some have operators
+    without derivatives for what wants none: all operands want one here.
+    """
+    (node,) = captured.nodes
+    kernel = composite_kernel(node.op)
+    if kernel is None:
+        return None
+    nodes: list[Node] = []
+    with no_modes(), imagining(n for t in captured.inputs for n in t.shape), torch.no_grad():
+        try:
+            for x in captured.inputs:
+                x.requires_grad_(x.is_floating_point() or x.is_complex())
+            with operators_recorded(lambda *found: nodes.append(Node(*found))):
+                out = kernel(*node.args, **node.kwargs)
+            return _canonical(captured.inputs, nodes, out)
+        except Exception:  # torch refuses tensors without numbers, in many ways
+            return None
 
 
 def autocast_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:

@@ -22,9 +22,9 @@ from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._outside import plan_outside
-from ._plan import Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
+from ._plan import Drawn, Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
 from ._registry import DIRECT, HANDLERS
-from ._run import replaying, run_direct, run_graph, run_identity, run_inline, run_step, run_twin
+from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from ._whole import tell_whole
 from .torch_hooks import backward_running
@@ -151,6 +151,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     tensors = tensors_in((args, kwargs))
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
+    if isinstance(found, Captured):
+        captured, found = found, found.nodes
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
@@ -189,6 +191,8 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
         return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
     if isinstance(found, Step):
         return run_step(found, func, args, kwargs), not found.direct or found.grown
+    if isinstance(found, Drawn):
+        return run_drawn(found), False
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if not captured.nodes:
@@ -228,10 +232,10 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
     if not recording():
         return
     moves = found.moves if isinstance(found, Step) else ()
-    outs = found.outs if isinstance(found, Step) else found if found and found is not captured.nodes else ()
+    outs = found.outs if isinstance(found, (Step, Drawn)) else found if found and found is not captured.nodes else ()
     how = (
         "whole"
-        if found is None
+        if found is None or isinstance(found, Drawn)
         else "parts"
         if isinstance(found, Inline)
         else "operators"

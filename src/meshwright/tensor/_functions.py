@@ -2,12 +2,16 @@
 
 Autograd runs on local tensors, so it would hand a function this rank's part of a gradient. What the function then gives
 back has to lie as the dual of each argument, which it knows nothing of.
+
+What it saves goes through hooks on saved tensors as what C saves does: as this rank's part. Where those hooks give
+back a plain tensor, it is the part of what was saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -18,7 +22,8 @@ from meshwright.layout import Spec
 from ._dist_tensor import DistTensor
 from ._errors import PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
-from .torch_hooks import bare_apply, interception_on, tell_functions
+from ._make import present
+from .torch_hooks import bare_apply, interception, interception_on, no_interception, tell_functions
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """A user's function → the same one, whose backward pass sees whole gradients."""
@@ -32,7 +37,8 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
         return call(*args, **kwargs)
     if function not in _WHOLE:
         _WHOLE[function] = _on_whole(function)
-    return bare_apply(_WHOLE[function])(*args, **kwargs)
+    with no_interception():
+        return bare_apply(_WHOLE[function])(*args, **kwargs)
 
 
 def _on_whole(function: Any) -> Any:
@@ -41,13 +47,19 @@ def _on_whole(function: Any) -> Any:
     name = "backward" if function.vjp is Function.vjp else "vjp"
 
     def forward(ctx: Any, *args: Any) -> Any:
-        out = function.forward(ctx, *args)
-        _note(ctx, args, out)
+        with interception():
+            out = _forward(partial(function.forward, ctx), args)
+            _note(ctx, args, out)
         return out
 
+    def forward_alone(*args: Any) -> Any:
+        with interception():
+            return _forward(function.forward, args)
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        function.setup_context(ctx, inputs, output)
-        _note(ctx, inputs, output)
+        with interception():
+            function.setup_context(ctx, inputs, output)
+            _note(ctx, inputs, output)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         ins, outs = ctx.meshwright
@@ -55,13 +67,39 @@ def _on_whole(function: Any) -> Any:
         found = found if isinstance(found, tuple) else (found,)
         return tuple(_part(function, g, spec) for g, spec in zip(found, ins, strict=False))
 
-    steps: dict[str, Any] = {"setup_context": setup_context} if in_two else {"forward": forward}
+    in_one: dict[str, Any] = {"forward": forward}
+    steps: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context} if in_two else in_one
     methods = {key: staticmethod(step) for key, step in {**steps, name: backward}.items()}
     return type(function.__name__, (function,), {"__module__": function.__module__, **methods})
 
 
+def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The results; of an argument among them that was not written to, torch would make a plain tensor of its own."""
+    before = [(x, x._version) for x in args if isinstance(x, DistTensor)]
+    out = function(*args)
+    same = {id(x) for x, version in before if x._version == version}
+
+    def own(x: Any) -> Any:
+        return present(alias_of(x), x._spec) if id(x) in same else x
+
+    return tuple(map(own, cast(tuple[Any, ...], out))) if isinstance(out, tuple) else own(out)
+
+
 def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
     ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
+    ctx.meshwright_saved = _specs(getattr(ctx, "to_save", None) or ())
+    type(ctx).saved_tensors = property(_saved)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What was saved, each tensor as the distributed one that it was."""
+    base: Any = super(type(ctx), ctx)
+    found: tuple[Any, ...] = base.saved_tensors
+    return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
+
+
+def _again(x: Any, spec: Spec | None) -> Any:
+    return x if spec is None or isinstance(x, DistTensor) else present(alias_of(x), spec)
 
 
 def _specs(values: Sequence[Any]) -> list[Spec | None]:

@@ -82,7 +82,7 @@ def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return x if out is x else stamp(out, x._spec)
 
 
-@handles(Tensor.to)
+@handles(Tensor.to, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device)
 def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     given = (*args[1:], *kwargs.values())

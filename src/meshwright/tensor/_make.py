@@ -17,7 +17,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
 from ._marks import captured_whole
-from .torch_hooks import no_interception, shares_storage
+from .torch_hooks import no_interception, shares_storage, transforming, transforms_paused
 
 
 def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -112,10 +112,13 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
-    """`x` on `mesh` under `layout`; differentiable."""
+    """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
     dst = Spec(mesh, layout, x._spec.shape, x._spec.dtype)
     if dst is x._spec:
         return x
+    if transforming():
+        with transforms_paused():
+            return redistribute(x, mesh, layout)
     x._read_again()
     rank = current().rank
     if rank not in x._spec.mesh and rank not in mesh:

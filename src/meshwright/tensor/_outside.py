@@ -14,7 +14,7 @@ from ._absent import link, make_absent
 from ._capture import Captured, Node, autocast_dtype, capture, dtypes_given
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
-from ._plan import Inline, Step, is_constant, is_written, plan_call
+from ._plan import Drawn, Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
@@ -56,11 +56,13 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tu
         return lambda *_: captured.out, False
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, like.mesh)
+    if isinstance(found, Captured):
+        captured, found = found, found.nodes
     if isinstance(found, Inline):
         return run_inline(found, captured), True
     if found is not None and found is captured.nodes:
         return run_graph(captured), True
-    known: Any = found.outs if isinstance(found, Step) else found
+    known: Any = found.outs if isinstance(found, (Step, Drawn)) else found
     dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

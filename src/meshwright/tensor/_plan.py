@@ -11,9 +11,9 @@ from torch import Tensor
 
 from meshwright.comm import Carrier, current
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
-from meshwright.spmd import Alternative, Call, RuleError, describe, refined
+from meshwright.spmd import Alternative, Call, RuleError, describe, drawn_rule, refined
 
-from ._capture import Captured, Node
+from ._capture import Captured, Node, taken_apart
 from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
@@ -83,6 +83,16 @@ class Inline:
 
     parts: Callable[..., Any]
     node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The call draws numbers that its operands' values decide: as one device does, for the whole of them.
+
+    Every rank keeps its part of the results, which are as these specs say.
+    """
+
+    outs: tuple[Spec, ...]
 
 
 def plan_node(
@@ -205,10 +215,11 @@ def _grown(call: Call, results: Sequence[Tensor]) -> bool:
 
 def leaves_nothing(spec: Spec | None) -> bool:
     """True when the last rank along some dim holds no piece of it."""
-    if spec is None or spec.is_symbolic or 0 in spec.shape:
+    if spec is None or spec.is_symbolic:
         return False
     last = {a: n - 1 for a, n in spec.mesh.sizes.items()}
-    return 0 in local_shape(spec.shape, spec.layout, spec.mesh.sizes, last)
+    local = local_shape(spec.shape, spec.layout, spec.mesh.sizes, last)
+    return any(here == 0 != whole for here, whole in zip(local, spec.shape, strict=True))
 
 
 def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision) -> bool:
@@ -223,16 +234,33 @@ def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Sp
 
 def plan_call(
     captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
-) -> Step | Inline | tuple[Spec, ...] | tuple[Node, ...] | None:
+) -> Step | Inline | Drawn | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
     """The plan of a captured call.
 
-    One operator: its step, or the smaller parts it is made of. Several: the specs of the results when the caller's own
-    function does right on the local tensors, else the operators, to be carried out one by one. None: run it whole.
+    One operator: its step, the smaller parts it is made of, or what torch makes of it as another capture. Several: the
+    specs of the results when the caller's own function does right on the local tensors, else the operators, to be
+    carried out one by one. None: run it whole.
     """
     if len(captured.nodes) == 1 and _is_whole_call(captured):
-        return plan_node(replace(captured.nodes[0], out=captured.out), specs, mesh, captured.inputs)
+        node = replace(captured.nodes[0], out=captured.out)
+        found = plan_node(node, specs, mesh, captured.inputs) or _drawn(node, specs, mesh)
+        return taken_apart(captured) if found is None and not is_written(node.op) else found
     found = _unchanged(captured, specs, mesh)
     return found if found is not None else captured.nodes
+
+
+def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | None:
+    """How the results of an operator that draws lie; None for one that does not."""
+    rule = drawn_rule(node.op, node.args, node.kwargs)
+    call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
+    if call is None or _writes_elsewhere(node, call):
+        return None
+    operands = call.operands(node.args, node.kwargs)
+    decision = _decided(call, [_spec_of(x, specs, mesh) if x is not None else None for x in operands])
+    results = list(tensors_in(node.out))
+    if decision is None or len(decision.outs) != len(results):
+        return None
+    return Drawn(tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(decision.outs, results, strict=True)))
 
 
 def _is_whole_call(captured: Captured) -> bool:

@@ -11,11 +11,12 @@ from torch import Tensor
 from meshwright.comm import current
 from meshwright.layout import Spec
 
-from ._alias import break_view
+from ._alias import break_view, run_whole
 from ._capture import Captured, Node, autocast_dtype, is_raised
+from ._convert import convert_local
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._local import shared_move, write_into
-from ._plan import Inline, Step
+from ._plan import Drawn, Inline, Step
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import call_plain, no_interception, view_replay
 
@@ -234,6 +235,23 @@ def run_inline(found: Inline, captured: Captured) -> Run:
     return run
 
 
+def run_drawn(found: Drawn) -> Run:
+    """The whole results on every rank, of which it keeps its part."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        left = iter(found.outs)
+        return map_tensors(lambda t: _kept(t, next(left)), run_whole(func, args, kwargs or _NOTHING))
+
+    return run
+
+
+def _kept(x: Tensor, spec: Spec) -> Tensor:
+    if not isinstance(x, DistTensor) or x._spec.layout == spec.layout:
+        return x
+    spec = spec.with_dtype(x._spec.dtype)
+    return stamp(convert_local(x, x._spec, spec), spec)
+
+
 def _like(meta: Any, out: Any) -> Any:
     """Results in the kind of tuple that the operator returns."""
     return out if isinstance(out, Tensor) or not hasattr(type(meta), "n_fields") else type(meta)(tuple(out))
@@ -262,12 +280,16 @@ def run_graph(captured: Captured) -> Run:
     return run
 
 
+_IN_ANY_MEMORY: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""What does the same for tensors in another memory order than those that were captured, which had no gaps."""
+
+
 def _run_node(node: Node, known: dict[int, Tensor]) -> None:
     args, kwargs = map_tensors(lambda t: known[id(t)], (node.args, node.kwargs))
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "meta":
         kwargs = {**kwargs, "device": next(iter(known.values())).device}
-    out = node.op(*args, **kwargs)
+    out = _IN_ANY_MEMORY.get(node.op, node.op)(*args, **kwargs)
     for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
         known[id(meta)] = real
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 no_interception = torch._C.DisableTorchFunctionSubclass
 """Context in which DistTensors behave as the local tensors that they are."""
+
+interception: Any = getattr(torch._C, "_EnableTorchFunction")  # noqa: B009 - not in torch's stubs
+"""Context in which DistTensors are the whole tensors again, inside of `no_interception`."""
 
 interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """False inside `no_interception` and `call_plain`, where a DistTensor is to behave as its local part."""
@@ -220,6 +224,14 @@ def operators_recorded(
             yield
     finally:
         _pop_mode_from_pre_dispatch()
+
+
+def composite_kernel(op: Operator) -> Callable[..., Any] | None:
+    """What torch makes a composite operator of, in C++; None for an operator that has kernels of its own."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if op.namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return None
+    return partial(op._op_dk, key)
 
 
 no_modes: Any = _disable_current_modes
