@@ -78,6 +78,29 @@ def test_stale_weights_are_asked_for() -> None:
     check(pipedream(2, 4), stale=True)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "versions", "says"),
+    [
+        ("F0.0 BW0.0 O F1.0 BW1.0", "F0.1 BW0.1 O F1.1 BW1.1", (), "microbatches 0 O 1 of chunk 0"),
+        ("F0.0 F1.0 BW0.0 O BW1.0 O", "F0.1 F1.1 BW0.1 BW1.1 O", (), "0 1 O of chunk 1 on rank 1"),
+        ("F0.0 BW0.0 O O F1.0 BW1.0 O", "F0.1 BW0.1 O O F1.1 BW1.1 O", (), "as many microbatches"),
+        ("F0.0 BW0.0 O F1.0 BW1.0 O", "F0.1 BW0.1 O F1.1 BW1.1 O", (0, 2), "with weights of 2 updates"),
+    ],
+)
+def test_groups_of_updates(first: str, second: str, versions: tuple[int, ...], says: str) -> None:
+    """Updates take the same groups on all ranks, of one size, and leave out none; weights are used once made."""
+    schedule = replace(schedule_of(first, second, m=2), versions=versions)
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, stale=True)
+    assert says in str(caught.value)
+
+
+def test_versions_count_as_memory() -> None:
+    assert check(pipedream(4, 8), stale=True, memory=Memory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
+    with pytest.raises(ScheduleError, match="holds up to 34"):
+        check(pipedream(4, 8), stale=True, memory=Memory(weights=10.0), capacity=33)
+
+
 def test_receives_in_another_order_than_sends() -> None:
     rows = "F0.0 >F0.0 F1.0 >F1.0 <B0.1 BW0.0 <B1.1 BW1.0", "<F1.0 F1.1 BW1.1 >B1.1 <F0.0 F0.1 BW0.1 >B0.1"
     schedule = schedule_of(*rows, m=2)

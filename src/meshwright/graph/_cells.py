@@ -90,7 +90,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
         op, args = _SAME[name](view)
         return emit(op, (value, *args), {}, like)
     if name in _SCATTERS:
-        return emit(_SCATTERS[name], (base, value, *view.args[1:]), view.kwargs, like)
+        return _scattered(_SCATTERS[name], child, view, base, emit)
     if like.dtype != child.like.dtype or (name == "as_strided" and not _is_plain(like)):
         raise CaptureError(
             f"to record {user_frame() or 'a program'}", f"a write to what {name} shows of a tensor",
@@ -98,6 +98,20 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
             "a new tensor (torch.where, torch.cat) instead of the write",
         )  # fmt: skip
     return _put_by_index(child, view, base, emit)
+
+
+def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -> Value:
+    """Slices of complex numbers are put back as pairs, since torch knows no gradient for those themselves."""
+    like, value = view.base.like, child.value
+    if not like.is_complex() or op is aten.diagonal_scatter.default:
+        return emit(op, (base, value, *view.args[1:]), view.kwargs, like)
+    names = [argument.name for argument in view.op._schema.arguments]
+    given: dict[str, Any] = dict(zip(names[1:], view.args[1:], strict=False)) | dict(view.kwargs)
+    pairs = torch.view_as_real(like)
+    into = emit(aten.view_as_real.default, (base,), {}, pairs)
+    part = emit(aten.view_as_real.default, (value,), {}, torch.view_as_real(child.like))
+    out = emit(op, (into, part), given | {"dim": given.get("dim", 0) % like.dim()}, pairs)
+    return emit(aten.view_as_complex.default, (out,), {}, like)
 
 
 def _is_plain(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """Pipelines: schedules as tables, their checker and simulator, the known schedules."""
 
 from ._action import Action, Kind, parse_action
+from ._behind import Make
 from ._check import channels, check
 from ._chunk_times import chunk_times
 from ._end_to_end import end_to_end, taken_up
@@ -14,14 +15,14 @@ from ._mirror import mirrored
 from ._parse import parse_schedule
 from ._parts import BEHIND, Parts, behind_all, taken_apart, with_behind
 from ._picture import summary, svg, terminal, trace
-from ._runner import Make, PipelineRun, check_fits
+from ._runner import PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
 from ._slice_specials import in_slices
 from ._slices import seq_one_f_one_b, terapipe
 from ._squeeze import squeezed
 from ._stages import Stages, staged
-from ._stale import pipedream, pipedream_2bw, weight_versions
+from ._stale import is_stale, pipedream, pipedream_2bw, updates, weight_versions
 from ._transfers import whole_backward, with_transfers
 from ._two_ways import chimera, chimera_doubled, dualpipe, dualpipe_v
 from ._v_shapes import v_half, v_min, zb_v
@@ -67,6 +68,7 @@ __all__ = [
     "in_slices",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
+    "is_stale",
     "known",
     "linear",
     "looped",
@@ -90,6 +92,7 @@ __all__ = [
     "terapipe",
     "terminal",
     "trace",
+    "updates",
     "v_half",
     "v_min",
     "weight_versions",

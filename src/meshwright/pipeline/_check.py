@@ -9,6 +9,7 @@ from ._action import COMPUTES, RECEIVES, TRANSFERS, Action, Kind
 from ._errors import ScheduleError
 from ._memory import Memory, peaks
 from ._schedule import Schedule
+from ._stale import groups, is_stale, versions_used
 from ._walk import Channel, Event, events, message_ranks, walked
 
 
@@ -167,6 +168,40 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
                 "check(schedule, stale=True), if that is wanted, or O at the end of the row",
             )  # fmt: skip
         _check_gathers(schedule, rank, [atom for _, atom in kinds])
+    if stale and is_stale(schedule):
+        _check_groups(schedule)
+        _check_versions(schedule)
+
+
+def _check_groups(schedule: Schedule) -> None:
+    """Updates take as many microbatches each, the same ones on all ranks, and leave out none."""
+    found = groups(schedule)
+    at, first = next(iter(found.items()))
+    other = next((place for place, taken in found.items() if taken != first), at)
+    if other != at or len({len(group) for group in first[:-1]}) != 1 or first[-1]:
+        raise _wrong(
+            schedule, " and ".join(_groups_text(*place, found[place]) for place in dict.fromkeys((at, other))),
+            "each update takes as many microbatches, the same ones on all ranks, and none is left out",
+            "O behind the last backward of each group, in every row",
+        )  # fmt: skip
+
+
+def _groups_text(rank: int, chunk: int, taken: Sequence[frozenset[int]]) -> str:
+    numbers = " O ".join(" ".join(map(str, sorted(group))) for group in taken)
+    return f"gradients of microbatches {' '.join(numbers.split())} of chunk {chunk} on rank {rank}"
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """No microbatch uses weights that are still to be made."""
+    for rank, row in enumerate(schedule.rows):
+        made = 0
+        for atom, version in versions_used(schedule, row):
+            made += atom.kind is Kind.OPTIMIZER
+            if not 0 <= version <= made:
+                raise _wrong(
+                    schedule, f"{atom} on rank {rank} with weights of {version} updates", f"{made} were made by then",
+                    f"versions of {made} at most",
+                )  # fmt: skip
 
 
 def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 
 from ._action import Action, Kind
 from ._schedule import Row, Schedule
+from ._stale import versions_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +16,15 @@ class Memory:
 
     `held` is what a forward leaves for the backward, `kept` what stays of it between B and W (default: all), `inputs`
     what stays between a forward that is recomputed and the recomputation. `static` is what a chunk takes always:
-    weights, their gradients and the optimizer's state.
+    weights, their gradients and the optimizer's state. `weights` is what each version of its weights takes that is held
+    beside the newest one (asynchronous schedules).
     """
 
     held: float | tuple[float, ...] = 1.0
     kept: float | tuple[float, ...] | None = None
     inputs: float | tuple[float, ...] = 0.0
     static: float | tuple[float, ...] = 0.0
+    weights: float | tuple[float, ...] = 0.0
 
     def change(self, schedule: Schedule, action: Action) -> float:
         """How many bytes more a rank holds after `action`, alone."""
@@ -53,16 +57,21 @@ def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]
     """
     memory = memory or Memory()
     return tuple(
-        sum(at(memory.static, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
-        + _peak(schedule, row, memory)
+        _on(schedule, rank, memory.static) + _peak(schedule, row, memory, _on(schedule, rank, memory.weights))
         for rank, row in enumerate(schedule.rows)
     )
 
 
-def _peak(schedule: Schedule, row: Row, memory: Memory) -> float:
+def _on(schedule: Schedule, rank: int, values: float | tuple[float, ...]) -> float:
+    """What the chunks of a rank take together."""
+    return sum(at(values, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
+
+
+def _peak(schedule: Schedule, row: Row, memory: Memory, weights: float) -> float:
     now = most = 0.0
+    older = (n - 1 for n in versions_held(schedule, row)) if weights else repeat(0)
     for action in row:
-        changes = [memory.change(schedule, atom) for atom in action.atoms]
-        most = max(most, now + sum(c for c in changes if c > 0))
-        now += sum(changes)
+        changes = [(memory.change(schedule, atom), next(older) * weights) for atom in action.atoms]
+        most = max(most, now + sum(c for c, _ in changes if c > 0) + max(versions for _, versions in changes))
+        now += sum(c for c, _ in changes)
     return most

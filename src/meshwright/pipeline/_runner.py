@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier, current
-from meshwright.graph import Input, Program, Run, Value, runner, tensor_dtype
+from meshwright.graph import Input, Program, Run, Value, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
 from ._action import Kind
+from ._behind import Behind, Make, mean_of, plainly
 from ._draws import Entry, rehearsal, set_states
 from ._errors import StageError
 from ._intake import Intake
-from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total
+from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place
 from ._schedule import Schedule
 from ._stages import Stages
+from ._stale import is_stale, updates, versions_used
+from ._versions import Known, Versions
 
 _PARTS: Mapping[Kind, tuple[Part, ...]] = {
     Kind.FORWARD: ("F",),
@@ -31,15 +34,6 @@ _PARTS: Mapping[Kind, tuple[Part, ...]] = {
 """What an action runs. Messages go with the actions that make and read them, so their own actions run nothing."""
 _MAY_LACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """What runs as fewer programs where a step was not taken apart as far."""
-
-Known = dict[Value, Any]
-Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
-"""Gives a program as a function, and the inputs for which that gives values to write; it may write others itself."""
-
-
-def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
-    """The program node by node."""
-    return runner(program), tuple(x for x, _ in program.writes)
 
 
 @dataclass(slots=True)
@@ -106,18 +100,19 @@ class PipelineRun:
     of a way of the schedule is one; microbatches of other sizes have others. `run(*inputs)` takes the inputs of
     `inputs`. It gives the outputs of the program behind, and the values that `writes` take over. After each action
     `watch` is told what is held of each microbatch.
+
+    An asynchronous schedule runs the program behind once per update, and what it changes is written over then. With
+    `again`, all updates but the first are those of that program (`Behind`).
     """
 
     def __init__(
         self, copies: Sequence[Parts], schedule: Schedule, rank: int, intake: Intake,
-        make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None,
+        make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None, again: Program | None = None,
     ) -> None:  # fmt: skip
-        self.inputs = intake.inputs
+        self._behind = Behind(copies[0].programs[BEHIND], again, updates(schedule), make)
+        self.inputs = (*intake.inputs, *self._behind.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
         self._before = [(p.programs[BEFORE], p.gives[BEFORE], make(p.programs[BEFORE])[0]) for p in copies]
-        behind = copies[0].programs[BEHIND]
-        self._behind, written = make(behind)
-        self._reads = tuple(i.value if i.role != "saved" else i.source for i in behind.inputs)
         self._parts = {
             (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
             for copy, parts in enumerate(copies)
@@ -125,7 +120,8 @@ class PipelineRun:
             if place not in (BEFORE, BEHIND)
         }
         stage = copies[0].stages.of(rank)
-        self._row = () if stage is None else _entries(schedule, stage, intake.copies, self._parts)
+        steps = _steps(schedule, stage, intake.copies, self._parts)
+        self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
         self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
         once = {v for _, gives, _ in self._before for v in gives}
         fed = {feed.value for feeds in intake.feeds for feed in feeds}
@@ -134,34 +130,52 @@ class PipelineRun:
         self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
-        self.writes = (*self._renewed, *written)
+        self.writes = (*self._renewed, *self._behind.writes)
+        self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
 
     def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
         here, count = current(), self._microbatches
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
-            for program, gives, run in self._before:
-                out, _ = run(*(base[i.value] for i in program.inputs))
-                base.update(zip(gives, out, strict=True))
-            held = self._dealt(base)
-            totals = _Totals()
+            self._begin(base)
+            step = _Step(base, self._dealt(base), Versions(self._used, self._read))
             states = self._rehearsal.states(base) if self._rehearsal else {}
             end = self._rehearsal.now() if self._rehearsal else {}
-            for (copy, place, m), gone in zip(self._row, self._drops, strict=True):
+            for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
+                if place == BEHIND:
+                    set_states(end)
+                    self._update(n, step, here)
+                    continue
                 set_states(states.get((copy, place, m), {}))
-                part, way = self._parts[copy, place], self._ways[m]
+                part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
-                    self._act(part, base, held[m], totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                    known = step.versions.of(n, base)
+                    _act(part, known, held, step.totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                for x, v in part.renewed:
+                    base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
                 for v in gone:
-                    held[m].pop(v, None)
+                    held.pop(v, None)
+                step.versions.drop(n)
                 if self._watch is not None:
-                    self._watch(held)
-            set_states(end)
-            with here.seen.doing("pipeline", "behind all microbatches"):
-                outputs, written = self._behind(
-                    *(totals.known[v.of] if isinstance(v, Total) else base[v] for v in self._reads)
-                )
-        return outputs, [*(base[x] for x in self._renewed), *written]
+                    self._watch(step.held)
+        return mean_of(step.outputs), [*(base[x] for x in self._renewed), *step.written]
+
+    def _begin(self, base: Known) -> None:
+        """What each version of the weights is made into, once."""
+        for program, gives, run in self._before:
+            out, _ = run(*(base[i.value] for i in program.inputs))
+            base.update(zip(gives, out, strict=True))
+
+    def _update(self, n: int, step: _Step, here: Carrier) -> None:
+        """The update that is entry n; microbatches on their way keep the weights that they have seen."""
+        base, at = step.base, len(step.outputs)
+        step.versions.keep(n, base, self._behind.over(at, base), *step.held)
+        with here.seen.doing("pipeline", "behind all microbatches"):
+            outputs, step.written = self._behind(at, base, step.totals.known)
+        step.outputs.append(outputs)
+        step.totals = _Totals()
+        if n + 1 < len(self._row):
+            self._begin(base)
 
     def _dealt(self, base: Known) -> list[Known]:
         """What each microbatch begins with."""
@@ -173,20 +187,31 @@ class PipelineRun:
             for m, feeds in enumerate(self._feeds)
         ]
 
-    def _act(
-        self, part: _Part, base: Known, held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
-    ) -> None:
-        for message in part.arriving:
-            message.receive(held, here, tag(message.crossing.tag))
-        if part.gives:
-            out, _ = part.run(*[held[v] if v in held else base[v] for v in part.reads])
-            held.update(zip(part.gives, out, strict=True))
-        for x, v in part.terms:
-            totals.add(v, held[x])
-        for x, v in part.renewed:
-            base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
-        for message in part.leaving:
-            message.send(held, here, tag(message.crossing.tag))
+
+@dataclass(slots=True)
+class _Step:
+    """How far a step is: what is known, what is held of each microbatch, and what updates have given."""
+
+    base: Known
+    held: list[Known]
+    versions: Versions
+    totals: _Totals = field(default_factory=_Totals)
+    outputs: list[Any] = field(default_factory=list[Any])
+    written: list[Any] = field(default_factory=list[Any])
+
+
+def _act(
+    part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
+) -> None:
+    for message in part.arriving:
+        message.receive(held, here, tag(message.crossing.tag))
+    if part.gives:
+        out, _ = part.run(*[held[v] if v in held else known[v] for v in part.reads])
+        held.update(zip(part.gives, out, strict=True))
+    for x, v in part.terms:
+        totals.add(v, held[x])
+    for message in part.leaving:
+        message.send(held, here, tag(message.crossing.tag))
 
 
 def _buffers(inputs: Sequence[Input]) -> Mapping[Value, tuple[Value, ...]]:
@@ -228,17 +253,33 @@ def _layers(program: Program) -> str:
     return " … ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
 
+def _steps(
+    schedule: Schedule, stage: int | None, copies: Sequence[int], there: Collection[tuple[int, Place]]
+) -> list[tuple[Entry, int]]:
+    """What a rank runs, in order, and of which version of the weights; one in no stage does what all do.
+
+    Updates stand where an asynchronous schedule has them, and else one behind all.
+    """
+    if is_stale(schedule) and stage is not None:
+        return [*_entries(schedule, stage, copies, there)]
+    row = () if stage is None else _entries(schedule, stage, copies, there)
+    last = [((0, BEHIND, 0), n + 1) for n in range(updates(schedule))]
+    return [*(step for step in row if step[0][1] != BEHIND), *last]
+
+
 def _entries(
     schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, Place]]
-) -> tuple[Entry, ...]:
-    """What a stage runs, in order: copies, places and microbatches. What was recomputed before is not again.
+) -> Iterator[tuple[Entry, int]]:
+    """What a row runs: copies, places and microbatches. What was recomputed before is not again.
 
     Slices of a sequence are one microbatch here: each finds what those before it left. A backward pass has an R and a W
     where they are `there`.
     """
     done = schedule.recomputed
-    found: list[Entry] = []
-    for atom in (atom for action in schedule.rows[stage] for atom in action.atoms):
+    for atom, version in versions_used(schedule, schedule.rows[stage]):
+        if atom.kind is Kind.OPTIMIZER:
+            yield (0, BEHIND, 0), version
+            continue
         m, number = divmod(atom.microbatch, schedule.slices)
         for part in _PARTS.get(atom.kind, ()):
             copy, place = copies[m], Place(part, atom.chunk, number)
@@ -246,8 +287,7 @@ def _entries(
                 continue
             if atom.kind in _MAY_LACK and part != "B" and (copy, place) not in there:
                 continue
-            found.append((copy, place, m))
-    return tuple(found)
+            yield (copy, place, m), version
 
 
 def _drops(
@@ -257,6 +297,9 @@ def _drops(
     seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
     drops: list[tuple[Value, ...]] = []
     for copy, place, m in reversed(row):
+        if place == BEHIND:
+            drops.append(())
+            continue
         part = parts[copy, place]
         touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
         touched |= {x.crossing.result for x in part.arriving}

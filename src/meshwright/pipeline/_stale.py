@@ -1,16 +1,18 @@
 """Asynchronous schedules: no flush, and weights that change while microbatches are on their way.
 
-They are not what the optimizer means on one device: `check` refuses them without `stale=True`.
+They are not what the optimizer means on one device: `check` refuses them without `stale=True`, and the static mode
+without `pipeline.asynchronous`. Each update takes the mean gradient of a group of microbatches, which is the same on
+all ranks, so that "version n" means as many updates everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ._action import Action, Kind
+from ._action import COMPUTES, Action, Kind
 from ._flush import asked, one_f_one_b
-from ._schedule import Schedule
+from ._schedule import Row, Schedule
 
 
 def pipedream(ranks: int, microbatches: int) -> Schedule:
@@ -40,24 +42,72 @@ def _updated(row: tuple[Action, ...], behind: range) -> Iterator[Action]:
             yield Action(Kind.OPTIMIZER, action.microbatch)
 
 
+def is_stale(schedule: Schedule) -> bool:
+    """Whether weights change while microbatches are on their way."""
+    return bool(schedule.versions) or any(_updates_early(row) for row in schedule.rows)
+
+
+def _updates_early(row: Row) -> bool:
+    kinds = [atom.kind for action in row for atom in action.atoms]
+    return any(kind in COMPUTES for kind in kinds[kinds.index(Kind.OPTIMIZER) :]) if Kind.OPTIMIZER in kinds else False
+
+
+def updates(schedule: Schedule) -> int:
+    """How often a step updates the weights: more than once where they change on the way.
+
+    >>> updates(pipedream(4, 8)), updates(pipedream_2bw(4, 8)), updates(one_f_one_b(4, 8))
+    (8, 2, 1)
+    """
+    kinds = [atom.kind for action in schedule.rows[0] for atom in action.atoms]
+    return kinds.count(Kind.OPTIMIZER) if is_stale(schedule) else 1
+
+
+def groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
+    """(Rank, chunk) → the microbatches whose gradients each update takes; the last ones are those that none takes."""
+    return {(rank, chunk): taken for rank, row in enumerate(schedule.rows) for chunk, taken in _groups(row)}
+
+
+def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
+    atoms = [atom for action in row for atom in action.atoms]
+    for chunk in sorted({atom.chunk for atom in atoms if atom.kind in COMPUTES}):
+        taken: list[set[int]] = [set()]
+        for atom in atoms:
+            if atom.kind is Kind.OPTIMIZER:
+                taken.append(set())
+            elif atom.chunk == chunk and atom.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                taken[-1].add(atom.microbatch)
+        yield chunk, tuple(map(frozenset, taken))
+
+
+def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
+    """The actions of a row, each alone, with the version of the weights that it uses; an update with that it makes.
+
+    Version n is that of n updates. What a microbatch's forward pass used, its backward pass uses too.
+    """
+    made = 0
+    used: dict[tuple[int, int], int] = {}
+    for atom in (atom for action in row for atom in action.atoms):
+        m, at = atom.microbatch, (atom.microbatch, atom.chunk)
+        if atom.kind is Kind.FORWARD:
+            used[at] = schedule.versions[m] if schedule.versions else made
+        made += atom.kind is Kind.OPTIMIZER
+        yield atom, used.get(at, made)
+
+
+def versions_held(schedule: Schedule, row: Row) -> Iterator[int]:
+    """Behind each action of a row, the versions held: the newest, and those that an action is still to use."""
+    used = [*versions_used(schedule, row)]
+    last = {version: n for n, (_, version) in enumerate(used)}
+    made = 0
+    for n, (atom, _) in enumerate(used):
+        made += atom.kind is Kind.OPTIMIZER
+        yield 1 + sum(version < made and at > n for version, at in last.items())
+
+
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
     """The most versions of its weights that each rank holds at one time.
 
     >>> weight_versions(pipedream(4, 8)), weight_versions(pipedream_2bw(4, 8)), weight_versions(one_f_one_b(4, 8))
     ((4, 3, 2, 1), (2, 2, 2, 2), (1, 1, 1, 1))
     """
-    return tuple(_versions(schedule, row) for row in schedule.rows)
-
-
-def _versions(schedule: Schedule, row: tuple[Action, ...]) -> int:
-    """A version is held while it is the newest, or while a microbatch that used it, or will, is not done."""
-    updates, most = 0, 1
-    waiting: dict[int, int] = {}
-    for atom in (atom for action in row for atom in action.atoms):
-        if atom.kind is Kind.FORWARD:
-            waiting[atom.microbatch] = schedule.versions[atom.microbatch] if schedule.versions else updates
-        elif atom.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            waiting.pop(atom.microbatch, None)
-        updates += atom.kind is Kind.OPTIMIZER
-        most = max(most, len({updates, *waiting.values()}))
-    return most
+    return tuple(max(versions_held(schedule, row), default=1) for row in schedule.rows)
