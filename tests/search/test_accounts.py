@@ -162,7 +162,7 @@ def test_a_mesh_plan_says_as_data_what_it_explains() -> None:
     program = capture(model, model, batch).program
     steps: list[tuple[int, int]] = []
     best, *others = plan_mesh(program, cluster("8xH100"), 8, lambda done, of: steps.append((done, of)))
-    assert steps == [(n, 4) for n in range(4)]
+    assert steps == [(n, 5) for n in range(5)], "four numbers of shares, and pipelines"
     for plan in (best, *others):
         told = plan.account(others)
         assert sum(told.spent.values()) == pytest.approx(plan.seconds) == told.seconds

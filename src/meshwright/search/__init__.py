@@ -12,9 +12,10 @@ from ._find import Found, find_placement, find_schedule
 from ._forms import Form
 from ._held import Held, hold
 from ._hints import hints
-from ._mesh_plan import REPLICAS, MeshPlan
+from ._mesh_plan import REPLICAS, STAGES, MeshPlan
 from ._mesh_plan_text import parse_mesh_plan
 from ._meshes import plan_mesh
+from ._pipelining import Pipelining
 from ._plan import Plan, parse_plan, plan_of
 from ._plan_account import account, differences
 from ._predict import Prediction, predict, share_of_peak, work
@@ -38,6 +39,7 @@ __all__ = [
     "OURS",
     "PAGEABLE",
     "REPLICAS",
+    "STAGES",
     "Account",
     "Choice",
     "Curve",
@@ -54,6 +56,7 @@ __all__ = [
     "MeshPlan",
     "Objective",
     "OnStep",
+    "Pipelining",
     "Plan",
     "Plans",
     "Prediction",

@@ -36,16 +36,25 @@ experts=None, latent=None, window=None)
             "a transformer from a configuration", f"{', '.join(sorted(config)) or 'nothing'}",
             f"it does not say {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
         )  # fmt: skip
-    layers, hidden, heads, vocab = (int(sizes[n] or 0) for n in ("layers", "hidden", "heads", "vocab"))
+    layers, hidden, heads, vocab = (_whole(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
+    kv_heads, head_dim = (_whole(n, config.get(n) or 0) for n in ("num_key_value_heads", "head_dim"))
     return Transformer(
-        layers, hidden, heads, int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or hidden // heads), int(sizes["ffn"] or 4 * hidden), vocab, _is_gated(config),
+        layers, hidden, heads, kv_heads or heads, head_dim or hidden // max(heads, 1),
+        _whole("ffn", sizes["ffn"] or 4 * hidden), vocab, _is_gated(config),
         bool(config.get("tie_word_embeddings", False)), _experts(config, layers), _latent(config), _window(config),
     )  # fmt: skip
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((config[n] for n in names if config.get(n) is not None), None)
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
+        raise SearchError(
+            "a transformer from a configuration", f"{name}: {value!r}", "it is no whole number", f'"{name}": 32'
+        )
+    return int(value)
 
 
 def _is_gated(config: Mapping[str, Any]) -> bool:

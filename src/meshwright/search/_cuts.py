@@ -27,13 +27,11 @@ from ._eliminate import MOST, Elimination, Table, aligned, elimination, least, o
 from ._errors import SearchError
 from ._forms import VARYING, WHOLE, Form, collective, dual
 from ._kept import Kept
-from ._prices import Prices
+from ._prices import EXPOSED, Prices
 from ._saving import Saving
 from ._ways import Option, call_of, choices, form_of, needs_of, tensors_of
 
 T = TypeVar("T")
-EXPOSED = 0.3
-"""The part of conversions of parameters, and of their gradients, that is not hidden behind operators."""
 BACKWARD = 2.0
 """How many times as long as its forward pass an operator's backward pass takes, where there is one."""
 
@@ -49,6 +47,7 @@ class Meeting:
     seconds: float
     layer: str
     source: str = ""
+    node: Node | None = field(default=None, repr=False, compare=False)
 
     @property
     def kind(self) -> str:
@@ -201,16 +200,17 @@ class CutProblem:
                 yield from self._costly(given.value, form if form.kind == "cut" else WHOLE, form, given.name)
         for node, option in options.items():
             for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
-                yield from self._costly(v, have, forms[v], node.origin.layer, node.origin.where)
+                yield from self._costly(v, have, forms[v], node.origin.layer, node)
             for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
-                yield from self._costly(v, forms[v], need, node.origin.layer, node.origin.where)
+                yield from self._costly(v, forms[v], need, node.origin.layer, node)
         for v in self._results & set(forms):
             yield from self._costly(v, forms[v], WHOLE, "the end")
 
-    def _costly(self, v: Value, have: Form, need: Form, layer: str, source: str = "") -> Iterator[Meeting]:
+    def _costly(self, v: Value, have: Form, need: Form, layer: str, node: Node | None = None) -> Iterator[Meeting]:
         seconds = float(self._conversions(v, (have,), (need,))[0, 0])
         if seconds > 0:
-            yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source)
+            source = node.origin.where if node else ""
+            yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
 
     def smallest(self, byte: float) -> float:
         """The least sum, found by looking at every combination at once."""

@@ -11,12 +11,14 @@ from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype, type_text
 from meshwright.layout import ProcessMesh, Spec, hint
 
-from ._account import Account, Curve, Laid, Rival, Sent, loses
+from ._account import Account, Curve, Laid, Rival, Sent, loses, rising
+from ._balance import Balanced
 from ._choose import USABLE
 from ._cuts import Cuts, Meeting
 from ._errors import SearchError
 from ._kept import per_byte
 from ._mesh_curve import memory_curve
+from ._pipelining import Pipelining
 from ._plan import quoted
 from ._prices import Prices
 from ._saving import NOTHING, Saving
@@ -25,6 +27,7 @@ from ._units import parameters
 
 REPLICAS = "dp"
 SHARES = "tp"
+STAGES = "pp"
 ROLES = "parameter", "buffer", "batch"
 
 
@@ -32,9 +35,10 @@ ROLES = "parameter", "buffer", "batch"
 class MeshPlan:
     """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
 
-    `saving` tells what else is done so that it fits into memory, `notes` what that takes for granted and what is not
-    known; the optimizer has so many `states`, each as large as its parameter. `seconds` of a step and `nbytes` of a
-    rank are predictions; `cuts` and `cluster` tell why, where a search found it.
+    With a `pipeline` each lies on the mesh of its stage, as it would on that of the first: `stage_mesh`. `saving` tells
+    what else is done so that it fits into memory, `notes` what that takes for granted and what is not known; the
+    optimizer has so many `states`, each as large as its parameter. `seconds` of a step and `nbytes` of a rank are
+    predictions; `cuts`, `stages` and `cluster` tell why, where a search found it.
     """
 
     mesh: ProcessMesh
@@ -42,10 +46,17 @@ class MeshPlan:
     seconds: float = 0.0
     nbytes: float = 0.0
     saving: Saving = NOTHING
+    pipeline: Pipelining | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     states: float = field(default=2.0, repr=False, compare=False)
     cuts: Cuts | None = field(default=None, repr=False, compare=False)
     cluster: Cluster | None = field(default=None, repr=False, compare=False)
+    stages: Balanced | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def stage_mesh(self) -> ProcessMesh:
+        """The mesh on which the layouts are those of a stage: all of it where there is no pipeline."""
+        return self.mesh[STAGES, 0] if self.pipeline is not None else self.mesh
 
     @property
     def dp(self) -> int:
@@ -58,11 +69,17 @@ class MeshPlan:
         return self.mesh.sizes.get(SHARES, 1)
 
     @property
+    def pieces(self) -> int:
+        """Into how many pieces a batch goes: microbatches of a pipeline, or those of one rank."""
+        return self.pipeline.microbatches if self.pipeline is not None else self.saving.accumulate
+
+    @property
     def how(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-        if set(self.mesh.dim_names) == {REPLICAS, SHARES}:
+        if set(self.stage_mesh.dim_names) == {REPLICAS, SHARES}:
             mesh = f"{self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)}"
-        return ", ".join(filter(None, [mesh, str(self.saving)]))
+            mesh = mesh if self.pipeline is None else f"{self.pipeline.stages} stages of {mesh}"
+        return ", ".join(filter(None, [mesh, str(self.pipeline or ""), str(self.saving)]))
 
     def specs(self, program: Program) -> dict[str, Spec]:
         """The layouts by the names of a captured program's values: what its completion has to be told.
@@ -78,7 +95,8 @@ class MeshPlan:
             [
                 "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
                 *(f"# {note}" for note in self.notes),
-                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}", *self.saving.lines(), "",
+                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}",
+                *(self.pipeline.lines() if self.pipeline else []), *self.saving.lines(), "",
                 "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
                 "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
             ]
@@ -99,8 +117,9 @@ class MeshPlan:
         spent = self._spent()
         rows = [
             str(self).splitlines()[0],
+            *(f"  {line}" for line in self._stage_lines()),
             f"  operators {spent['computation']:.4g} s, {len(longest)} conversions {spent['conversions']:.4g} s, "
-            f"gradients of replicas {spent['gradients of replicas']:.4g} s",
+            + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in [*spent.items()][2:]),
             *(f"  {m}" for m in longest[:most]),
             *([f"  and {len(longest) - most} shorter ones"] if len(longest) > most else []),
             *(
@@ -110,29 +129,47 @@ class MeshPlan:
         ]
         return "\n".join(rows)
 
+    def _stage_lines(self) -> Iterator[str]:
+        """What each stage takes."""
+        if self.stages is None or self.pipeline is None:
+            return
+        line, count = self.stages.timeline, self.pipeline.microbatches
+        for n, (begin, busy, held) in enumerate(
+            zip(("", *self.pipeline.split), line.busy, self.stages.held, strict=True)
+        ):
+            where = f"from {begin}" if begin else "from the beginning"
+            yield f"stage {n} {where}: {busy / count:.4g} s a microbatch, {held / 1e9:.3g} GB a rank"
+
     def account(self, others: Sequence[MeshPlan] = ()) -> Account:
         """What `explain` says, as data: every tensor and how it lies, every conversion, and what `others` lose by.
 
         Raises SearchError as `explain` does.
         """
         cuts, cluster = self._searched("the account of")
-        spent, sizes, room = self._spent(), self._held(cuts), cluster.device.memory * USABLE
+        spent, room = self._spent(), cluster.device.memory * USABLE
         rivals = [Rival(p.how, p.seconds, p.nbytes, loses(spent, p._spent())) for p in others]
+        elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
         return Account(
-            f"a module of {parameters(sizes.pop('elements'))}", self.how,
+            f"a module of {parameters(float(elements))}", self.how,
             f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
-            tuple(_why(self.seconds, spent, self._meetings)), spent, {"every rank": sizes}, tuple(self._laid()),
-            tuple(self._sent(cluster)), tuple(rivals), self._decided(), curves=(self._curve(cuts, cluster),),
+            tuple(_why(self.seconds, spent, self._meetings)), spent, self._held(cuts), tuple(self._laid()),
+            tuple(self._sent(cluster)), tuple(rivals), self._decided(),
+            self.stages.timeline if self.stages else None, tuple(self._curves(cuts, cluster)),
         )  # fmt: skip
 
     def _decided(self) -> dict[str, object]:
         saving = {name: value for name, value in asdict(self.saving).items() if value != getattr(NOTHING, name)}
-        return {**self.mesh.sizes, **saving}
+        return {**self.mesh.sizes, **(asdict(self.pipeline) if self.pipeline else {}), **saving}
 
-    def _curve(self, cuts: Cuts, cluster: Cluster) -> Curve:
+    def _curves(self, cuts: Cuts, cluster: Cluster) -> Iterator[Curve]:
+        if self.stages is not None:
+            costs = self.stages.costs
+            for stage, (each, base) in enumerate(zip(costs.held, costs.always, strict=True)):
+                yield rising(f"stage {stage}", self.stages.timeline, stage, base, each)
+            return
         together = min(self.tp, cluster.per_node)
         prices = Prices(cluster, self.tp, together, 1 / self.dp, 0.0, self.dp, self.saving, self.states)
-        return memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
+        yield memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
     def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
         """What the search found, where there was one."""
@@ -148,21 +185,28 @@ class MeshPlan:
         return self.cuts.meetings if self.cuts else ()
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of a step by what they go to."""
+        """Seconds of a step by what they go to; of a pipeline those of its ranks on average."""
         met, own = sum(m.seconds for m in self._meetings), self.cuts.seconds if self.cuts else self.seconds
-        return {"computation": own - met, "conversions": met, "gradients of replicas": self.seconds - own}
+        if self.stages is None:
+            return {"computation": own - met, "conversions": met, "gradients of replicas": self.seconds - own}
+        line = self.stages.timeline
+        busy = sum(line.busy) / len(line.busy)
+        return {
+            "computation": min(own - met, busy),
+            "conversions": max(busy - (own - met), 0.0),
+            "bubble and messages": line.makespan - busy,
+            "gradients of replicas": self.seconds - line.makespan,
+        }
 
-    def _held(self, cuts: Cuts) -> dict[str, float]:
-        """Bytes of a rank by kind, and how many elements all parameters have."""
-        own = [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
-        parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in own)
+    def _held(self, cuts: Cuts) -> dict[str, dict[str, float]]:
+        """Bytes by kind, of every rank or of those of each stage."""
+        if self.stages is not None:
+            rows = zip(self.stages.held, self.stages.costs.static, strict=True)
+            return {f"stage {n}": _kinds(state, held - state) for n, (held, state) in enumerate(rows)}
+        parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in _own(cuts))
         each = per_byte(self.saving, self.dp, self.states)
         state = min(self.nbytes, sum(nbytes * each / ranks for nbytes, ranks in parts))
-        return {
-            "elements": float(sum(prod(map(hint, i.value.shape)) for i in own)),
-            "parameters, gradients, optimizer": state,
-            "activations and batch": self.nbytes - state,
-        }
+        return {"every rank": _kinds(state, self.nbytes - state)}
 
     def _laid(self) -> Iterator[Laid]:
         for name, spec in self.layouts.items():
@@ -175,12 +219,31 @@ class MeshPlan:
         for m in self._meetings:
             what = f"{m.value!r} from {m.have!r} to {m.need!r}"
             yield Sent(m.kind, what, m.layer or "the model", link, 1, m.nbytes, m.seconds, m.seconds, m.source)
+        if self.stages is not None:
+            yield self._messages(cluster, self.stages)
         if self.dp > 1:
             link = level(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
             seconds = self._spent()["gradients of replicas"]
             nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
             kind = "reduce-scatter and all-gather" if self.saving.zero else "all-reduce"
             yield Sent(kind, "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
+
+    def _messages(self, cluster: Cluster, stages: Balanced) -> Sent:
+        """What goes from a stage to the next and its gradient back: that of the largest boundary."""
+        times, count = stages.timeline.times, 2 * stages.schedule.microbatches
+        link = level(cluster, self.mesh.size, min(self.mesh.size, cluster.per_node))
+        nbytes, boundaries = max(stages.costs.sent), range(len(stages.starts))
+        seconds = count * max(times.message(n, n + 1) for n in boundaries)
+        return Sent("message", "activations, and their gradients", "between stages", link, count, nbytes, seconds)
+
+
+def _own(cuts: Cuts) -> list[Input]:
+    """The parameters that something looks at."""
+    return [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
+
+
+def _kinds(state: float, others: float) -> dict[str, float]:
+    return {"parameters, gradients, optimizer": state, "activations and batch": others}
 
 
 def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]) -> Iterator[str]:

@@ -10,14 +10,18 @@ from typing import Any, cast
 import numpy as np
 
 from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_spec
+from meshwright.pipeline import KNOWN as SCHEDULES
 
 from ._errors import SearchError
-from ._mesh_plan import MeshPlan
+from ._mesh_plan import STAGES, MeshPlan
+from ._pipelining import Pipelining
 from ._plan import read_text
 from ._saving import Saving
 
 EXAMPLE = '[mesh]\ndp = 4\ntp = 2\n\n[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
-KNOWN = "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate"
+KNOWN = (
+    "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate", "split", "schedule", "microbatches",
+)  # fmt: skip
 MOST = 2**24
 """So many ranks a mesh may have."""
 
@@ -40,8 +44,35 @@ def parse_mesh_plan(text: str) -> MeshPlan:
     numbers = [given.get(name, 0.0) for name in ("seconds", "bytes")]
     if not all(type(n) in (int, float) for n in numbers):
         raise _refused(f"seconds and bytes {numbers}", "predictions are numbers", "one of them is none")
-    specs = {name: _spec(name, line, mesh) for name, line in layouts.items()}
-    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given))
+    pipeline = _pipeline(given, mesh)
+    home = mesh if pipeline is None else mesh[STAGES, 0]
+    specs = {name: _spec(name, line, home) for name, line in layouts.items()}
+    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given), pipeline)
+
+
+def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
+    """The pipeline of a text that has split points, as many as its mesh has stages beside the first."""
+    if "split" not in given:
+        if named := [name for name in ("schedule", "microbatches") if name in given]:
+            raise _refused(
+                f"{named[0]} = {given[named[0]]!r}", "no split", "a pipeline has names at which stages begin"
+            )
+        return None
+    names, schedule, count = given["split"], given.get("schedule", "1F1B"), given.get("microbatches", 1)
+    if not isinstance(names, list) or not names or not all(type(name) is str for name in cast(list[Any], names)):
+        raise _refused(f"split = {names!r}", 'names of modules, as ["layers.4"]', "these are none")
+    if type(schedule) is not str or ("\n" not in schedule and schedule not in SCHEDULES):
+        raise _refused(f"schedule = {schedule!r}", "schedules that are known by name, or a table", "this is none")
+    if type(count) is not int or count < 1:
+        raise _refused(f"microbatches = {count!r}", "a batch has one microbatch or more", "this is no number of them")
+    found = Pipelining(tuple(cast(list[str], names)), schedule, count)
+    if mesh.sizes.get(STAGES) != found.stages:
+        raise _refused(
+            f"split = {names!r}", f"mesh = {mesh.sizes}", f"that makes {found.stages} stages, along {STAGES}"
+        )
+    if mesh.ndim < 2:
+        raise _refused(f"mesh = {mesh.sizes}", f"{STAGES} alone", "each stage has a mesh of its own, if of one rank")
+    return found
 
 
 def _saving(given: Mapping[str, Any]) -> Saving:

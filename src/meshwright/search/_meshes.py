@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from meshwright.cost import Cluster, Meeting
-from meshwright.graph import Input, Program, Value, tensor_dtype
-from meshwright.layout import Layout, ProcessMesh, Spec, hint
+from meshwright.cost import Cluster
+from meshwright.graph import Input, Program, tensor_dtype
+from meshwright.layout import Layout, ProcessMesh, Spec
 
-from ._choose import USABLE
-from ._cuts import BACKWARD, EXPOSED, CutProblem, Cuts
+from ._cuts import Cuts
 from ._errors import SearchError
-from ._even_pieces import Evenly, evenly
 from ._forms import WHOLE, Form
-from ._kept import per_byte
-from ._mesh_plan import REPLICAS, SHARES, MeshPlan, named_inputs
-from ._prices import Prices
-from ._saving import NOTHING, Dropped, Saving, blocks_of, patterns_of
+from ._mesh_plan import REPLICAS, SHARES, STAGES, MeshPlan, named_inputs
+from ._pipelines import Piped, Pipelines
+from ._replicas import Asked, Replicas
 from ._shown import OnStep
 
-PIECES = 256
-"""So many pieces of a batch are looked at."""
-CLOSE = 5e-3
-"""What may be faster by this part is not looked at."""
 PROVED = 1e-9
 """A gap that is none."""
 
@@ -41,211 +32,108 @@ def plan_mesh(
     saving: bool = True,
     batch: Sequence[Any] = (),
     states: float = 2.0,
+    stages: int | None = None,
 ) -> tuple[MeshPlan, ...]:
     """The plans for a captured forward pass, one per number of ranks that share a replica, fastest first.
 
     Where the fastest cuts do not fit into the memory of the cluster's devices, they are those that take less, or ZeRO,
-    layers that are made again, or a batch in pieces, whatever is fastest; without `saving`, only the cuts. `batch` are
-    the leaves of one, whose numbers may tell that pieces would not do. The optimizer has so many `states`, each as
+    layers that are made again, or a batch in pieces, whatever is fastest; without `saving`, only the cuts. A pipeline
+    is among the plans where the fastest one takes less than all others; with `stages`, all plans have as many. `batch`
+    are the leaves of one, whose numbers may tell that pieces would not do. The optimizer has so many `states`, each as
     large as its parameter. Raises SearchError where nothing fits.
     """
-    found, errors = list[MeshPlan](), list[SearchError]()
-    meshes = _Meshes(program, cluster, saving, batch, states)
-    divisors = [t for t in range(1, ranks + 1) if ranks % t == 0]
-    for n, tp in enumerate(divisors):
-        if on_step:
-            on_step(n, len(divisors))
-        dp = ranks // tp
-        if meshes.rows % dp:
-            continue
-        try:
-            found.append(meshes.planned(dp, tp))
-        except SearchError as error:
-            errors.append(error)
-    if not found:
-        raise errors[-1] if errors else SearchError(
-            f"a plan for {ranks} ranks", f"a batch of {meshes.rows}", "replicas take equal parts of a batch",
+    asked = Asked(program, cluster, saving, batch, states)
+    shares = [t for t in range(1, ranks + 1) if ranks % t == 0 and asked.rows % (ranks // t) == 0]
+    replicas = [Replicas(asked, ranks // t, t) for t in shares]
+    if not replicas:
+        raise SearchError(
+            f"a plan for {ranks} ranks", f"a batch of {asked.rows}", "replicas take equal parts of a batch",
             f"a batch that {ranks} divides",
         )  # fmt: skip
+    tell = on_step or (lambda done, of: None)
+    pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
+    found, errors = list[MeshPlan](), list[SearchError]()
+    for n, own in enumerate(replicas):
+        tell(n, len(replicas) + 1)
+        try:
+            found.append(_plain(own, pipelines) if stages in (None, 1) else _staged(own, pipelines))
+        except SearchError as error:
+            errors.append(error)
+    tell(len(replicas), len(replicas) + 1)
+    if pipelines is not None and stages is None:
+        piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
+        found += [] if piped is None else [_of_pipeline(asked, piped)]
+    if not found:
+        raise errors[-1]
     return tuple(sorted(found, key=lambda plan: plan.seconds))
 
 
-@dataclass(frozen=True)
-class _Meshes:
-    program: Program
-    cluster: Cluster
-    saving: bool
-    batch: Sequence[Any]
-    states: float
-
-    @cached_property
-    def rows(self) -> int:
-        batch = (i.value for i in self.program.inputs if i.role == "batch")
-        sizes = [hint(v.shape[0]) for v in batch if v.is_tensor and v.shape]
-        return sizes[0] if sizes and len(set(sizes)) == 1 else 1
-
-    @cached_property
-    def evenly(self) -> Evenly:
-        """Whether pieces of a batch give the loss of the whole."""
-        found = evenly(self.program)
-        return Evenly("labels are ignored, more in some pieces") if self.batch and found.ignores(self.batch) else found
-
-    @cached_property
-    def blocks(self) -> tuple[str, ...]:
-        return blocks_of(self.program)
-
-    def planned(self, dp: int, tp: int) -> MeshPlan:
-        """The fastest plan for so many replicas of so many ranks."""
-        room = self.cluster.device.memory * USABLE or inf
-        own = _Mesh(self, dp, tp)
-        cuts, saving = own.found(room)
-        mesh = ProcessMesh(np.arange(dp * tp).reshape(dp, tp), [REPLICAS, SHARES])
-        layouts = {
-            name: Spec(mesh, _layout(given, cuts, dp, saving), given.value.shape, tensor_dtype(given.value))
-            for name, given in named_inputs(self.program).items()
-        }
-        seconds = cuts.seconds + own.sync(cuts, saving)
-        notes = [f"provided that {said}" for said in self.evenly.provided if saving.accumulate > 1]
-        if cuts.gap > PROVED:
-            notes.append(f"not proved to be the fastest cuts: at most {100 * cuts.gap:.2g} % above a bound")
-        return MeshPlan(mesh, layouts, seconds, cuts.nbytes, saving, tuple(notes), self.states, cuts, self.cluster)
+def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+    """The fastest plan for so many replicas of so many ranks."""
+    cuts, saving = own.found
+    mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
+    layouts = _layouts(own.of.program, cuts, mesh, saving.accumulate)
+    notes = _notes(own.of, cuts, saving.accumulate)
+    if pipelines is not None and pipelines.why_not and len(own.of.blocks) > 1:
+        notes.append(f"no pipeline: {pipelines.why_not}")
+    seconds = cuts.seconds + own.sync(cuts, saving)
+    return MeshPlan(
+        mesh, layouts, seconds, cuts.nbytes, saving, notes=tuple(notes), states=own.of.states, cuts=cuts,
+        cluster=own.of.cluster,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Mesh:
-    """Replicas, each of some ranks: what saves memory there, and what that takes."""
-
-    of: _Meshes
-    dp: int
-    tp: int
-
-    @property
-    def prices(self) -> Prices:
-        together = min(self.tp, self.of.cluster.per_node)
-        return Prices(self.of.cluster, self.tp, together, 1 / self.dp, replicas=self.dp, states=self.of.states)
-
-    def found(self, room: float) -> tuple[Cuts, Saving]:
-        """The fastest of what fits: ways to save memory are looked at in the order of about what they take."""
-        plain = CutProblem(self.of.program, self.prices)
-        if plain.fastest.nbytes <= room or not self.of.saving:
-            return plain.within(room), NOTHING
-        best: tuple[float, Cuts, Saving] | None = None
-        known, errors = {NOTHING: plain}, list[SearchError]()
-        for about, saving in self._in_order(plain, room):
-            if best is not None and about * (1 + CLOSE) >= best[0]:
-                break
-            alike = replace(saving, zero=0)
-            known[alike] = known.get(alike) or CutProblem(self.of.program, replace(self.prices, saving=alike))
-            try:
-                cuts = known[alike].saving(saving).within(room)
-            except SearchError as error:
-                errors.append(error)
-                continue
-            seconds = cuts.seconds + self.sync(cuts, saving)
-            best = (seconds, cuts, saving) if best is None or seconds < best[0] else best
-        if best is None:
-            raise self._nothing(_About(plain), room, errors[-1] if errors else None)
-        return best[1:]
-
-    def _in_order(self, plain: CutProblem, room: float) -> list[tuple[float, Saving]]:
-        """Ways to save memory that may fit, with about the seconds of a step, fastest first."""
-        about = _About(plain)
-        fitting = [saving for saving in self._savings() if about.nbytes(saving) <= room]
-        return sorted(((self._at_least(about, saving), saving) for saving in fitting), key=lambda way: way[0])
-
-    def _at_least(self, about: _About, saving: Saving) -> float:
-        return about.seconds(saving) + self.sync(about.plain.fastest, saving)
-
-    def sync(self, cuts: Cuts, saving: Saving) -> float:
-        """Seconds in which replicas bring gradients together, and what ZeRO keeps apart."""
-        own = sum(
-            i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)
-            for i in self.of.program.inputs
-            if i.role == "parameter" and i.value in cuts.forms
-        )
-        replicas = max(1, min(self.dp, self.of.cluster.per_node // self.tp))
-        kinds: Mapping[Meeting, int] = {"all-reduce": 1}
-        if saving.zero:
-            kinds = {"reduce-scatter": 1, "all-gather": 2 if saving.zero == 3 else 1}
-        seconds = (n * self.of.cluster.meeting(kind, own, self.dp, replicas) for kind, n in kinds.items())
-        return float(sum(seconds)) * EXPOSED
-
-    def _savings(self) -> Iterator[Saving]:
-        """All ways to save memory; a batch in pieces gathers no parameters anew, so that ZeRO ends at its states."""
-        rows, blocks = self.of.rows // self.dp, self.of.blocks
-        layers = [
-            (),
-            *([blocks[: len(blocks) // 2]] if len(blocks) > 1 else []),
-            *([patterns_of(blocks)] if blocks else []),
-        ]
-        powers = [n for n in range(1, min(rows, PIECES) + 1) if rows % n == 0 and n & (n - 1) == 0]
-        for pieces in [1] if self.of.evenly.why_not else powers:
-            for zero in range((4 if pieces == 1 else 2) if self.dp > 1 else 1):
-                yield from (Saving(zero, again, pieces) for again in layers)
-
-    def _nothing(self, about: _About, room: float, nearest: SearchError | None) -> SearchError:
-        fewest, why_not = min(map(about.nbytes, self._savings())), self.of.evenly.why_not
-        found = nearest.found if nearest else f"it takes {fewest / 1e9:.2f} GB a rank"
-        why = nearest.why if nearest else f"{(fewest - room) / 1e9:.2f} GB are missing however it is cut"
-        return SearchError(
-            f"a model on {self.dp} replicas of {self.tp} ranks of {room / 1e9:.2f} GB", found,
-            f"{why}, with ZeRO, with layers made again, "
-            + (f"and pieces of the batch will not do: {why_not}" if why_not else "and with the batch in pieces"),
-            "more ranks, or a smaller batch",
+def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+    """The fastest plan with stages. Raises SearchError where there is none."""
+    piped = pipelines.best([own]) if pipelines is not None else None
+    if pipelines is None or piped is None:
+        stages, why_not = pipelines.stages if pipelines else 0, pipelines.why_not if pipelines else "there is one rank"
+        raise SearchError(
+            f"a plan with {stages} stages on {own.dp * own.tp} ranks",
+            f"{own.dp} groups of {own.tp} ranks that share weights, and a batch of {own.of.rows}",
+            why_not or "no stages of as many groups each fit into memory",
+            "fewer stages, or none: stages=None",
         )  # fmt: skip
+    return _of_pipeline(own.of, piped)
 
 
-class _About:
-    """What ways to save memory take about and at the least, counted from the fastest cuts without any of them."""
-
-    def __init__(self, plain: CutProblem) -> None:
-        self.plain = plain
-        self._again: dict[tuple[str, ...], tuple[float, float]] = {}
-        kept, forms = plain.kept, plain.forms
-        parameters = [v for v in forms if v in kept.given & kept.trains]
-        self._small, self._large = (
-            sum(self._fewest(v) for v in parameters if kept.is_cut_by_zero(v) == large) for large in (False, True)
-        )
-        self._fixed = sum(self._fewest(v) for v in forms if v in kept.given and v not in kept.trains)
-        self._late = sum(self._fewest(v) for v in forms if v in kept.late)
-
-    def _fewest(self, v: Value) -> float:
-        """Bytes of a value in that of its forms in which a rank holds least."""
-        is_cut = any(form.kind == "cut" for form in self.plain.forms[v])
-        return self.plain.kept.nbytes(v) / (self.plain.prices.ranks if is_cut else 1)
-
-    def nbytes(self, saving: Saving) -> float:
-        """No more bytes than any cuts take."""
-        replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
-        large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
-        return self._fixed + self._small * small + self._large * large + late / saving.accumulate
-
-    def seconds(self, saving: Saving) -> float:
-        """Seconds of the fastest cuts, with operators that run again, and that begin more often."""
-        begun = self.plain.prices.cluster.device.overhead * (1 + BACKWARD) * len(self.plain.program.nodes)
-        return self.plain.fastest.seconds + self._layers(saving.recompute)[0] + begun * (saving.accumulate - 1)
-
-    def _layers(self, recompute: tuple[str, ...]) -> tuple[float, float]:
-        """Seconds of the forward pass of layers, and the least bytes that they do not keep."""
-        if recompute not in self._again:
-            plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
-            seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)
-            freed = sum(self._fewest(v) for v in dropped.values if v in plain.kept.late)
-            self._again[recompute] = seconds / (1 + BACKWARD), freed
-        return self._again[recompute]
+def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
+    sizes = piped.how.stages, piped.dp, piped.tp
+    mesh = ProcessMesh(np.arange(np.prod(sizes)).reshape(sizes), [STAGES, REPLICAS, SHARES])
+    layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)
+    notes = tuple(_notes(asked, piped.cuts, piped.how.microbatches))
+    return MeshPlan(
+        mesh, layouts, piped.seconds, piped.nbytes, piped.saving, piped.how, notes, asked.states, piped.cuts,
+        asked.cluster, piped.stages,
+    )  # fmt: skip
 
 
-def _layout(given: Input, cuts: Cuts, replicas: int, saving: Saving) -> Layout:
-    """How an input lies. A batch that is taken in pieces has the same rows in all its tensors: those of the replica."""
-    v = given.value
-    dims: list[tuple[str, ...]] = [()] * len(v.shape)
-    form = cuts.of(v) if v in cuts.forms else WHOLE
-    if given.role == "batch" and dims and replicas > 1:
-        dims[0] = (REPLICAS,)
-    in_pieces = given.role == "batch" and saving.accumulate > 1
-    if _is_plain(form) and not (in_pieces and form.dim == 0):
-        dims[form.dim] = (*dims[form.dim], SHARES)
-    return Layout(tuple(dims))
+def _notes(asked: Asked, cuts: Cuts, pieces: int) -> list[str]:
+    notes = [f"provided that {said}" for said in asked.evenly.provided if pieces > 1]
+    if cuts.gap > PROVED:
+        notes.append(f"not proved to be the fastest cuts: at most {100 * cuts.gap:.2g} % above a bound")
+    return notes
+
+
+def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, staged: bool = False) -> dict[str, Spec]:
+    """How inputs lie on the mesh of replicas and shares.
+
+    A batch that is taken in pieces has the same rows in all its tensors, those of the replica; what goes into stages is
+    cut in rows alone.
+    """
+
+    def lies(given: Input) -> Layout:
+        v = given.value
+        dims: list[tuple[str, ...]] = [()] * len(v.shape)
+        form, of_batch = cuts.of(v) if v in cuts.forms else WHOLE, given.role == "batch"
+        if of_batch and dims and mesh.sizes[REPLICAS] > 1:
+            dims[0] = (REPLICAS,)
+        if _is_plain(form) and not (of_batch and (staged or (pieces > 1 and form.dim == 0))):
+            dims[form.dim] = (*dims[form.dim], SHARES)
+        return Layout(tuple(dims))
+
+    inputs = named_inputs(program).items()
+    return {name: Spec(mesh, lies(i), i.value.shape, tensor_dtype(i.value)) for name, i in inputs}
 
 
 def _is_plain(form: Form) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.cost import Cluster
+from meshwright.cost import Cluster, Meeting
 
 from ._forms import Form, collective, dual
 from ._saving import NOTHING, Saving
+
+EXPOSED = 0.3
+"""The part of conversions of parameters, and of their gradients, that is not hidden behind operators."""
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,13 @@ class Prices:
     def _one(self, have: Form, need: Form, nbytes: float) -> float:
         kind = collective(have, need)
         return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
+
+    def reduced(self, nbytes: float) -> float:
+        """Seconds in which replicas bring gradients of so many bytes together, and what ZeRO keeps apart."""
+        replicas = max(1, min(self.replicas, self.cluster.per_node // self.ranks))
+        kinds: Mapping[Meeting, int] = {"all-reduce": 1}
+        if self.saving.zero:
+            kinds = {"reduce-scatter": 1, "all-gather": 2 if self.saving.zero == 3 else 1}
+        return EXPOSED * sum(
+            n * float(self.cluster.meeting(kind, nbytes, self.replicas, replicas)) for kind, n in kinds.items()
+        )

@@ -1,0 +1,49 @@
+"""What ways to save memory take about and at the least, before cuts are looked for under each of them."""
+
+from __future__ import annotations
+
+from meshwright.graph import Value
+
+from ._cuts import BACKWARD, CutProblem
+from ._kept import per_byte
+from ._saving import NOTHING, Dropped, Saving
+
+
+class About:
+    """What ways to save memory take about and at the least, counted from the fastest cuts without any of them."""
+
+    def __init__(self, plain: CutProblem) -> None:
+        self.plain = plain
+        self._again: dict[tuple[str, ...], tuple[float, float]] = {}
+        kept, forms = plain.kept, plain.forms
+        parameters = [v for v in forms if v in kept.given & kept.trains]
+        self._small, self._large = (
+            sum(self._fewest(v) for v in parameters if kept.is_cut_by_zero(v) == large) for large in (False, True)
+        )
+        self._fixed = sum(self._fewest(v) for v in forms if v in kept.given and v not in kept.trains)
+        self._late = sum(self._fewest(v) for v in forms if v in kept.late)
+
+    def _fewest(self, v: Value) -> float:
+        """Bytes of a value in that of its forms in which a rank holds least."""
+        is_cut = any(form.kind == "cut" for form in self.plain.forms[v])
+        return self.plain.kept.nbytes(v) / (self.plain.prices.ranks if is_cut else 1)
+
+    def nbytes(self, saving: Saving) -> float:
+        """No more bytes than any cuts take."""
+        replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
+        large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
+        return self._fixed + self._small * small + self._large * large + late / saving.accumulate
+
+    def seconds(self, saving: Saving) -> float:
+        """Seconds of the fastest cuts, with operators that run again, and that begin more often."""
+        begun = self.plain.prices.cluster.device.overhead * (1 + BACKWARD) * len(self.plain.program.nodes)
+        return self.plain.fastest.seconds + self._layers(saving.recompute)[0] + begun * (saving.accumulate - 1)
+
+    def _layers(self, recompute: tuple[str, ...]) -> tuple[float, float]:
+        """Seconds of the forward pass of layers, and the least bytes that they do not keep."""
+        if recompute not in self._again:
+            plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
+            seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)
+            freed = sum(self._fewest(v) for v in dropped.values if v in plain.kept.late)
+            self._again[recompute] = seconds / (1 + BACKWARD), freed
+        return self._again[recompute]

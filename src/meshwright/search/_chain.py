@@ -1,0 +1,117 @@
+"""Whether a captured model is a chain of repeated layers, which the stages of a pipeline may share out.
+
+Every operator that depends on the batch belongs to a layer: those around layers to the one that their operands come
+from. In a chain, what gets a gradient goes from a layer to the next one and no further, everything around layers looks
+at one of them, and the loss is made behind the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwright.graph import Node, Program, Value
+
+from ._saving import block_of, blocks_of
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The repeated layers in order, and the number of the layer to which each operator belongs.
+
+    `why_not` tells why a model is no chain, where it is none. What depends on no batch, or on a batch alone, belongs to
+    no layer: every stage has it.
+    """
+
+    layers: tuple[str, ...]
+    of_node: Mapping[Node, int] = field(default_factory=dict[Node, int], repr=False)
+    of_value: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
+    why_not: str = ""
+
+
+def chain_of(program: Program, trains: set[Value]) -> Chain:
+    """The chain of a captured forward pass with its loss; a gradient comes to the values in `trains`."""
+    layers = blocks_of(program)
+    lists = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
+    if len(layers) < 2:
+        return Chain(layers, why_not="no layers that are repeated")
+    if len(lists) > 1:
+        return Chain(layers, why_not=f"layers in several lists, {' and '.join(path or 'the model' for path in lists)}")
+    return _Followed(program, layers, trains).told()
+
+
+@dataclass
+class _Followed:
+    program: Program
+    layers: Sequence[str]
+    trains: set[Value]
+    of_node: dict[Node, int] = field(default_factory=dict[Node, int])
+    of_value: dict[Value, int] = field(default_factory=dict[Value, int])
+
+    def told(self) -> Chain:
+        seen = 0
+        for node in self.program.nodes:
+            if self._batch.isdisjoint(node.outs):
+                own = self._own(node)
+                self.of_node |= {} if own is None else {node: own}
+                continue
+            if why_not := self._wrong(node):
+                return Chain(tuple(self.layers), why_not=why_not)
+            at = self._of(node, seen)
+            if at is not None:
+                seen = max(seen, at)
+                self.of_node[node] = at
+                self.of_value |= dict.fromkeys(node.outs, at)
+        why_not = next(self._wrong_around(), "")
+        return Chain(tuple(self.layers), self.of_node, self.of_value, why_not)
+
+    def _of(self, node: Node, seen: int) -> int | None:
+        """The layer of a node: its own, or that of its operands, or the last one so far of one that has weights."""
+        own = self._own(node)
+        if own is None:
+            own = max((self.of_value[v] for v in node.ins if v in self.of_value), default=None)
+        return seen if own is None and not self.trains.isdisjoint(node.ins) else own
+
+    def _wrong(self, node: Node) -> str:
+        """What a chain would not do at this node."""
+        own, where = self._own(node), node.origin.layer or "the model"
+        read = {self.of_value[v]: v for v in node.ins if v in self.of_value}
+        if own is None:
+            return f"{where} looks at several layers" if len(read) > 1 else ""
+        if any(at > own for at in read):
+            return f"{where} comes behind {self.layers[max(read)]}"
+        if any(at < own - 1 and v in self.trains for at, v in read.items()):
+            return f"{where} looks back to {self.layers[min(read)]}"
+        return ""
+
+    def _wrong_around(self) -> Iterator[str]:
+        last = len(self.layers) - 1
+        if any(self.of_value.get(v) != last for v in self.program.results):
+            yield "not all that it gives is made behind its last layer"
+        owners = [at for v in self._parameters if (at := self._first_use(v)) is not None]
+        if owners != sorted(owners):
+            yield "its modules are registered in another order than they run"
+
+    @cached_property
+    def _parameters(self) -> list[Value]:
+        return [i.value for i in self.program.inputs if i.role == "parameter"]
+
+    def _first_use(self, v: Value) -> int | None:
+        return next((self.of_node[n] for n in self.program.users.get(v, ()) if n in self.of_node), None)
+
+    def _own(self, node: Node) -> int | None:
+        return self._number.get(block_of(node.origin.layer))
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {layer: n for n, layer in enumerate(self.layers)}
+
+    @cached_property
+    def _batch(self) -> set[Value]:
+        """Values that depend on the batch."""
+        found = {i.value for i in self.program.inputs if i.role == "batch"}
+        for node in self.program.nodes:
+            if not found.isdisjoint(node.ins):
+                found.update(node.outs)
+        return found

@@ -1,0 +1,164 @@
+"""What the layers of a chain take each: seconds and bytes, which those of a pipeline's stages are the sums of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from meshwright.graph import Node, Value
+from meshwright.pipeline import Memory, Times
+
+from ._chain import Chain
+from ._cuts import BACKWARD, Cuts
+from ._kept import Kept
+from ._prices import Prices
+
+Numbers = tuple[float, ...]
+MOVED = "reduced", "shared"
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Each has one number per layer.
+
+    Of one microbatch: seconds forward, backward, and for the gradients of weights; `held` bytes from the forward to the
+    end of the backward pass; `brief` ones while a layer is made again; `sent` bytes from a layer to the next stage. Of
+    a step: the seconds in which weights are gathered, `static` bytes of weights, gradients and states, `reduced` ones
+    of gradients, and `shared` ones of weights that an earlier layer has too.
+    """
+
+    forward: Numbers
+    backward: Numbers
+    weight: Numbers
+    gathers: Numbers
+    static: Numbers
+    held: Numbers
+    brief: Numbers
+    reduced: Numbers
+    shared: Numbers
+    sent: Numbers
+
+    @cached_property
+    def whole(self) -> Numbers:
+        """Seconds of one microbatch, layer by layer."""
+        return tuple(map(sum, zip(self.forward, self.backward, self.weight, strict=True)))
+
+    def stages(self, starts: Iterable[int]) -> LayerCosts:
+        """The same for stages, the others of which begin at these layers."""
+        ranges = [*pairwise([0, *starts, len(self.forward)])]
+
+        def each(name: str, of: Callable[[Numbers], float] = sum) -> Numbers:
+            numbers: Numbers = getattr(self, name)
+            return tuple(of(numbers[a:b]) for a, b in ranges)
+
+        sent = each("sent", lambda n: n[-1])
+        held = tuple(own + came for own, came in zip(each("held"), (0.0, *sent), strict=False))
+        added = {name: each(name) for name in ("forward", "backward", "weight", "gathers", "static", *MOVED)}
+        return LayerCosts(**added, held=held, brief=each("brief", max), sent=sent)
+
+    def times(self, message: Callable[[float], float]) -> Times:
+        """What a schedule of these stages is run with."""
+        return Times(self.forward, self.backward, self.weight, tuple(map(message, self.sent)))
+
+    @cached_property
+    def always(self) -> Numbers:
+        """Bytes beside those of microbatches."""
+        return tuple(a + b for a, b in zip(self.static, self.brief, strict=True))
+
+    @property
+    def memory(self) -> Memory:
+        """What ranks hold; gradients of weights need what their forward pass has left."""
+        return Memory(held=self.held, static=self.always)
+
+
+def layer_costs(cuts: Cuts, prices: Prices, chain: Chain) -> LayerCosts:
+    """What the layers of a chain take under these cuts, one microbatch being a piece of the batch of `prices`."""
+    return _Costs(cuts, Kept(cuts.program, prices, _anew), prices, chain).told()
+
+
+class _Costs:
+    def __init__(self, cuts: Cuts, kept: Kept, prices: Prices, chain: Chain) -> None:
+        self.cuts, self.kept, self.prices, self.chain = cuts, kept, prices, chain
+        self.pieces = prices.saving.accumulate
+        self.rows = {name: [0.0] * len(chain.layers) for name in LayerCosts.__dataclass_fields__}
+
+    def told(self) -> LayerCosts:
+        self._add_operators()
+        self._add_conversions()
+        self._add_weights()
+        self._add_made_again()
+        self._add_sent()
+        return LayerCosts(**{name: tuple(row) for name, row in self.rows.items()})
+
+    def _at(self, node: Node | None) -> int:
+        """What belongs to no layer is counted to the first."""
+        return 0 if node is None else self.chain.of_node.get(node, 0)
+
+    def _add_operators(self) -> None:
+        kept = self.kept
+        for node, option in self.cuts.options.items():
+            at, each = self._at(node), option.seconds / self.pieces
+            self.rows["held"][at] += kept.made_at(node, option, self.cuts.forms)
+            if not any(v in kept.trains for v in node.outs):
+                self.rows["forward"][at] += each
+                continue
+            forward = each / (1 + BACKWARD + (kept.dropped.layer(node) is not None))
+            has_weight = any(v in kept.given and v in kept.trains for v in node.ins)
+            weight = forward * BACKWARD / 2 if has_weight else 0.0
+            self._add_passes(at, forward, each - forward - weight, weight)
+
+    def _add_passes(self, at: int, forward: float, backward: float, weight: float = 0.0) -> None:
+        for name, seconds in (("forward", forward), ("backward", backward), ("weight", weight)):
+            self.rows[name][at] += seconds
+
+    def _add_conversions(self) -> None:
+        """Those of weights once in a step; of others half of them backward, where a gradient comes back."""
+        for m in self.cuts.meetings:
+            at = self._first(m.value) if m.node is None else self._at(m.node)
+            if m.value in self.kept.given:
+                self.rows["gathers"][at] += m.seconds
+                continue
+            each = m.seconds / self.pieces
+            part = 0.5 if m.value in self.kept.trains else 1.0
+            self._add_passes(at, part * each, (1 - part) * each)
+
+    def _add_weights(self) -> None:
+        """Weights that several layers share are held, and their gradients made, by the stage of each."""
+        for v in self.kept.given & self.cuts.forms.keys():
+            for n, at in enumerate(self._users(v) or [0]):
+                part = v.nbytes / self._ranks(v)
+                self.rows["static"][at] += self.kept.held(v, self.cuts.forms[v])
+                self.rows["reduced"][at] += part if v in self.kept.trains else 0.0
+                self.rows["shared"][at] += part if n else 0.0
+
+    def _add_made_again(self) -> None:
+        layers = self.kept.of_layers(self.cuts.forms)
+        number = {layer: n for n, layer in enumerate(self.chain.layers)}
+        for layer, nbytes in layers.items():
+            at = number.get(layer, 0)
+            self.rows["brief"][at] = max(self.rows["brief"][at], nbytes)
+
+    def _add_sent(self) -> None:
+        """What a later layer reads crosses each boundary on its way."""
+        for v, made in self.chain.of_value.items():
+            last = max(self._users(v), default=made) if v in self.cuts.forms else made
+            for at in range(made, last):
+                self.rows["sent"][at] += self.kept.nbytes(v) / self._ranks(v)
+
+    def _users(self, v: Value) -> list[int]:
+        found = (self.chain.of_node[n] for n in self.cuts.program.users.get(v, ()) if n in self.chain.of_node)
+        return sorted({*found})
+
+    def _first(self, v: Value) -> int:
+        """Where a value is made, or, where nothing makes it, looked at first."""
+        return self.chain.of_value.get(v, next(iter(self._users(v)), 0))
+
+    def _ranks(self, v: Value) -> int:
+        return self.prices.ranks if self.cuts.forms[v].kind == "cut" else 1
+
+
+def _anew(key: Any, make: Callable[[], Any]) -> Any:
+    return make()

@@ -1,0 +1,157 @@
+"""Replicas of a captured model that share its batch, and the ranks that share each: which cuts fit, and what saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from meshwright.cost import Cluster
+from meshwright.graph import Program
+from meshwright.layout import hint
+
+from ._about import About
+from ._choose import USABLE
+from ._cuts import CutProblem, Cuts
+from ._errors import SearchError
+from ._even_pieces import Evenly, evenly
+from ._prices import Prices
+from ._saving import NOTHING, Saving, blocks_of, patterns_of
+
+PIECES = 256
+"""So many pieces of a batch are looked at."""
+CLOSE = 5e-3
+"""What may be faster by this part is not looked at."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What plans are wanted for: a captured model and a batch of it, on which devices, with what to save memory."""
+
+    program: Program
+    cluster: Cluster
+    saving: bool
+    batch: Sequence[Any]
+    states: float
+
+    @cached_property
+    def room(self) -> float:
+        """The bytes that a rank may hold."""
+        return self.cluster.device.memory * USABLE or inf
+
+    @cached_property
+    def rows(self) -> int:
+        batch = (i.value for i in self.program.inputs if i.role == "batch")
+        sizes = [hint(v.shape[0]) for v in batch if v.is_tensor and v.shape]
+        return sizes[0] if sizes and len(set(sizes)) == 1 else 1
+
+    @cached_property
+    def evenly(self) -> Evenly:
+        """Whether pieces of a batch give the loss of the whole."""
+        found = evenly(self.program)
+        return Evenly("labels are ignored, more in some pieces") if self.batch and found.ignores(self.batch) else found
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        return blocks_of(self.program)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[str, ...], ...]:
+        """Which layers may be made again: none, half of them, or all."""
+        blocks = self.blocks
+        half = [blocks[: len(blocks) // 2]] if len(blocks) > 1 else []
+        return ((), *half, *([patterns_of(blocks)] if blocks else []))
+
+    def pieces(self, replicas: int) -> list[int]:
+        """The powers of two into which the part of a replica may be taken apart."""
+        rows = self.rows // replicas
+        powers = [n for n in range(1, min(rows, PIECES) + 1) if rows % n == 0 and n & (n - 1) == 0]
+        return [1] if self.evenly.why_not else powers
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """So many replicas, each of so many ranks: what saves memory there, and what that takes."""
+
+    of: Asked
+    dp: int
+    tp: int
+    known: dict[Saving, CutProblem] = field(default_factory=dict[Saving, CutProblem], repr=False, compare=False)
+
+    @property
+    def prices(self) -> Prices:
+        together = min(self.tp, self.of.cluster.per_node)
+        return Prices(self.of.cluster, self.tp, together, 1 / self.dp, replicas=self.dp, states=self.of.states)
+
+    def problem(self, saving: Saving) -> CutProblem:
+        """How operators are best cut where memory is saved so; what is alike but for ZeRO is worked out once."""
+        alike = replace(saving, zero=0)
+        if alike not in self.known:
+            self.known[alike] = CutProblem(self.of.program, replace(self.prices, saving=alike))
+        return self.known[alike].saving(saving)
+
+    @cached_property
+    def about(self) -> About:
+        return About(self.problem(NOTHING))
+
+    @cached_property
+    def found(self) -> tuple[Cuts, Saving]:
+        """The fastest of what fits: ways to save memory are looked at in the order of about what they take."""
+        plain, room = self.problem(NOTHING), self.of.room
+        if plain.fastest.nbytes <= room or not self.of.saving:
+            return plain.within(room), NOTHING
+        best: tuple[float, Cuts, Saving] | None = None
+        errors = list[SearchError]()
+        for about, saving in self._in_order():
+            if best is not None and about * (1 + CLOSE) >= best[0]:
+                break
+            try:
+                cuts = self.problem(saving).within(room)
+            except SearchError as error:
+                errors.append(error)
+                continue
+            seconds = cuts.seconds + self.sync(cuts, saving)
+            best = (seconds, cuts, saving) if best is None or seconds < best[0] else best
+        if best is None:
+            raise self._nothing(errors[-1] if errors else None)
+        return best[1:]
+
+    def _in_order(self) -> list[tuple[float, Saving]]:
+        """Ways to save memory that may fit, with about the seconds of a step, fastest first."""
+        fitting = [saving for saving in self._savings() if self.about.nbytes(saving) <= self.of.room]
+        return sorted(((self._at_least(saving), saving) for saving in fitting), key=lambda way: way[0])
+
+    def _at_least(self, saving: Saving) -> float:
+        return self.about.seconds(saving) + self.sync(self.about.plain.fastest, saving)
+
+    def sync(self, cuts: Cuts, saving: Saving) -> float:
+        """Seconds in which replicas bring gradients together, and what ZeRO keeps apart."""
+        return replace(self.prices, saving=saving).reduced(self.parameters(cuts))
+
+    def parameters(self, cuts: Cuts) -> float:
+        """Bytes of a rank's parameters, as they lie from the start."""
+        return sum(
+            i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)
+            for i in self.of.program.inputs
+            if i.role == "parameter" and i.value in cuts.forms
+        )
+
+    def _savings(self) -> Iterator[Saving]:
+        """All ways to save memory; a batch in pieces gathers no parameters anew, so that ZeRO ends at its states."""
+        for pieces in self.of.pieces(self.dp):
+            for zero in range((4 if pieces == 1 else 2) if self.dp > 1 else 1):
+                yield from (Saving(zero, again, pieces) for again in self.of.layers)
+
+    def _nothing(self, nearest: SearchError | None) -> SearchError:
+        fewest, why_not = min(map(self.about.nbytes, self._savings())), self.of.evenly.why_not
+        room = self.of.room
+        found = nearest.found if nearest else f"it takes {fewest / 1e9:.2f} GB a rank"
+        why = nearest.why if nearest else f"{(fewest - room) / 1e9:.2f} GB are missing however it is cut"
+        return SearchError(
+            f"a model on {self.dp} replicas of {self.tp} ranks of {room / 1e9:.2f} GB", found,
+            f"{why}, with ZeRO, with layers made again, "
+            + (f"and pieces of the batch will not do: {why_not}" if why_not else "and with the batch in pieces"),
+            "more ranks, or a smaller batch",
+        )  # fmt: skip
