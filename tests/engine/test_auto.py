@@ -14,9 +14,12 @@ from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.engine._auto import states_of
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import MeshPlan, Saving, SearchError, parse_mesh_plan, plan_mesh
+from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
+from tests.search.chains import ODD, Blocks
 
 STEPS = 3
+AGAIN = Saving(0, ("layers.*",))
+"""Layers that are made again."""
 
 
 def alone(subject: Subject) -> list[float]:
@@ -346,3 +349,53 @@ def test_an_optimizer_that_is_made_in_another_way_is_taken_for_adam() -> None:
 
     assert states_of(Odd([nn.Parameter(torch.ones(2))], 1)) == 2.0
     assert states_of(torch.optim.Adafactor([nn.Parameter(torch.ones(2))])) == pytest.approx(2 / 64)
+
+
+def test_a_model_that_fits_no_other_way_trains_in_stages() -> None:
+    small = machines(26e6)
+    x, y = torch.randn(4, ODD, generator=torch.Generator().manual_seed(1)), torch.zeros(4, ODD)
+    loss = nn.functional.mse_loss
+
+    def model() -> Blocks:
+        torch.manual_seed(0)
+        return Blocks()
+
+    def on_rank() -> tuple[list[float], MeshPlan]:
+        own = model()
+        step = mw.auto(own, torch.optim.AdamW(own.parameters(), lr=0.01), [(x, y)], loss, cluster=small)
+        assert step.plan is not None
+        return [step(x, y).item() for _ in range(STEPS)], step.plan
+
+    alone, wanted = model(), list[float]()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
+    for losses, plan in mw.simulate(on_rank, 4):
+        assert plan.pipeline is not None
+        assert plan.pipeline.stages == 4
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "saving"),
+    [(Pipelining(("layers.2",), "1F1B", 4), Saving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN)],
+)
+def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: Saving) -> None:
+    x, y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 12)
+    loss = nn.functional.mse_loss
+    torch.manual_seed(0)
+    wanted = loss(Blocks(4, 12)(x), y).item()
+    plan = mw.plan(Blocks(4, 12), (x, y), loss, ranks=4, stages=2)[0]
+    changed = parse_mesh_plan(replace(plan, pipeline=how, saving=saving).text())
+
+    def on_rank() -> float:
+        torch.manual_seed(0)
+        model = Blocks(4, 12)
+        step = mw.auto(model, torch.optim.AdamW(model.parameters()), [(x, y)], loss, plan=changed)
+        return step(x, y).item()
+
+    assert mw.simulate(on_rank, 4)[0] == pytest.approx(wanted, rel=1e-5)

@@ -124,6 +124,35 @@ def test_what_is_saved_for_the_backward_pass(number: int, saved: int) -> None:
     assert mw.simulate(go, 2) == [saved] * 2
 
 
+class Views(nn.Module):
+    """What is saved reads a parameter's memory otherwise: as complex numbers, as conjugates, with the other sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(20, 2, generator=torch.Generator().manual_seed(0)))
+        self.waves = nn.Parameter(torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.pairs)
+        return (x / z * self.waves.conj()).abs().mean() + (x * self.waves.conj().imag).square().mean()
+
+
+def test_what_is_saved_may_read_memory_otherwise() -> None:
+    mesh, x = mw.ProcessMesh([0, 1], ["dp"]), torch.randn(6, 20, generator=torch.Generator().manual_seed(2))
+
+    def gradients(laid: bool) -> list[Tensor]:
+        model, batch = Views(), x
+        if laid:
+            mw.shard_layer(model, mesh)
+            mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage(3, "dp", model))
+            batch = mw.shard_tensor(x, mesh, [mw.Shard(0)])
+        model(batch).backward()
+        return [mw.unshard_dtensor(p.grad) for p in model.parameters()]
+
+    for found in mw.simulate(lambda: gradients(True), 2):
+        torch.testing.assert_close(found, gradients(False))
+
+
 def saved_by(node: Any) -> list[Tensor]:
     """The tensors that a node, and those behind it, hold as they are."""
     found: list[Tensor] = []

@@ -125,6 +125,19 @@ class WrittenViews(Base):
         return z + y + right.sum()
 
 
+@job(exact=False)  # eager mode adds up gradients in another order
+class WrittenComplex(Base):
+    """Slices of complex numbers are written to, along dims counted from either end."""
+
+    def between(self, x: Tensor) -> Tensor:
+        waves = torch.fft.fft(x)
+        out = torch.zeros_like(waves)
+        out[..., :4] = waves[..., 4:] * 2
+        out[0, 4:] = waves[0, :4]
+        out[-1].select(-1, 1).mul_(3)
+        return torch.fft.ifft(out).real
+
+
 @job(texts)
 class Tied(nn.Module):
     def __init__(self) -> None:

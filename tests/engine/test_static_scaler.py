@@ -183,10 +183,8 @@ def test_evaluation_has_no_scale_and_gradients_of_half_parameters_are_refused() 
         x, y = batch(0, ())
         model(mw.shard_tensor(x, MESH, [mw.Shard(0)]), y)
         assert all(i.role != "state" for i in model.program.inputs)
-        half = mw.to_static(
-            nn.Linear(8, 8).half(), None, F.mse_loss, None, mw.Strategy.of(amp={"enable": True, "dtype": "float16"})
-        )
-        half.optimizer = torch.optim.SGD(half.network.parameters(), lr=0.1)
+        linear, strategy = nn.Linear(8, 8).half(), mw.Strategy.of(amp={"enable": True, "dtype": "float16"})
+        half = mw.to_static(linear, None, F.mse_loss, torch.optim.SGD(linear.parameters(), lr=0.1), strategy)
         with pytest.raises(mw.MeshwrightError, match="parameter in float16"):
             half.train()(x.half(), y.half())
 

@@ -48,29 +48,27 @@ def eager() -> CommTrace:
     return trace
 
 
-def static() -> CommTrace:
-    model = net()
-    adam = torch.optim.AdamW(model.parameters())
-    mw.parallelize(model, adam, SQUARE, PLAN)
-    step = mw.to_static(model, loss=mse_loss, optimizer=adam)
-    x = torch.ones(6, 8)
-    for _ in range(2):  # the optimizer's states are made in the first step
+def third_step(step: mw.DistModel, x: Tensor) -> CommTrace:
+    """Of a program that has its states: the optimizer's are made in the first step."""
+    for _ in range(2):
         step(x, x)
     with mw.trace_comm() as trace:
         step(x, x)
     return trace
+
+
+def static() -> CommTrace:
+    model = net()
+    adam = torch.optim.AdamW(model.parameters())
+    mw.parallelize(model, adam, SQUARE, PLAN)
+    return third_step(mw.to_static(model, loss=mse_loss, optimizer=adam), torch.ones(6, 8))
 
 
 def pipeline() -> CommTrace:
     model = mw.split_pipeline(net(), STAGES, batch=[mw.Shard(0)])
     options = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 4})
     step = mw.to_static(model, loss=mse_loss, optimizer=torch.optim.AdamW(model.parameters()), strategy=options)
-    x = torch.ones(16, 8)
-    for _ in range(2):  # the optimizer's states are made in the first step
-        step(x, x)
-    with mw.trace_comm() as trace:
-        step(x, x)
-    return trace
+    return third_step(step, torch.ones(16, 8))
 
 
 def eager_pipeline() -> CommTrace:

@@ -109,3 +109,22 @@ def test_programs_have_no_transforms() -> None:
 
     with pytest.raises(CaptureError, match=r"torch\.func"):
         mw.simulate(run, 4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.func runs on whole tensors")
+@pytest.mark.parametrize("name", ["vmap", "grad", "jacrev", "beside parts"])
+def test_parameters_that_are_gathered_inside_a_transform(name: str) -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+
+    def gradients(laid: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, mesh, batch = nn.Linear(6, 4), mw.ProcessMesh([0, 1], ["dp"]), x
+        if laid:
+            mw.shard_layer(net, mesh)
+            mw.shard_optimizer(torch.optim.SGD(net.parameters()), mw.ShardingStage3("dp", net, least=1))
+            batch = mw.shard_tensor(x, mesh, [mw.Shard(0)])
+        PROGRAMS[name](net, batch).backward()
+        return [mw.unshard_dtensor(p.grad) for p in net.parameters()]
+
+    for found in mw.simulate(lambda: gradients(True), 2):
+        torch.testing.assert_close(found, gradients(False))

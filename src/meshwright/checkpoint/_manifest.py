@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> Own:
         ) from error  # fmt: skip
     except OSError as error:
         raise no_system(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_file(path, "no JSON, or a part of one", str(error)) from error
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise bad_file(path, "JSON of something else", f"it does not say kind: {KIND!r}", "the folder of a checkpoint")

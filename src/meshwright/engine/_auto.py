@@ -19,9 +19,10 @@ from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, p
 from meshwright.tensor import leaves_in
 
 from ._errors import BatchError
+from ._in_stages import lay_in_stages
 from ._shared import searched_once
 from ._static import DistModel
-from ._strategy import GradientMerge, Recomputing, Sharding, Strategy
+from ._strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 
 ADAM, SMALL = 2.0, 64
 """States of Adam as large as their parameter; the size of a parameter on which an optimizer shows its own."""
@@ -37,20 +38,23 @@ def plan(
     *,
     cluster: Cluster | str | None = None,
     ranks: int | None = None,
+    stages: int | None = None,
 ) -> tuple[MeshPlan, ...]:
     """How `model` is best trained on `ranks` devices of a cluster, the fastest first; nothing runs.
 
     Model and batch may be on the meta device. `loss` is called as `to_static` calls it: with what the model gives for
     all of the batch but its last part, and that part; without it the model gives the loss itself. `optimizer` tells how
     much memory its states take; without it they are Adam's. `cluster` is one, or its text ("64xH100"); without it the
-    cores of this machine. Raises SearchError where nothing fits into memory, with what is missing, and CaptureError
-    for a model that cannot be captured, with the line at fault.
+    cores of this machine. A pipeline is among the plans where it is the fastest of all; with `stages` all plans have as
+    many, and with stages=1 none has a pipeline. Raises SearchError where nothing fits into memory, with what is
+    missing, and CaptureError for a model that cannot be captured, with the line at fault.
     """
     machines = machines_of(cluster)
     devices = ranks or machines.devices or current().size
     program, states = _captured(model, batch, loss), states_of(optimizer)
     with shown(f"plans for {devices} ranks") as on_step:
-        return plan_mesh(program, machines, devices, on_step, batch=list(leaves_in(batch)), states=states)
+        leaves = list(leaves_in(batch))
+        return plan_mesh(program, machines, devices, on_step, batch=leaves, states=states, stages=stages)
 
 
 def states_of(optimizer: Optimizer | None) -> float:
@@ -122,10 +126,14 @@ def auto(
             f"a plan of {chosen.how}", f"{current().size} ranks", f"its mesh has {chosen.mesh.size}",
             f"as many ranks, or sizes of the mesh that make {current().size}",
         )  # fmt: skip
-    layouts = {**_of_pieces(chosen, program), **(options.layouts or {})}
-    step = DistModel(model, loader, loss, optimizer, replace(saving_as(chosen, options), layouts=layouts))
+    specs = _of_pieces(chosen, program)
+    if chosen.pipeline is not None:
+        lay_in_stages(model, optimizer, chosen)
+        specs = {}
+    layouts = {**specs, **(options.layouts or {})}
+    step = DistModel(model, loader, loss, optimizer, replace(carried_out(chosen, options), layouts=layouts))
     step.plan = chosen
-    if chosen.saving.accumulate > 1:
+    if chosen.pieces > 1:
         step.before.append(_Counted(evenly(program), chosen))
     return step
 
@@ -165,8 +173,10 @@ class _Counted:
             )  # fmt: skip
 
 
-def saving_as(plan: MeshPlan, options: Strategy) -> Strategy:
-    """The strategy with what a plan does to take less memory; what a person has switched on stays as it is."""
+def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
+    """The strategy with a plan's pipeline, and what it does to take less memory; what a person has switched on stays
+    as it is.
+    """
     saving, chosen = plan.saving, dict[str, Any]()
     if saving.zero and not options.sharding.enable:
         axes = (REPLICAS,) if REPLICAS in plan.mesh.sizes else None
@@ -175,6 +185,9 @@ def saving_as(plan: MeshPlan, options: Strategy) -> Strategy:
         chosen["recompute"] = Recomputing(enable=True, layers=saving.recompute)
     if saving.accumulate > 1 and options.merge is None:
         chosen["gradient_merge"] = GradientMerge(enable=True, k_steps=saving.accumulate)
+    if plan.pipeline is not None and not options.pipeline.enable:
+        how = plan.pipeline
+        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=how.schedule, accumulate_steps=how.microbatches)
     return replace(options, **chosen)
 
 

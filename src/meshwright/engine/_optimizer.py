@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -71,6 +71,16 @@ def shard_optimizer(
     optimizer.register_load_state_dict_post_hook(lay_again)
     lay(optimizer)
     return optimizer
+
+
+def follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """The optimizer's groups and states go on with what parameters have become."""
+    became = {old: after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [became.get(p, p) for p in group["params"]]
+    for old, new in became.items():
+        if new is not old and old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _hook(optimizer: Optimizer, around: AroundStep) -> None:

@@ -18,7 +18,7 @@ from ._context import ContextHooks, check_context
 from ._errors import StrategyError
 from ._layers import shard_layer
 from ._mesh import resolve_mesh
-from ._optimizer import shard_optimizer
+from ._optimizer import follow, shard_optimizer
 from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
 from ._split import split_pipeline
 from ._styles import Style
@@ -99,7 +99,7 @@ def parallelize(
     if config.context != "gather":
         ContextHooks(config.context).put_on(model)
     if optimizer is not None:
-        _follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+        follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
         _shard(model, optimizer, mesh, config)
     return model, optimizer
 
@@ -147,16 +147,6 @@ class _Entry:
             return shard_tensor(x, self.mesh, kept)
 
         return map_tensors(lay, args), map_tensors(lay, kwargs)
-
-
-def _follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """The optimizer's groups and states go on with what parameters have become."""
-    became = {old: after[name] for name, old in before.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [became.get(p, p) for p in group["params"]]
-    for old, new in became.items():
-        if new is not old and old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _shard(model: nn.Module, optimizer: Optimizer, mesh: ProcessMesh, config: Parallelism) -> None:

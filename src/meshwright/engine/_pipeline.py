@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.comm import current
-from meshwright.graph import Capture, Program, apply_passes, record_gradients, verify
+from meshwright.graph import Capture, Program, Value, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
+    BEHIND,
     Intake,
     Make,
     Parts,
@@ -23,6 +24,7 @@ from meshwright.pipeline import (
     end_to_end,
     in_pieces,
     in_slices,
+    is_stale,
     known,
     mirrored,
     one_by_one,
@@ -30,6 +32,7 @@ from meshwright.pipeline import (
     staged,
     taken_apart,
     taken_up,
+    updates,
     weight_versions,
     with_behind,
 )
@@ -53,19 +56,24 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """A step in a pipeline: the parts of this rank for each copy of the model, how batches come in, the schedule."""
+    """A step in a pipeline: the parts of this rank for each copy of the model, how batches come in, the schedule.
+
+    `again` makes all updates of an asynchronous step but the first, where that one makes states.
+    """
 
     copies: tuple[Parts, ...]
     intake: Intake
     chosen: Chosen
+    again: Program | None = None
 
     def after(self, act: Callable[[Program], Program]) -> Piped:
         """The step, each of whose programs is what `act` makes of it."""
-        return replace(self, copies=tuple(parts.after(act) for parts in self.copies))
+        again = None if self.again is None else act(self.again)
+        return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
 
     def runs(self, make: Make) -> PipelineRun:
         """The step as a function of its inputs; `make` gives each of its programs as one."""
-        return PipelineRun(self.copies, self.chosen.schedule, current().rank, self.intake, make)
+        return PipelineRun(self.copies, self.chosen.schedule, current().rank, self.intake, make, again=self.again)
 
     def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
         """All programs as one, to be read and saved, and the table that tells them apart."""
@@ -76,7 +84,7 @@ class Piped:
 def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
     """What `Piped.end_to_end` laid end to end. Raises what Python raises for a table of another form."""
     copies, intake, schedule = taken_up(program, table)
-    check(schedule)
+    check(schedule, stale=True)
     check_fits(schedule, copies[0].stages)
     return Piped(copies, intake, Chosen(schedule, str(table["why"])))
 
@@ -106,9 +114,12 @@ def _sizes(batch: Any) -> Any:
 
 
 def piped(
-    captured: Sequence[Capture], batch: Sequence[Any], strategy: Strategy, update: Callable[[Program], Program]
+    captured: Sequence[Capture],
+    batch: Sequence[Any],
+    strategy: Strategy,
+    update: Callable[[Program], Sequence[Program]],
 ) -> Piped:
-    """The step of a batch; `update` puts the optimizer's step behind.
+    """The step of a batch; `update` puts the optimizer's step behind: its first one, and the others where they differ.
 
     Of batches that are `Separate` every form has a capture. Raises StageError, or ScheduleError, for a table that is
     none for the model's chunks, and StrategyError for a number of batches that it is not for.
@@ -126,13 +137,36 @@ def piped(
     own = first[1].of(current().rank)
     split = own is not None and schedule.splits(own)
     copies = [taken_apart(step, stages, bool(schedule.recomputed), schedule.slices, split) for step, stages in steps]
-    copies = with_behind(copies, update(behind_all(copies, schedule.sequences)))
+    per_step = updates(schedule)
+    first_update, *others = update(behind_all(copies, schedule.sequences // per_step))
+    _check_updates(schedule, copies, first_update, others)
+    again = with_behind(copies, others[0])[0].programs[BEHIND] if others and per_step > 1 else None
+    copies = with_behind(copies, first_update)
     if isinstance(batch, Separate):
         copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
-        return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen)
+        return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
     how = strategy.microbatches
     assert how is not None
-    return Piped(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen)
+    return Piped(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
+
+
+def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, others: Sequence[Program]) -> None:
+    """Several updates of a step are one program each time, on sums that each of them finds."""
+    if not is_stale(schedule):
+        return
+    last = others[0] if others else first
+    states = (first.outputs["state"], last.outputs["state"])
+    if states[1] or not all(isinstance(v, Value) for v in states[0].values()):
+        name, key = next(k for made in states for k, v in made.items() if made is states[1] or not isinstance(v, Value))
+        raise StageError(
+            f"schedule {schedule.name!r}", f"the optimizer's state {key!r} of {name}, which each update makes anew",
+            "a step makes several updates with one program", "an optimizer whose counters are tensors, or 1F1B",
+        )  # fmt: skip
+    if len(copies) > 1:
+        raise StageError(
+            f"schedule {schedule.name!r}", "microbatches of several sizes", "each update takes some of them, alike",
+            "microbatches of one size, or 1F1B",
+        )  # fmt: skip
 
 
 def _staged_step(
@@ -182,15 +216,27 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
             "its actions name the slices",
             f"slices = {found.slices}" if found.slices > 1 else 'schedule_mode = "Seq1F1B", or slices = 1',
         )  # fmt: skip
-    versions = weight_versions(found)
-    if max(versions) > 1:
-        raise StageError(
-            f"schedule {found.name!r}", f"{' and '.join(map(str, versions))} versions of the weights on its ranks",
-            "a step updates weights once, behind all of its microbatches: what the optimizer means on one device",
-            '"ZB-H1" or "ZB-2p", which fill the same bubbles; meshwright schedule draws this one all the same',
-        )  # fmt: skip
-    check(found)
+    _check_meaning(found, options)
+    check(found, stale=options.asynchronous)
     return found
+
+
+def _check_meaning(found: Schedule, options: Pipeline) -> None:
+    """A table may change weights while microbatches are on their way where that is accepted, and only there."""
+    if is_stale(found) == options.asynchronous:
+        return
+    if options.asynchronous:
+        raise StrategyError(
+            "pipeline.asynchronous = true", f"schedule {found.name!r}, with one update behind all microbatches",
+            "a step means what it means on one device", 'schedule_mode = "PipeDream-2BW", or asynchronous = false',
+        )  # fmt: skip
+    versions = " and ".join(map(str, weight_versions(found)))
+    raise StageError(
+        f"schedule {found.name!r}", f"{versions} versions of the weights on its ranks",
+        "a step updates weights once, behind all of its microbatches: what the optimizer means on one device",
+        '"ZB-H1" or "ZB-2p", which fill the same bubbles; or pipeline.asynchronous = true with mw.to_static, where '
+        "gradients of older weights are wanted",
+    )  # fmt: skip
 
 
 def _table(options: Pipeline, stages: Stages) -> Schedule:

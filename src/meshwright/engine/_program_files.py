@@ -11,13 +11,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from meshwright.comm import current
 from meshwright.graph import (
@@ -41,12 +38,12 @@ from meshwright.graph import (
 )
 from meshwright.layout import Spec
 
-from ._description import code_of, lies_text, spec_text
+from ._description import lies_text, spec_text
 from ._errors import StaticError
 from ._inputs import lay_as
+from ._model import Model
 from ._pipeline import Piped, taken_from
 from ._setting import Settings
-from ._strategy import Strategy
 from ._variants import Dynamic, Variant, Variants, kind_of, sizes_of
 
 KIND = "meshwright programs"
@@ -92,25 +89,6 @@ class Shelf:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What programs are recorded of."""
-
-    network: nn.Module
-    loss: Any
-    optimizer: Optimizer | None
-    strategy: Strategy
-
-    def text(self) -> dict[str, str]:
-        """What must be the same where programs are to be used."""
-        plan = replace(self.strategy, compiler="none", max_programs=1)
-        return {
-            **code_of(self.network, self.loss, self.optimizer),
-            "strategy": re.sub(r" at 0x\w+", "", repr(plan)),
-            **{f"tensor {s.name}": f"{s.tensor.dtype}{list(s.tensor.shape)}" for s in slots_of(self.network)},
-        }
-
-
 def key_text(key: Any, kinds: Any, settings: Mapping[int, str]) -> list[str] | None:
     """What two calls must share beside sizes, in text; None where what was switched then is not known any more."""
     mode, setting, *rest = key
@@ -150,7 +128,7 @@ def _asked_for(variants: Variants[Any], settings: Mapping[int, str]) -> Iterator
     for (key, kinds), found in variants.known.items():
         text = key_text(key, kinds, settings)
         if text is not None:
-            yield from ((text, variant) for variant in found)
+            yield from ((text, variant) for variant in found if variant.program.whole)
 
 
 def _files(row: Mapping[str, Any]) -> list[str]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.layout import Layout
-from meshwright.tensor import DistTensor, local_parts, map_tensors, place
+from meshwright.layout import Layout, Spec
+from meshwright.tensor import DistTensor, local_parts, map_tensors, place, stamp, transforming
 
 from .torch_hooks import top_saved_hooks
 
@@ -41,18 +41,42 @@ _live = _Live()
 
 
 @dataclass(frozen=True, slots=True)
+class _View:
+    """How a tensor reads memory: numbers of another dtype may be there, or conjugates, or numbers of the other sign."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+    @staticmethod
+    def by(x: Tensor) -> _View:
+        return _View(x.dtype, int(x.storage_offset()), x.shape, x.stride(), x.is_conj(), x.is_neg())
+
+    def of(self, memory: Tensor) -> Tensor:
+        plain = torch.empty(0, dtype=self.dtype, device=memory.device)
+        seen = plain.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+        seen = seen.conj() if self.conjugate else seen
+        return seen.neg() if self.negative else seen
+
+
+@dataclass(frozen=True, slots=True)
 class _Ticket:
-    """What is saved in the place of a gathered tensor: how to have it again."""
+    """What is saved in the place of a gathered tensor: how to have it again, distributed where it has a spec."""
 
     part: DistTensor
     layout: Layout
-    view: tuple[Any, ...]
+    view: _View
+    spec: Spec | None
 
     def redeem(self) -> Tensor:
         with torch.no_grad():
             whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
             with local_parts():
-                return torch.as_strided(whole.as_subclass(Tensor), *self.view)
+                found = self.view.of(whole)
+        return found if self.spec is None else stamp(found, self.spec)
 
 
 class Regather:
@@ -69,7 +93,7 @@ class Regather:
         """A module runs, with these parts and what was gathered from them; nothing is saved while it is captured."""
         real = [(p, w) for p, w in pairs if isinstance(p, DistTensor) and isinstance(w, DistTensor) and p is not w]
         top = top_saved_hooks(True)
-        free = real and (top is None or top[1] is _unpack)
+        free = real and not transforming() and (top is None or top[1] is _unpack)
         hooks = saved_tensors_hooks(_pack, _unpack) if free else nullcontext()
         found = {_address(whole): _Gathered(part, whole, whole._version) for part, whole in real}
         _live.found |= found
@@ -109,7 +133,8 @@ def _pack(saved: Tensor) -> Any:
     if found is None or found.whole._version != found.version:
         return saved
     with local_parts():
-        return _Ticket(found.part, found.whole.spec.layout, (saved.shape, saved.stride(), saved.storage_offset()))
+        spec = saved.spec if isinstance(saved, DistTensor) else None
+        return _Ticket(found.part, found.whole.spec.layout, _View.by(saved), spec)
 
 
 def _unpack(saved: Any) -> Tensor:

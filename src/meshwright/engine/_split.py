@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,7 +65,8 @@ def split_pipeline(
         part = model.get_submodule(name)
         with shared.kept(part):
             shard_layer(part, home, shard_fn)
-        part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
+        if begins or _holds(part):
+            part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
         homes[name] = home
     _lay_between(model, homes, shared)
     return model
@@ -105,6 +106,11 @@ class _Shared:
             if first is not new:
                 module._parameters[name] = first
                 stand_in(module, {name: new.spec})
+
+
+def _holds(part: nn.Module) -> bool:
+    """Whether a layer has any tensors: one that has none works where what goes into it lies."""
+    return next(chain(part.parameters(), part.buffers()), None) is not None
 
 
 def _entering(home: ProcessMesh, batch: Sequence[Placement], same: bool) -> Callable[..., Any]:

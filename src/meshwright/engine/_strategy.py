@@ -208,6 +208,9 @@ class Pipeline:
     (chunk, microbatch) a rank may hold then, from their forward to their backward. Stages are the meshes that marks
     take values to. Losses and gradients are means over the microbatches. A schedule of slices ("Seq1F1B", "TeraPipe")
     cuts the sequence of each microbatch, dim 1 of the batch, into `slices` of nearly one length, or of these lengths.
+
+    `asynchronous` accepts tables that update weights while microbatches are on their way ("PipeDream",
+    "PipeDream-2BW"): a step is several updates, with gradients of older weights. That changes what the optimizer means.
     """
 
     enable: bool = False
@@ -215,6 +218,7 @@ class Pipeline:
     accumulate_steps: int = 1
     capacity: float | None = None
     slices: int | tuple[int, ...] = 1
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         lengths = (self.slices,) if isinstance(self.slices, int) else self.slices
@@ -227,6 +231,11 @@ class Pipeline:
             raise StrategyError(
                 f"pipeline.capacity = {self.capacity:g}, schedule_mode = {self.schedule_mode.splitlines()[0]!r}",
                 "a schedule that is given", "what it holds is as it is", 'schedule_mode = "auto", or no capacity',
+            )  # fmt: skip
+        if self.asynchronous and self.schedule_mode == "auto":
+            raise StrategyError(
+                'pipeline.asynchronous = true, schedule_mode = "auto"', "a schedule that is chosen",
+                "it is one that means what one device does", 'schedule_mode = "PipeDream-2BW"',
             )  # fmt: skip
         if self.accumulate_steps < 1:
             raise StrategyError(
@@ -288,6 +297,11 @@ class Strategy:
             raise StrategyError(
                 f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true", "both",
                 "what slices share would be made again for each of them", "more slices, or recompute without slices",
+            )  # fmt: skip
+        if self.pipeline.enable and self.pipeline.asynchronous and self.amp.scaling is not None:
+            raise StrategyError(
+                'pipeline.asynchronous = true, amp.dtype = "float16"', "several updates in a step, and a loss scale",
+                "each update would have its own scale, and gradients on their way another", 'dtype = "bfloat16"',
             )  # fmt: skip
         if self.pipeline.enable and self.gradient_merge.enable:
             raise StrategyError(

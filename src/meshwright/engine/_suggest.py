@@ -21,7 +21,7 @@ from ._auto import plan
 from ._parallelize import Parallelism, parallelize
 from ._styles import ColwiseParallel, RowwiseParallel, Style
 
-AXES = ("dp", "tp")
+AXES = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Suggestion:
         """Lines of Python to put into a program."""
         rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
         lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
+        lies += f", split={self.config.split!r}" if self.config.split else ""
         lies += f", zero={self.config.zero}" if self.config.zero else ""
         return "\n".join(
             [
@@ -64,7 +65,7 @@ def suggest(
     model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None = None, *,
     mesh: Mapping[str, int] | None = None, cluster: Cluster | str | None = None, ranks: int | None = None,
 ) -> Suggestion:  # fmt: skip
-    """How to make `model` parallel by names, from the best plan for a `mesh` of dp and tp, or for so many `ranks`.
+    """How to make `model` parallel by names, from the best plan for a `mesh` of pp, dp and tp, or for so many `ranks`.
 
     The styles are tried on the model: a parameter that they lay otherwise than the plan asks is told as left out.
     Raises SearchError where no plan has that mesh, or nothing fits.
@@ -73,11 +74,11 @@ def suggest(
     if strange := sorted(set(sizes) - set(AXES)):
         raise SearchError(
             f"a suggestion for a mesh with {strange[0]}", f"a mesh {sizes}",
-            "the search cuts batches (dp) and weights (tp)", "dp=2,tp=4; stages are cut by mw.split_pipeline",
+            "the search cuts layers (pp), batches (dp) and weights (tp)", "dp=2,tp=4, or pp=2,dp=2,tp=2",
         )  # fmt: skip
-    total = ranks or sizes.get("dp", 1) * sizes.get("tp", 1)
-    plans = plan(model, batch, loss, cluster=cluster, ranks=total)
-    found = [p for p in plans if not mesh or (p.dp, p.tp) == (sizes.get("dp", 1), sizes.get("tp", 1))]
+    pp, dp, tp = (sizes.get(axis, 1) for axis in AXES)
+    plans = plan(model, batch, loss, cluster=cluster, ranks=ranks or pp * dp * tp, stages=pp if mesh else None)
+    found = [p for p in plans if not mesh or (p.dp, p.tp) == (dp, tp)]
     if not found:
         raise SearchError(
             f"a suggestion for a mesh {sizes}", f"plans for {', '.join(p.how for p in plans)}",
@@ -85,8 +86,19 @@ def suggest(
         )  # fmt: skip
     best = found[0]
     styles = _patterns(model, dict(_styles(model, best.layouts)))
-    config = Parallelism(styles, *_batch(model, best), zero=best.saving.zero)
-    return Suggestion(best.mesh, config, (*_saved(best.saving), *_left_out(model, best, config)), best)
+    split = best.pipeline.split if best.pipeline else None
+    config = Parallelism(styles, *_batch(model, best), split=split, zero=best.saving.zero)
+    return Suggestion(
+        best.mesh, config, (*_scheduled(best), *_saved(best.saving), *_left_out(model, best, config)), best
+    )
+
+
+def _scheduled(best: MeshPlan) -> Iterator[str]:
+    """The order of microbatches, which is no matter of where stages begin."""
+    if best.pipeline is not None:
+        how = best.pipeline
+        asked = {"enable": True, "schedule_mode": how.schedule, "accumulate_steps": how.microbatches}
+        yield f"{how.microbatches} microbatches by {how.schedule}: Strategy.of(pipeline={asked})"
 
 
 def _saved(saving: Saving) -> Iterator[str]:

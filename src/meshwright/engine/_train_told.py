@@ -68,8 +68,13 @@ def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, t
 @contextmanager
 def _lines(path: Path) -> Generator[Tell]:
     """Appends a JSON object per line; a number that is not finite is a string, since JSON has none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", buffering=1) as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        why = "each step is a line of a file, which has to be there before the first"
+        raise TrainingError(f"the log {path}", f"{error.strerror}", why, "a folder that can be written to") from error
+    with opened as file:
         yield lambda event: print(json.dumps({k: _in_json(v) for k, v in event.items()}), file=file)
 
 

@@ -1,0 +1,251 @@
+"""From a model and a batch to the program of this rank: captured, laid out, recorded, and behind all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.graph import (
+    Capture,
+    Fits,
+    Layouts,
+    Pass,
+    Program,
+    Run,
+    StateKey,
+    Value,
+    apply_passes,
+    capture,
+    compiled,
+    complete,
+    joined,
+    record_forward,
+    record_gradients,
+    record_update,
+    runner,
+    spread,
+    tensor_dtype,
+    verify,
+    with_layouts,
+)
+from meshwright.layout import Spec
+from meshwright.passes import data_axes, shards
+from meshwright.tensor import leaves_in, stamp
+
+from ._apart import without_inputs
+from ._inputs import Fetch, fetch_of, lay_as_captured
+from ._loss_scale import LossScale
+from ._model import Mode, Model
+from ._optimizer import refuse_master_weights
+from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
+from ._program_files import Saved
+from ._shared import recorded_once
+from ._variants import Dynamic, sizes_of
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A program, the function that runs it, and where each of its inputs comes from; of a pipeline also its table.
+
+    One that is not `whole` runs more than its program says, and is in no file: the first of asynchronous steps, where
+    the updates behind its first one are others.
+    """
+
+    program: Program
+    run: Run
+    fetch: tuple[Fetch, ...]
+    writes: tuple[int, ...]
+    table: Mapping[str, Any] | None = None
+    whole: bool = True
+
+
+@dataclass(slots=True)
+class Builder:
+    """Makes the programs of a model. What it lays once stays: `homes` are the layouts of parameters and buffers."""
+
+    model: Model
+    mode: Mode
+    loss_scale: LossScale | None = None
+    homes: dict[str, Spec] = field(default_factory=dict[str, Spec])
+    layouts: Layouts | None = None
+    pipeline: Chosen | None = None
+
+    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits]:
+        """The program for such a batch, and which other batches it fits; ranks whose `key` is the same share it."""
+        if self.mode == "train" and self.model.strategy.pipeline.enable:
+            return self._build_pipeline(batch)
+        strategy = self.model.strategy
+        merge = strategy.merge if self.mode == "train" else None
+        captured, layouts = self._captured(merge.piece(batch, 0) if merge else batch, dynamic)
+        how = (
+            key,
+            dynamic,
+            strategy,
+            self._states_lie(),
+            type(self.model.optimizer),
+            sizes_of(list(leaves_in(batch))),
+            self.model.lies_apart(),
+        )
+        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
+        self._lay(captured, layouts)
+        return self._ready(program), fits
+
+    def load(self, saved: Saved) -> Compiled:
+        """A program of a file, ready to run."""
+        if saved.piped is not None:
+            return self._ready_pipeline(saved.piped)
+        strategy = self.model.strategy
+        lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
+        return self._ready(saved.program, lowered)
+
+    def _captured(
+        self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
+    ) -> tuple[Capture, Layouts]:
+        """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
+        model, strategy = self.model, self.model.strategy
+        with strategy.autocast(leaves_in(batch)):
+            captured = capture(model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic)
+        program = spread(captured.program)
+        if self.mode == "train" and strategy.pipeline.enable:
+            program = sequences_cut(program, strategy.pipeline)
+        given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
+        layouts = complete(program, given)
+        if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
+            layouts = complete(program, {**uncut, **given})
+        forward = with_layouts(program, layouts)
+        return replace(captured, program=apply_passes(forward, strategy.passes_on("captured"))), layouts
+
+    def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
+        """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.
+
+        A rank takes a piece of its own part, and those must be the same rows in all tensors.
+        """
+        how = self.model.strategy.merge or self.model.strategy.microbatches
+        if how is None:
+            return {}
+        cut = how.leaves(list(leaves_in(batch)))
+        specs = {i: layouts.specs.get(i.value.name) for i in program.inputs if i.role == "batch" and i.source in cut}
+        if len({spec.layout.dims[0] if spec else () for spec in specs.values()}) <= 1:
+            return {}
+        plain = ((i.value.name, spec) for i, spec in specs.items() if spec is not None and i.spec is None)
+        return {n: spec.with_layout(replace(spec.layout, dims=((), *spec.layout.dims[1:]))) for n, spec in plain}
+
+    def _lay(self, captured: Capture, layouts: Layouts) -> None:
+        """Parameters, buffers and states lie from now on as the program takes them."""
+        lay_as_captured(captured, self.model.optimizer)
+        self.homes |= _homes(captured, layouts)
+        self.layouts = layouts
+
+    def _build_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits]:
+        """The actions of a pipeline's microbatches, each with a program."""
+        strategy = self.model.strategy
+        how = strategy.microbatches
+        assert how is not None
+        firsts = batch.firsts if isinstance(batch, Separate) else [how.piece(batch, 0)]
+        captured, layouts = self._captured(firsts[0], {})
+        homes = _homes(captured, layouts)
+        others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
+        found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
+        fits = captured.fits()
+        self._lay(captured, layouts)
+        passes = self._last_passes()
+        return self._ready_pipeline(found.after(lambda part: apply_passes(part, passes))), fits
+
+    def _ready_pipeline(self, found: Piped) -> Compiled:
+        """A pipeline's step, each part compiled where the strategy asks for it."""
+        model = self.model
+
+        def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
+            if model.strategy.compiler == "inductor":
+                part = compiled(part, current(), writes=model.writes())
+            return runner(part), tuple(x for x, _ in part.writes)
+
+        self.pipeline = found.chosen
+        run = found.runs(make)
+        at = {given.value: n for n, given in enumerate(run.inputs)}
+        slots = model.slots()
+        fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in run.inputs)
+        program, table = found.end_to_end()
+        return Compiled(program, run, fetch, tuple(at[x] for x in run.writes), table, found.again is None)
+
+    def _ready(self, program: Program, lowered: Program | None = None) -> Compiled:
+        """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
+        model = self.model
+        writes = {given.value: at for at, given in enumerate(program.inputs)}
+        if lowered is None:
+            lowered = program
+            if model.strategy.compiler == "inductor":
+                lowered = compiled(program, current(), writes=model.writes())
+        slots = model.slots()
+        return Compiled(
+            program,
+            runner(lowered),
+            tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
+            tuple(writes[x] for x, _ in lowered.writes),
+        )
+
+    def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        """The program of this rank, after all passes."""
+        program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
+        return apply_passes(program, self._last_passes())
+
+    def _last_passes(self) -> Sequence[Pass]:
+        """The passes on what is recorded; inputs that look at one memory are not written over."""
+        passes = self.model.strategy.passes_on("recorded")
+        return passes if self.model.lies_apart() else without_inputs(passes)
+
+    def _states_lie(self) -> Any:
+        """Which states there are, and how they lie."""
+        if self.mode != "train":
+            return ()
+        return [(key, getattr(x, "_spec", getattr(x, "shape", x))) for key, x in self.model.states().items()]
+
+    def _recorded(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        here, strategy = current(), self.model.strategy
+        if self.mode != "train":
+            return record_forward(captured, here.rank, here.size)
+        step = record_gradients(captured, here.rank, here.size, self.loss_scale is not None)
+        if strategy.merge is not None:
+            step = strategy.merge.program(step, list(leaves_in(batch)))
+        return self._with_update(captured, step)
+
+    def _with_updates(self, captured: Capture, step: Program) -> list[Program]:
+        """The step with the optimizer's behind it; and, where that makes states, with one that finds them."""
+        first = self._with_update(captured, step)
+        made = {key: v for key, v in first.outputs["state"].items() if isinstance(v, Value)}
+        if not (made and self.model.strategy.pipeline.asynchronous):
+            return [first]
+        states = {key: torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device) for key, v in made.items()}
+        laid = {k: stamp(x, first.specs[made[k]]) if made[k] in first.specs else x for k, x in states.items()}
+        return [first, self._with_update(captured, step, laid)]
+
+    def _with_update(self, captured: Capture, step: Program, made: Mapping[StateKey, Tensor] | None = None) -> Program:
+        """The step, whose outputs are a loss and gradients, and the optimizer's step behind it.
+
+        States are those that there are, and those that are `made` by then.
+        """
+        optimizer, strategy, here = self.model.optimizer, self.model.strategy, current()
+        assert optimizer is not None
+        refuse_master_weights(optimizer)
+        grads: Mapping[str, Any] = step.outputs["grads"]
+        trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
+        names = {id(s.tensor): s.name for s in captured.slots}
+        sharding = strategy.sharding
+        cut: Mapping[str, Spec] = {}
+        if sharding.enable and sharding.stage < 3:
+            cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
+        states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
+        update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
+        feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
+        return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
+
+
+def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
+    """How parameters and buffers lie."""
+    held = {i.value.name for i in captured.program.inputs if i.role in ("parameter", "buffer")}
+    return {name: spec for name, spec in layouts.specs.items() if name in held}

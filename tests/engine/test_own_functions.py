@@ -1,0 +1,192 @@
+"""Users' autograd functions: they see whole tensors, forward and backward, whatever watches what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import meshwright as mw
+
+from .oracle import STYLES, check
+
+
+class Product(torch.autograd.Function):
+    """A user's function that saves its arguments; its gradients are not those of its operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), 2 * x.t() @ grads[0], None
+
+
+class Sums(torch.autograd.Function):
+    """A user's function of two results, with a setup of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cumsum(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos() + 3 * grads[1].flip(0).cumsum(0).flip(0)
+
+
+def of_own_functions(lay: Any) -> Any:
+    g = torch.Generator().manual_seed(0)
+    x, w = lay(torch.randn(5, 6, generator=g), grad=True), lay(torch.randn(6, 4, generator=g), grad=True)
+    y, z = Sums.apply(Product.apply(x.sin(), w, 3.0))
+    (y * z.tanh()).mean().backward()
+    return y, z, x.grad, w.grad
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_users_function_has_the_gradients_of_one_device(style: str) -> None:
+    check(of_own_functions, STYLES[style])
+
+
+class Exp(torch.autograd.Function):
+    """A user's function that saves its result, and nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y, None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y, _ = ctx.saved_tensors
+        return grads[0] * y
+
+
+class Turns(torch.autograd.Function):
+    """A user's function that gives back its argument; the gradient has the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return -grads[0]
+
+
+class TurnsInTwo(Turns):
+    """The same in two steps, with another result."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x, x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[1] - grads[0]
+
+
+class Doubles(torch.autograd.Function):
+    """A user's function that writes to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.mul_(2))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+def saved_by_hooks(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return fn(x, w)
+
+
+def saved_elsewhere(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+    with save_on_cpu():
+        return fn(x, w)
+
+
+def checkpointed(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(fn, x, w, use_reentrant=False)
+
+
+@pytest.mark.parametrize("watched", [saved_by_hooks, saved_elsewhere, checkpointed])
+@pytest.mark.parametrize("style", STYLES)
+def test_what_a_users_function_saves_may_be_watched(style: str, watched: Any) -> None:
+    def go(lay: Any) -> Any:
+        g = torch.Generator().manual_seed(0)
+        x, w = lay(torch.randn(5, 6, generator=g), grad=True), lay(torch.randn(6, 4, generator=g), grad=True)
+        y = watched(lambda x, w: Sums.apply(Exp.apply(Product.apply(x.sin(), w, 0.3)))[0], x, w)
+        y.square().mean().backward()
+        return y, x.grad, w.grad
+
+    check(go, STYLES[style])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_users_function_may_give_back_an_argument(style: str) -> None:
+    def go(lay: Any) -> Any:
+        x = lay(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), grad=True)
+        y = TurnsInTwo.apply(Turns.apply(x.sin()))
+        z = Doubles.apply(y[0] * 1) * y[1]
+        z.mean().backward()
+        return y, z, x.grad
+
+    check(go, STYLES[style])
+
+
+class SavesParts(torch.autograd.Function):
+    """A user's function that saves a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.to_local())
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 2 * x
+
+
+class GivesPlain(SavesParts):
+    """A user's function whose gradient is a plain tensor."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.ones(grads[0].shape)
+
+
+@pytest.mark.parametrize("function", [SavesParts, GivesPlain])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function: Any) -> None:
+    from meshwright.tensor import PlainInBackwardError
+
+    from .oracle import LayOut
+
+    def go() -> None:
+        x = LayOut(STYLES[style])(torch.randn(5, 6), grad=True)
+        function.apply(x).sum().backward()
+
+    with pytest.raises(PlainInBackwardError, match="local_map"):
+        mw.simulate(go, STYLES[style].ranks)
