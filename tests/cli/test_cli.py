@@ -18,6 +18,7 @@ import meshwright.comm
 from meshwright.cli import main
 from meshwright.cli._parser import AXES, parse
 from meshwright.cli._progress import progress, side_by_side
+from meshwright.cli._train import Outcome, report
 from meshwright.models import AXES as MODEL_AXES
 from meshwright.models import Job, LlamaConfig
 
@@ -216,7 +217,9 @@ def test_sigterm_ends_a_run_that_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_difference_above_the_tolerance_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--mesh", "dp=2", "--tolerance", "-1"]) == 1
+    settings = parse([*TINY, "--mesh", "dp=2", "--tolerance", "1e-9"])
+    apart, alike = (Outcome("simulated", {"dp": 2}, 1, [5.0], [5.0], largest, 1.0, 1.0) for largest in (1e-8, 1e-10))
+    assert (report(apart, settings), report(alike, settings)) == (1, 0)
 
 
 def test_progress_and_table_say_what_they_should() -> None:

@@ -60,6 +60,9 @@ def number():
     return 5
 """
 
+HEAD = "self.head = nn.Linear(512, 50)"
+"""What has to be registered behind the layers, so that stages may begin in that order."""
+
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
@@ -83,6 +86,34 @@ def test_what_it_prints_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixt
     exec(lines, names)
     found = mw.verify(model, batch, names["mesh"], names["config"], loss)
     assert found.equal, str(found)
+
+
+def test_stages_are_written_by_names(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "self.words, self.head = nn.Embedding(50, 512), nn.Linear(512, 50)"
+    layers = "self.layers = nn.ModuleList([Block() for _ in range(2)])"
+    mine.write_text(
+        MINE.replace(words, "self.words = nn.Embedding(50, 512)").replace(layers, f"{layers}\n        {HEAD}")
+    )
+    assert main(["parallelize", f"{mine}:build", "--mesh", "pp=2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["mesh"], told["pipeline"]["split"]) == ({"pp": 2, "dp": 1, "tp": 1}, ["layers.1"])
+    out = mine.parent / "lines.py"
+    assert main(["parallelize", f"{mine}:build", "--mesh", "pp=2", "--suggest", "--out", str(out)]) == 0
+    assert "split=('layers.1',)" in out.read_text()
+    assert "Strategy.of(pipeline={'enable': True" in out.read_text()
+    names: dict[str, Any] = {}
+    exec(mine.read_text(), names)
+    torch.manual_seed(0)
+    model, (x, y), loss = names["build"]()
+    wanted = loss(model(x), y).item()
+
+    def on_rank() -> float:
+        found: dict[str, Any] = {"model": names["Net"](), "optimizer": None}
+        found["model"].load_state_dict(model.state_dict())
+        exec(out.read_text(), found)
+        return loss(found["model"](x), y).item()
+
+    assert mw.simulate(on_rank, 2)[0] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_it_answers_in_json(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +157,8 @@ def test_what_styles_cannot_say_is_left_out() -> None:
         ("{mine}:built --ranks 2", 2, "mine.py:build"),
         ("{mine}:number --ranks 2", 2, "returns a int"),
         ("{mine}:fails --ranks 2", 1, "mine.py:37"),
-        ("{mine}:build --mesh pp=2", 1, "split_pipeline"),
+        ("{mine}:build --mesh ep=2", 1, "layers (pp), batches (dp)"),
+        ("{mine}:build --mesh pp=2", 1, "registered in another order"),
         ("{mine}:build --mesh dp=4", 1, "another mesh"),
         ("nowhere.py:build --ranks 2", 2, "there is no such file"),
         ("nowhere.json --ranks 2", 2, "No such file"),

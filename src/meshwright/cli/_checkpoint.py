@@ -11,10 +11,10 @@ import torch
 
 from meshwright.checkpoint import Catalogue, convert, format_of, open_checkpoint, read_whole, verify
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._parser import UsageError
 from meshwright.layout import MeshwrightError, write_dtype
 
-OK, FAILED = 0, 1
 PATHS = {"inspect": 1, "verify": 1, "diff": 2, "convert": 2}
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from time import perf_counter
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED, OK
 
-OK, FAILED = 0, 1
 PYTHON = (3, 11)
 LEFT_OUT = {"dev"}
 """Extras that users have no use for."""

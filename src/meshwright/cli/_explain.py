@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED
 from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cli._plan import read_model
@@ -18,8 +19,6 @@ from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
 from meshwright.report import data, page, text
 from meshwright.search import Choice, Plan, SearchError, Transformer, account, choose, parse_plan, shown
-
-FAILED = 1
 
 
 def explain(settings: argparse.Namespace, argv: list[str]) -> int:

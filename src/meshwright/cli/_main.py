@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from meshwright.cli._exit import FAILED, INTERRUPTED, NOT_UNDERSTOOD, code_of
 from meshwright.cli._function import FunctionFailed
 from meshwright.cli._parser import UsageError, parse
 
-OK, FAILED, NOT_UNDERSTOOD, INTERRUPTED = 0, 1, 2, 130
 CARRIED_OUT = {
     "train": ("_train", "train"), "run": ("_run", "run"), "schedule": ("_schedule", "schedule"),
     "plan": ("_plan", "plan"), "predict": ("_plan", "foretell"), "explain": ("_explain", "explain"),
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return FAILED
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else OK if end.code is None else FAILED
+        return code_of(end)
     except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._files import read_text, write_text
-from meshwright.cli._function import call_function, names_function
+from meshwright.cli._function import FunctionFailed, call_function, names_function
 from meshwright.cli._parser import UsageError
 from meshwright.engine import said, suggest
 from meshwright.layout import MeshwrightError
 
-OK, FAILED = 0, 1
 WRITE = "  write: file.py:function, where the function returns the module and a batch, or a model's config.json"
 
 
@@ -28,11 +31,17 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        write = "a module, and a batch that it takes as module(*batch), or a loss"
+        raise FunctionFailed(f"meshwright: the model of {settings.model} raised {why}\n  write: {write}") from error
     if settings.out:
         write_text(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
     if settings.json:
         styles = {pattern: said(style) for pattern, style in found.config.plan.items()}
-        lies = {"batch": found.config.batch, "sequence": found.config.sequence}
+        lies: dict[str, Any] = {"batch": found.config.batch, "sequence": found.config.sequence}
+        if found.searched.pipeline is not None:
+            lies["pipeline"] = asdict(found.searched.pipeline)
         told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
         print_json({"mesh": found.mesh.sizes, "plan": styles, **lies, **told})
         return OK
@@ -47,7 +56,7 @@ def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not hasattr(made[0], "named_modules"):
             raise UsageError(f"meshwright parallelize: {settings.model} returns a {type(made).__name__}\n{WRITE}")
         model, batch, *loss = made
-        return model, batch, loss[0] if loss else None
+        return model, [batch] if isinstance(batch, Tensor) else batch, loss[0] if loss else None
     try:
         config = json.loads(read_text(settings.model))
     except ValueError as error:

@@ -5,19 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from math import prod
 from typing import NoReturn
 
 AXES = ("pp", "dp", "tp")
-RUN_FAILED = "the run failed, or the losses of the two runs differ by more than --tolerance"
-EXIT_CODES = f"""\
-exit codes:
-  0    all went well
-  1    {RUN_FAILED}
-  2    the command line was not understood
-  130  interrupted (128 + the signal's number)
-  143  ended by SIGTERM; a run with --save has finished its step and saved it
-  else the exit code of the script, or of the process that failed first
-"""
 COMMANDS = {
     "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
     "run": "run a script on several ranks of this machine",
@@ -30,9 +21,35 @@ COMMANDS = {
     "profile": "measure this machine, and write a cluster file that plan, predict and explain read",
     "doctor": "say what this machine has and what is missing, and try two ranks beside one device",
 }
-
-
+FAILS = {
+    "train": "the run failed, or the losses of the two runs differ by more than --tolerance",
+    "run": "the script failed",
+    "schedule": "there is no such schedule, or it cannot run",
+    "plan": "nothing fits, or the model or the cluster cannot be understood",
+    "explain": "the model, the plan or the cluster cannot be understood",
+    "predict": "the model, the plan or the cluster cannot be understood",
+    "checkpoint": "a checkpoint is damaged or not there, or two are not the same",
+    "parallelize": "no plan fits, or the model's file or function fails",
+    "profile": "the ranks that measure fail",
+    "doctor": "something that is needed is missing, or two ranks differ from one device",
+}
+"""What exit code 1 says, by command."""
 CONFIG = "--config"
+MOST_RANKS = 4096
+"""Of one machine: threads or processes."""
+
+
+def exit_codes(command: str = "") -> str:
+    failed = FAILS.get(command, "the command failed; its own help says how")
+    return f"""\
+exit codes:
+  0    all went well
+  1    {failed}
+  2    the command line was not understood
+  130  interrupted (128 + the signal's number)
+  143  ended by SIGTERM; a run with --save has finished its step and saved it
+  else the exit code of the script, or of the process that failed first
+"""
 
 
 class UsageError(Exception):
@@ -100,11 +117,11 @@ def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
 
 
 def top_parser() -> Parser:
-    commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:11} {what}" for name, what in COMMANDS.items())
     parser = Parser(
         "meshwright",
         "Automatic parallel training on PyTorch.",
-        f"commands:\n{commands}\n\nmeshwright COMMAND --help says more about one.\n\n{EXIT_CODES}",
+        f"commands:\n{commands}\n\nmeshwright COMMAND --help says more about one.\n\n{exit_codes()}",
     )
     parser.usage = "meshwright COMMAND ..."
     parser.add_argument("--version", action="version", version=version())
@@ -118,7 +135,7 @@ def version() -> str:
 
 
 def train_parser() -> Parser:
-    parser = Parser("meshwright train", f"{COMMANDS['train'].capitalize()}; print both losses.", EXIT_CODES)
+    parser = Parser("meshwright train", f"{COMMANDS['train'].capitalize()}; print both losses.", exit_codes("train"))
     add_config(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--hidden", type=positive, default=256, metavar="N", help="channels (256)")
@@ -132,7 +149,7 @@ def train_parser() -> Parser:
     ranks = parser.add_argument_group("ranks")
     size = ranks.add_mutually_exclusive_group()
     size.add_argument("--mesh", type=mesh, metavar="AXES", help="such as pp=2,dp=2,tp=2 (the default); others are 1")
-    size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, shared out over the axes")
+    size.add_argument("--ranks", type=local_ranks, metavar="N", help="as many ranks, shared out over the axes")
     ranks.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
     add_trace(parser)
     kept = parser.add_argument_group("a run that is kept, without the steps on one device")
@@ -143,16 +160,18 @@ def train_parser() -> Parser:
     kept.add_argument("--log", metavar="FILE", help="a line of JSON for each step (FOLDER/log.jsonl)")
     kept.add_argument("--tensorboard", metavar="FOLDER", help="curves; needs the package tensorboard")
     answer = parser.add_argument_group("answer")
-    answer.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="allowed relative difference (1e-4)")
+    answer.add_argument(
+        "--tolerance", type=tolerance, default=1e-4, metavar="X", help="allowed relative difference (1e-4)"
+    )
     answer.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def run_parser() -> Parser:
-    parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", EXIT_CODES)
+    parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", exit_codes("run"))
     options = "[--ranks N] [--processes] [--auto] [--all-ranks] [--trace FILE]"
     parser.usage = f"meshwright run {options} SCRIPT [ARGUMENT ...]"
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (2)")
+    parser.add_argument("--ranks", type=local_ranks, default=2, metavar="N", help="how many ranks (2)")
     parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
     parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
     parser.add_argument(
@@ -165,12 +184,12 @@ def run_parser() -> Parser:
 
 
 def schedule_parser() -> Parser:
-    parser = Parser("meshwright schedule", f"{COMMANDS['schedule'].capitalize()}.", EXIT_CODES)
+    parser = Parser("meshwright schedule", f"{COMMANDS['schedule'].capitalize()}.", exit_codes("schedule"))
     parser.add_argument(
         "name", metavar="NAME", help="a schedule such as 1F1B, a file with a table, or list for all names"
     )
     shape = parser.add_argument_group("shape")
-    shape.add_argument("--ranks", type=positive, default=4, metavar="N", help="ranks of the pipeline (4)")
+    shape.add_argument("--ranks", type=local_ranks, default=4, metavar="N", help="ranks of the pipeline (4)")
     shape.add_argument("--microbatches", type=positive, default=8, metavar="N", help="microbatches of a step (8)")
     shape.add_argument("--chunks", type=positive, default=2, metavar="N", help="chunks per rank, or slices (2)")
     shape.add_argument(
@@ -186,7 +205,7 @@ def schedule_parser() -> Parser:
 
 
 def plan_parser() -> Parser:
-    parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", EXIT_CODES)
+    parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", exit_codes("plan"))
     add_config(parser)
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     add_cluster(parser)
@@ -203,7 +222,7 @@ def plan_parser() -> Parser:
 
 
 def predict_parser() -> Parser:
-    parser = Parser("meshwright predict", f"{COMMANDS['predict'].capitalize()}.", EXIT_CODES)
+    parser = Parser("meshwright predict", f"{COMMANDS['predict'].capitalize()}.", exit_codes("predict"))
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
     add_cluster(parser)
@@ -212,7 +231,7 @@ def predict_parser() -> Parser:
 
 
 def explain_parser() -> Parser:
-    parser = Parser("meshwright explain", f"{COMMANDS['explain'].capitalize()}.", EXIT_CODES)
+    parser = Parser("meshwright explain", f"{COMMANDS['explain'].capitalize()}.", exit_codes("explain"))
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
     add_cluster(parser)
@@ -226,8 +245,7 @@ def explain_parser() -> Parser:
 
 
 def checkpoint_parser() -> Parser:
-    codes = EXIT_CODES.replace(RUN_FAILED, "a checkpoint is damaged or not there, or two are not the same")
-    parser = Parser("meshwright checkpoint", f"{COMMANDS['checkpoint'].capitalize()}.", codes)
+    parser = Parser("meshwright checkpoint", f"{COMMANDS['checkpoint'].capitalize()}.", exit_codes("checkpoint"))
     parser.usage = "meshwright checkpoint inspect|verify PATH, diff PATH OTHER, convert PATH NEW --to FORMAT"
     actions = ("inspect", "verify", "diff", "convert")
     parser.add_argument("action", choices=actions, metavar="ACTION", help=", ".join(actions))
@@ -239,22 +257,22 @@ def checkpoint_parser() -> Parser:
         help="of what convert writes: meshwright (the default), safetensors, dcp",
     )  # fmt: skip
     parser.add_argument("--only", default="", metavar="PREFIX", help="of the names that convert writes; taken away")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="what diff takes for the same (0)")
+    parser.add_argument(
+        "--tolerance", type=tolerance, default=0.0, metavar="X", help="what diff takes for the same (0)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def doctor_parser() -> Parser:
-    codes = EXIT_CODES.replace(RUN_FAILED, "something that is needed is missing, or two ranks differ from one device")
-    parser = Parser("meshwright doctor", f"{COMMANDS['doctor'].capitalize()}.", codes)
+    parser = Parser("meshwright doctor", f"{COMMANDS['doctor'].capitalize()}.", exit_codes("doctor"))
     parser.add_argument("--no-check", action="store_true", help="only look; run no ranks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def parallelize_parser() -> Parser:
-    codes = EXIT_CODES.replace(RUN_FAILED, "no plan fits, or the model's file or function fails")
-    parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", codes)
+    parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", exit_codes("parallelize"))
     parser.add_argument(
         "model", metavar="MODEL",
         help="file.py:function, which returns a module and a batch (and a loss), or a model's config.json",
@@ -272,9 +290,8 @@ def parallelize_parser() -> Parser:
 
 
 def profile_parser() -> Parser:
-    codes = EXIT_CODES.replace(RUN_FAILED, "the ranks that measure fail")
-    parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", codes)
-    parser.add_argument("--ranks", type=positive, metavar="N", help="processes at once (a GPU each, or a core)")
+    parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", exit_codes("profile"))
+    parser.add_argument("--ranks", type=local_ranks, metavar="N", help="processes at once (a GPU each, or a core)")
     parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="for each of the measurements (0.2)")
     parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML; printed otherwise")
     parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and how long it takes")
@@ -333,9 +350,10 @@ def times(text: str) -> tuple[float, float, float, float]:
         given = [float(word) for word in words]
     except ValueError:
         given = [-1.0]
-    if len(given) > 4 or not all(0 <= x < float("inf") for x in given):
+    filled = given + [1.0, 1.0, 1.0, 0.0][len(given) :]
+    if len(given) > 4 or min(given) < 0 or not 0 < sum(filled) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not up to four numbers from 0 on, such as 3,4,2,0.5")
-    f, b, w, message = given + [1.0, 1.0, 1.0, 0.0][len(given) :]
+    f, b, w, message = filled
     return f, b, w, message
 
 
@@ -343,6 +361,27 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
+
+
+def local_ranks(text: str) -> int:
+    return few(positive(text))
+
+
+def few(ranks: int) -> int:
+    """The number of ranks. Raises ArgumentTypeError where one machine cannot carry so many."""
+    if ranks > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{ranks} ranks are more than one machine carries, which is {MOST_RANKS}")
+    return ranks
+
+
+def tolerance(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not found >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return found
 
 
 def natural(text: str) -> int:
@@ -388,6 +427,7 @@ def mesh(text: str) -> tuple[int, int, int]:
         if name not in sizes or not size:
             raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
         sizes[name] = positive(size)
+    few(prod(sizes.values()))
     return sizes["pp"], sizes["dp"], sizes["tp"]
 
 

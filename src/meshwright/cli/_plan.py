@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED
 from meshwright.cli._files import read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
@@ -31,7 +32,6 @@ from meshwright.search import (
     transformer_of,
 )
 
-FAILED = 1
 GIGA = 1e9
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._files import write_text
 from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
@@ -21,7 +22,6 @@ from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
 from meshwright.layout import MeshwrightError, write_dtype
 
-OK, FAILED = 0, 1
 START = 10.0
 """Seconds until processes have torch, and talk."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED
 from meshwright.cli._parser import UsageError
 from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
@@ -28,7 +29,8 @@ from meshwright.pipeline import (
     with_transfers,
 )
 
-FAILED = 1
+MOST_ACTIONS = 1_000_000
+"""Of a schedule that is drawn here."""
 
 
 def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
@@ -40,6 +42,9 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         else:
             print("\n".join(f"{name:24} {said}" for name, said in told.items()))
         return 0
+    if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
+        few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
+        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  write: {few}")
     try:
         table = asked_schedule(settings)
         check(table, stale=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from meshwright.cli._answer import print_json
+from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._parser import UsageError, share_out
 from meshwright.cli._progress import progress, side_by_side
 from meshwright.cli._run import check_folder, is_one_rank, traced
@@ -19,8 +20,6 @@ from meshwright.cli._run import check_folder, is_one_rank, traced
 if TYPE_CHECKING:
     from meshwright.engine import Training, TrainingEnd
     from meshwright.models import Job
-
-OK, FAILED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,7 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
     """A run that is kept, with all ranks in this process."""
     from meshwright.comm import simulate
     from meshwright.engine import stop_signals
+    from meshwright.layout import MeshwrightError
     from meshwright.models import train_on
 
     how = kept_run(job, settings)
@@ -75,7 +75,11 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
             return train_on(job, how)
 
     with stop_signals():
-        return report_run(simulate(one, job.ranks)[0], settings)
+        try:
+            return report_run(simulate(one, job.ranks)[0], settings)
+        except MeshwrightError as error:
+            print(error, file=sys.stderr)
+            return FAILED
 
 
 def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
