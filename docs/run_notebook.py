@@ -20,7 +20,9 @@ def executed(path: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     with TemporaryDirectory() as folder:  # sockets in a folder: no port is opened
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-        NotebookClient(notebook, km=kernel, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
+        NotebookClient(
+            notebook, km=kernel, timeout=120, coalesce_streams=True, resources={"metadata": {"path": path.parent}}
+        ).execute()  # one output per stream, however its writes arrive
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when each cell ran
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
