@@ -193,7 +193,7 @@ def tried(path: str, name: str) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         found = [step() for _ in range(2)]
     except Exception as error:
-        said = str(error).strip().splitlines()
+        said = str(error).replace(f"{ROOT}/", "").strip().splitlines()
         return {"is": "refused", "by": type(error).__name__, "says": said[0][:200] if said else ""}
     try:
         right = same(found, [outcome(reference, list(reference.parameters()), x) for _ in range(2)])

@@ -25,6 +25,8 @@ SIZES = {
 FILES = {
     "config.json": json.dumps(SIZES),
     "empty.json": "{}",
+    "infinite.json": json.dumps(SIZES).replace(": 64,", ": 1e400,"),
+    "headless.json": json.dumps({**SIZES, "num_attention_heads": 0}),
     "broken.json": "{",
     "list.json": "[1, 2]",
     "plan.toml": "dp = 2\nbatch = 8\nsequence = 64\n",
@@ -35,9 +37,11 @@ FILES = {
     "cluster.toml": 'cluster = "8xAbacus"\n',
     "measured.json": '{"seconds": "long"}',
     "table.txt": "mine: 1 microbatch\nway: 0\n0: BW0.0 F0.0\n",
-    "mine.py": "def build():\n    return 5\n\n\ndef fails():\n    raise KeyError('lost')\n",
+    "mine.py": "def build():\n    return 5\n\n\ndef fails():\n    raise KeyError('lost')\n"
+    "\n\ndef mismatched():\n    import torch\n    return torch.nn.Linear(4, 4), torch.ones(2, 5)\n",
     "syntax.py": "def build(:\n",
     "script.py": "print('here')\n",
+    "nested/manifest.json": "[" * 100_000,
 }
 PLAN = "plan {f}/config.json --cluster 8xH100 --batch 8 --sequence 64"
 EXPLAIN = "explain {f}/config.json {f}/plan.toml --cluster 2xH100"
@@ -76,7 +80,16 @@ TYPED = [
     Line("train --steps many", 2, "not a positive whole number"),
     Line("train --steps 0", 2, "not a positive whole number"),
     Line("train --seed -1", 2, "argument"),
-    Line("train --tolerance little", 2, "invalid float"),
+    Line("train --tolerance little", 2, "not a number from 0 on"),
+    Line("train --tolerance nan", 2, "not a number from 0 on"),
+    Line("train --ranks 100000000000", 2, "more than one machine carries"),
+    Line("train --mesh dp=100000", 2, "more than one machine carries"),
+    Line("run --ranks 100000000000 {f}/script.py", 2, "more than one machine carries"),
+    Line("schedule 1F1B --ranks 100000000000", 2, "more than one machine carries"),
+    Line("schedule 1F1B --microbatches 100000000000", 2, "actions"),
+    Line("schedule 1F1B --times 0,0,0", 2, "up to four numbers"),
+    Line("plan {f}/infinite.json --cluster 8xH100 --batch 8 --sequence 64", 1, "no whole number"),
+    Line("plan {f}/headless.json --cluster 8xH100 --batch 8 --sequence 64", 1, "at least 1"),
     Line("train --mesh ep=2", 2, "AXIS=N"),
     Line("train --mesh dp", 2, "AXIS=N"),
     Line("train --mesh pp=2 --ranks 2", 2, "not allowed with"),
@@ -116,6 +129,10 @@ TYPED = [
     Line("parallelize", 2, "MODEL"),
     # files that are missing, or are something else
     Line("run {f}/none.py", 2, "no file"),
+    Line("run --trace {f} {f}/script.py", 2, "Is a directory"),
+    Line("train --steps 1 --ranks 1 --log {f}/config.json/log", 1, "the log"),
+    Line("train --steps 1 --ranks 1 --save {f}/config.json", 1, "exists"),
+    Line("parallelize {f}/mine.py:mismatched --ranks 2", 1, "module(*batch)"),
     Line("train --config {f}/none.toml", 2, "No such file"),
     Line("train --config {f}/none.py:f", 2, "no such file"),
     Line("train --config {f}/train.toml", 2, "write: steps"),
@@ -144,6 +161,7 @@ TYPED = [
     Line("schedule 1F1B --svg {f}/none/a.svg", 2, "No such file"),
     Line("checkpoint inspect {f}/none", 1, "none"),
     Line("checkpoint verify {f}/config.json", 1, "config.json"),
+    Line("checkpoint verify {f}/nested", 1, "a part of one"),
     Line("parallelize {f}/none.py:build --ranks 2", 2, "no such file"),
     Line("parallelize {f}/mine.py:build --ranks 2", 2, "returns a int"),
     Line("parallelize {f}/mine.py:fails --ranks 2", 1, "mine.py:6"),
@@ -156,6 +174,7 @@ LINES = [*(Line(f"{name} --help", 0, "usage:") for name in COMMANDS), *TYPED]
 def make_files(folder: Path) -> None:
     """The files that the lines speak of."""
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ import torch
 import meshwright as mw
 from meshwright.comm import Recorded, use
 from meshwright.models import Llama, LlamaConfig
+
+from ._own_process import own_process
 
 SIZES = {
     "8b": {"vocab": 128256, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "feed_forward": 14336},
@@ -65,10 +66,8 @@ def cases(asked: Sequence[tuple[str, int, int]], repeats: int) -> list[dict[str,
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in asked]
     for _ in range(repeats):
-        for (name, ranks, layers), found in zip(asked, runs, strict=True):
-            command = [sys.executable, "-m", "benchmarks.compile_scale", name, str(ranks), str(layers)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+        for case, found in zip(asked, runs, strict=True):
+            found.append(own_process("compile_scale", *case))
     return [told(found) for found in runs]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import resource
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import meshwright as mw
 from meshwright.graph import CaptureError
 
 from ._matrix_models import Task
+from ._own_process import own_process, peak_gibibytes
 
 MACHINES = "{}xH100, 8 per node, 400G"
 SECONDS = 60.0
@@ -87,7 +87,7 @@ MODELS = {
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Seconds of the slowest model; each stands in the details."""
-    found = {name: apart(name) for name in ([*MODELS][:2] if quick else MODELS)}
+    found = {name: own_process("plan_models", name) for name in ([*MODELS][:2] if quick else MODELS)}
     slowest = max(case["seconds"] for case in found.values())
     return {
         "name": "plan_models",
@@ -98,13 +98,6 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def apart(name: str) -> dict[str, Any]:
-    """One model in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.plan_models", name]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 def case(name: str) -> dict[str, Any]:
     """One model, in this process: planned, or refused where its forward pass is a long loop in Python."""
     model, batch = MODELS[name].make(), MODELS[name].draw()
@@ -113,7 +106,7 @@ def case(name: str) -> dict[str, Any]:
     found = planned(model, batch, MODELS[name].ranks)
     return {
         "seconds": round(time.perf_counter() - begin, 2), "processor seconds": round(time.process_time() - used, 2),
-        "GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "GiB": peak_gibibytes(),
         "parameters": f"{billions:.2f}e9", **found,
     }  # fmt: skip
 
@@ -122,7 +115,7 @@ def planned(model: Task, batch: list[torch.Tensor], ranks: int) -> dict[str, Any
     try:
         best = mw.plan(model, batch, cluster=MACHINES.format(ranks))[0]
     except CaptureError as error:
-        return {"refused": error.found}
+        return {"refused": re.sub(r"\S*/site-packages/", "", error.found)}
     return {"operators": len(best.cuts.program.nodes) if best.cuts else 0, "plan": str(best).splitlines()[0]}
 
 

@@ -8,8 +8,6 @@ case runs in a process of its own, whose peak memory is read at the end.
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import sys
 import time
 from typing import Any
@@ -20,6 +18,8 @@ import meshwright as mw
 from meshwright.cost import cluster
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import Transformer, choose
+
+from ._own_process import own_process, peak_gibibytes
 
 SECONDS, GIBIBYTES, LARGE = 10.0, 1.5, 60.0
 MODULE = "Llama-3-8B, module, 64 ranks"
@@ -33,7 +33,7 @@ SIZES = {
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Seconds for the module; the others stand in the details."""
-    found = {name: apart(name) for name in (MODULE, *SIZES)}
+    found = {name: own_process("plan_speed", name) for name in (MODULE, *SIZES)}
     module = found[MODULE]
     reached = module["seconds"] <= SECONDS and module["GiB"] <= GIBIBYTES
     return {
@@ -45,20 +45,12 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def apart(name: str) -> dict[str, Any]:
-    """One case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.plan_speed", name]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 def case(name: str) -> dict[str, Any]:
     """One case, in this process."""
     begin = time.perf_counter()
     found = of_module() if name == MODULE else of_sizes(name)
     seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"seconds": round(seconds, 2), "GiB": round(peak, 2), **found}
+    return {"seconds": round(seconds, 2), "GiB": peak_gibibytes(), **found}
 
 
 def of_module() -> dict[str, Any]:
