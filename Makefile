@@ -42,8 +42,8 @@ versions: $(TORCH:%=out/torch-%)
 
 out/torch-%: FORCE
 	test -x $@/bin/python || $(PYTHON) -m venv $@
-	$@/bin/python -m pip install torch==$*
-	grep -v "^torch==" constraints.txt > $@/constraints.txt
+	grep -v "^torch==\|^setuptools==" constraints.txt > $@/constraints.txt
+	echo torch==$* >> $@/constraints.txt
 	$@/bin/python -m pip install -e '.[dev,solver,models,docs]' -c $@/constraints.txt
 	$@/bin/pytest -q --hypothesis-profile=ci -n logical --maxprocesses 8 --dist worksteal
 
