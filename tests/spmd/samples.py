@@ -366,6 +366,9 @@ kl_div: x(4, 5), p(4, 5)
 kl_div: x(4, 5), x(4, 5), 1, log_target=True
 poisson_nll_loss: x(4, 5), p(4, 5), True, False, 1e-8, 1
 hinge_embedding_loss: x(4, 5), x(4, 5).sign()
+ctc_loss.Tensor: x(7, 5, 4).log_softmax(-1), i(3, 5, 3), torch.tensor([7, 5, 6, 7, 4]), torch.tensor([2, 0, 1, 2, 1]), 3
+ctc_loss.Tensor: x(7, 2, 4).log_softmax(-1), i(3, 2, 1), torch.tensor([7, 5]), torch.tensor([1, 1]), 3, 0
+ctc_loss.Tensor: x(7, 2, 4).log_softmax(-1), i(3, 2, 3), torch.tensor([7, 2]), torch.tensor([2, 3]), 3, 2, True
 margin_ranking_loss: x(5), x(5), x(5).sign(), 0.1
 binary_cross_entropy: p(4, 5), p(4, 5)
 binary_cross_entropy: p(4, 5), p(4, 5), p(4, 5), 1

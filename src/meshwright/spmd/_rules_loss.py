@@ -12,6 +12,7 @@ from . import _forms_layer as forms
 from ._forms import LocalCall
 from ._rule import Entry, Form, Rule
 from ._rules_dims import names_of, written
+from .torch_hooks import tell_shapes
 
 MEAN, SUM = 1, 2
 
@@ -65,7 +66,39 @@ def _with_sum(op: Any, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return op(*args, **{**kwargs, "reduction": SUM})
 
 
+def ctc_rule(x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Rule | None:
+    """`(x, target, times, lengths, blank, reduction)`: samples go their own ways where each has a row of targets."""
+    if x.dim() != TIMES_SAMPLES_CLASSES or target.dim() != SAMPLES_TARGETS:
+        return None
+    reduction = rest[1] if len(rest) > 1 else kwargs.get("reduction", MEAN)
+    ends = "n" if reduction == 0 else ""
+    return Rule(f"t! n c!, n s!, n, n -> {ends}", over=None if ends else "sum", forms={"n": _ctc_terms})
+
+
+def _ctc_terms(
+    call: LocalCall, x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, blank: int = 0, reduction: int = MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """What this rank's samples add; in a mean each counts by the length of its target."""
+    if not x.shape[1]:
+        return x.sum((0, 2)) if reduction == 0 else x.sum()
+    losses = torch.ctc_loss(x, target, times, lengths, blank, 0, zero_infinity)
+    if reduction == MEAN:
+        losses = losses / lengths.clamp_min(1) / call.total(0, 1)
+    return losses if reduction == 0 else losses.sum()
+
+
+def _ctc_shapes(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """A loss per sample, and for every time the share of every label with blanks around it."""
+    samples = x.shape[1:-1]
+    return x.new_empty(samples), x.new_empty((*samples, x.shape[0], 2 * target.shape[-1] + 1))
+
+
+TIMES_SAMPLES_CLASSES, SAMPLES_TARGETS = 3, 2
+tell_shapes("_ctc_loss.Tensor", _ctc_shapes)
+
 LOSSES: dict[str, Entry] = {
+    "aten.ctc_loss.Tensor": ctc_rule,
     "aten.cross_entropy_loss": class_loss(forms.cross_entropy),
     "aten.nll_loss": class_loss(forms.nll_loss),
     "aten.nll_loss_nd": class_loss(forms.nll_loss),
