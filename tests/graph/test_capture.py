@@ -39,3 +39,13 @@ def test_a_loop_that_makes_too_many_operators_is_refused_with_its_line() -> None
     ):
         capture(model, model, [torch.ones(1000, 3)], most=100)
     assert len(capture(model, model, [torch.ones(5, 3)], most=100).program.nodes) <= 100
+
+
+def test_shapes_that_do_not_fit_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch writes to its log what fails on tensors without elements, and raises it as well."""
+    module = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match=r"shapes|dim"):
+        capture(module, lambda x: module(x), (torch.ones(2, 5),))
+    assert not caplog.records
+    with pytest.raises(CaptureError, match="numbers"):
+        capture(module, lambda x: module(x) + torch.zeros(x.argmax(), 1).sum(), (torch.ones(2, 4),))

@@ -128,7 +128,7 @@ def _captured(
     check_hooks(module)
     slots = slots_of(module)
     recording = Recording(above=True)
-    sizes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # no program has sizes that its inputs do not tell
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
     stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]

@@ -31,7 +31,7 @@ from ._errors import CaptureError
 from ._interception import intercepted
 from ._node import Node, Origin
 from ._recording import Recording
-from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, interception_off, unrecorded
+from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
 
 WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
 
@@ -39,7 +39,8 @@ WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bo
 def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     """`call(*args)` in such a setting, with errors of what cannot be captured."""
     try:
-        return call(*args)
+        with failures_told():
+            return call(*args)
     except MeshwrightError:
         raise
     except (*DataDependent, TypeError) as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -56,6 +58,20 @@ def _grouped(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _FAKE_KERNELS.setdefault(torch.ops.aten._grouped_mm.default, _grouped)
+
+
+_FAILURES_TOLD: ContextVar[bool] = ContextVar("failures_told", default=False)
+fake_tensor.log.addFilter(lambda record: record.levelno < logging.ERROR or not _FAILURES_TOLD.get())
+
+
+@contextmanager
+def failures_told() -> Generator[None]:
+    """Inside, torch's log leaves out what fails on fake tensors: it would print the error beside the one raised."""
+    token = _FAILURES_TOLD.set(True)
+    try:
+        yield
+    finally:
+        _FAILURES_TOLD.reset(token)
 
 
 @contextmanager
