@@ -399,3 +399,60 @@ def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving
         return step(x, y).item()
 
     assert mw.simulate(on_rank, 4)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+class Around(nn.Module):
+    """Layers between weights that the model holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.scale = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.tensor(0.5))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.wide
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+
+@pytest.mark.parametrize("wide", ["f32[8, 8@tp]", "f32[8@tp, 8]", "f32[8, 8]"])
+def test_a_weight_around_layers_lies_on_its_stage_as_the_plan_says(wide: str) -> None:
+    plan = parse_mesh_plan(
+        f"""
+        split = ["layers.2"]
+        microbatches = 2
+        [mesh]
+        pp = 2
+        dp = 1
+        tp = 2
+        [layouts]
+        wide = "{wide}"
+        """
+    )
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, 8, generator=g), torch.randn(4, 8, generator=g)
+    loss = nn.functional.mse_loss
+
+    def model() -> Around:
+        torch.manual_seed(0)
+        return Around()
+
+    def on_rank() -> tuple[list[float], str, tuple[int, ...], tuple[int, ...]]:
+        own = model()
+        step = mw.auto(own, torch.optim.SGD(own.parameters(), lr=0.1), [(x, y)], loss, plan=plan)
+        laid, last = own.wide, own.scale
+        losses = [step(x, y).item() for _ in range(STEPS)]
+        return losses, repr(laid.spec), laid.mesh.process_ids, last.mesh.process_ids
+
+    alone, wanted = model(), list[float]()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
+    for losses, laid, first, last in mw.simulate(on_rank, 4):
+        assert (laid, first, last) == (wide, (0, 1), (2, 3))
+        assert losses == pytest.approx(wanted, rel=1e-5)

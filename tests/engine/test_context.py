@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.comm import current
+from meshwright.cost import Cluster, cluster
 from meshwright.graph import communication, live_memory
 from meshwright.models import Llama, LlamaConfig
+from meshwright.search import MeshPlan, parse_mesh_plan
 
 Tensors = list[Tensor]
 NAMES = ("gather", "ring", "ulysses")
@@ -319,3 +322,52 @@ def test_a_static_model_keeps_what_held_when_it_was_captured() -> None:
         return found
 
     assert mw.simulate(go, 2)[0] == [True, False, True]
+
+
+def slow(text: str) -> Cluster:
+    """So slow that it is worth while to divide what a test computes."""
+    usual = cluster(text)
+    device = replace(
+        usual.device, flops={t: f / 1e4 for t, f in usual.device.flops.items()},
+        bandwidth=usual.device.bandwidth / 1e4, overhead=0.0,
+    )  # fmt: skip
+    inside, outside = usual.inside, usual.outside or usual.inside
+    inside = replace(inside, latency=0.0, start=0.0, bandwidth=inside.bandwidth / 3e4)
+    return replace(
+        usual, device=device, inside=inside, outside=replace(outside, latency=0.0, bandwidth=outside.bandwidth / 1e3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "context", "said"), [(4, "ulysses", "heads are cut in the place of"), (2, "gather", "queries are cut")]
+)
+def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, said: str) -> None:
+    tokens = torch.randint(0, 32, (1, 256), generator=torch.Generator().manual_seed(0))
+
+    def train(plan: MeshPlan | None = None) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(vocab=32, hidden=16, layers=2, heads=8, kv_heads=kv_heads, feed_forward=16))
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+        if plan is not None:
+            step = mw.auto(model, optimizer, [(tokens, tokens)], plan=plan)
+            losses = [step(tokens, tokens).item() for _ in range(2)]
+            return losses, str(step.program)
+        for _ in range(2):
+            loss = model(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, ""
+
+    model = Llama(LlamaConfig(vocab=32, hidden=16, layers=2, heads=8, kv_heads=kv_heads, feed_forward=16))
+    plan, *_ = mw.plan(model, [tokens, tokens], cluster=slow("4xA100-40GB, 1 per node, 25G"), ranks=4)
+    assert plan.context == context
+    assert repr(plan.layouts["batch_0"]) == "i64[1, 256@tp]"
+    assert f"context parallel: in 2 attentions {said}" in plan.explain()
+    assert parse_mesh_plan(plan.text()) == plan
+    wanted, _ = train()
+    for losses, program in mw.simulate(lambda: train(plan), 4):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+        assert ("all_to_all" in program) == (context == "ulysses")
+        assert ("all_gather" in program) == (context == "gather")

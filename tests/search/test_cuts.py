@@ -15,6 +15,7 @@ from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import Cuts, Form, Prices, SearchError, cut, every_cut
+from meshwright.search._cuts import CutProblem
 from meshwright.search._eliminate import _Part
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
@@ -173,3 +174,40 @@ def sums_of(layers: int, seen: pytest.MonkeyPatch) -> int:
 def test_layers_that_are_alike_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = sums_of(6, monkeypatch), sums_of(26, monkeypatch)
     assert many - few <= 4 * 20, "a layer has sixteen choices"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "mask", "dropout", "count"),
+    [
+        (8, 8, 16, None, 0.0, 1),
+        (8, 4, 16, None, 0.0, 1),
+        (8, 2, 16, None, 0.0, 0),  # of keys there is half a head a rank
+        (8, 8, 18, None, 0.0, 0),  # a sequence that four ranks do not divide
+        (8, 8, 16, (16, 16), 0.0, 1),
+        (8, 8, 16, (1, 8, 16, 16), 0.0, 0),  # a mask with heads of its own
+        (8, 8, 16, None, 0.1, 0),
+    ],
+)
+def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
+    heads: int, kv_heads: int, length: int, mask: tuple[int, ...] | None, dropout: float, count: int
+) -> None:
+    given = [torch.empty(1, n, length, 4, device="meta") for n in (heads, kv_heads, kv_heads)]
+    given += [torch.empty(mask, device="meta")] if mask else []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, m, dropout_p=dropout, enable_gqa=heads != kv_heads
+        )
+        return found.sum()
+
+    program = capture(nn.Module(), attend, given).program
+    prices = Prices(cluster_of("A100"), 4, 4)
+    problem = CutProblem(program, prices)
+    (ways,) = (ways for node, ways in problem.options.items() if "attention" in str(node.op))
+    along = [way for way in ways if all(form.kind == "cut" and form.dim == 2 for form in way.needs[:3])]
+    assert len(along) == count
+    for way in along:
+        by_heads = min(o.seconds for o in ways if all(form.kind == "cut" and form.dim == 1 for form in o.needs[:3]))
+        sizes = [x.nbytes for x in given[:3]] + [given[0].nbytes]
+        sent = sum(float(prices.cluster.meeting("all-to-all", n / 4, 4, 4)) for n in sizes)
+        assert way.seconds == pytest.approx(by_heads + sent)

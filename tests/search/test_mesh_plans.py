@@ -108,6 +108,7 @@ def test_any_axes_will_do() -> None:
         ("zero = 4\n[mesh]\ndp = 2", "stages of ZeRO"),
         ("zero = true\n[mesh]\ndp = 2", "stages of ZeRO"),
         ("recompute = 'blocks.*'\n[mesh]\ndp = 2", "names of layers"),
+        ("context = 'soon'\n[mesh]\ndp = 2", "gather, ring, ulysses"),
         ("accumulate = 0\n[mesh]\ndp = 2", "one piece or more"),
     ],
 )

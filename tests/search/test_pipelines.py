@@ -16,8 +16,9 @@ from meshwright.cost import Cluster, cluster
 from meshwright.graph import Program, capture
 from meshwright.pipeline import Schedule, Shape, known, peaks, simulate
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
-from meshwright.search._balance import SCHEDULES, balance, share_out
+from meshwright.search._balance import SCHEDULES, SHORTER, balance
 from meshwright.search._layer_costs import LayerCosts
+from meshwright.search._starts import in_order
 
 from .chains import ODD, Block, Blocks
 
@@ -44,11 +45,15 @@ def machines(text: str, memory: float) -> Cluster:
     return replace(usual, device=replace(usual.device, memory=memory))
 
 
-def drawn(layers: int, seed: int) -> LayerCosts:
-    """Layers that take anything."""
+def drawn(layers: int, seed: int, alike: bool = False) -> LayerCosts:
+    """Layers that take anything; `alike`: all but the first and the last take the same."""
     draw = random.Random(seed)
-    rows = [tuple(draw.choice((0.5, 1.0, 3.0)) for _ in range(layers)) for _ in range(10)]
-    return LayerCosts(*rows)
+
+    def row() -> tuple[float, ...]:
+        numbers = [draw.choice((0.5, 1.0, 3.0)) for _ in range(layers)]
+        return (numbers[0], *numbers[1:2] * (layers - 2), numbers[-1]) if alike else tuple(numbers)
+
+    return LayerCosts(*(row() for _ in range(10)))
 
 
 @lru_cache
@@ -58,22 +63,38 @@ def tables(stages: int, microbatches: int) -> list[Schedule]:
     return [known(name).make(stages, microbatches) for name in SCHEDULES if known(name).holds(shape)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 3), (3, 6)])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 3), (3, 6), (4, 8)])
 def test_stages_are_as_fast_as_any(seed: int, stages: int, microbatches: int) -> None:
-    layers = drawn(6, seed)
-    for room in (inf, 34.0):
-        takes: list[float] = []
-        for starts in combinations(range(1, 6), stages - 1):
-            costs = layers.stages(starts)
-            fitting = [t for t in tables(stages, microbatches) if max(peaks(t, costs.memory)) <= room]
-            takes += [simulate(t, costs.times(lambda n: 0.1 * n)).makespan for t in fitting]
+    layers = drawn(8, seed, alike=seed == 4)
+    takes: list[tuple[float, float]] = []
+    for starts in combinations(range(1, 8), stages - 1):
+        costs = layers.stages(starts)
+        times = costs.times(lambda n: 0.1 * n)
+        takes += [(max(peaks(t, costs.memory)), simulate(t, times).makespan) for t in tables(stages, microbatches)]
+    fewest = min(held for held, _ in takes)
+    for room in (inf, 1.15 * fewest, 0.999 * fewest):
         found = balance(layers, stages, microbatches, room, lambda n: 0.1 * n)
-        if found is None:
-            assert share_out(layers, stages, microbatches, room) is None
+        if room < fewest:
+            assert found is None
             continue
+        assert found is not None
         assert max(found.held) <= room
-        assert found.timeline.makespan <= min(takes) * 1.05
+        assert found.timeline.makespan <= min(seconds for held, seconds in takes if held <= room) * (1 + SHORTER)
+
+
+@pytest.mark.parametrize("message", [0.0, 0.1])
+def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float) -> None:
+    layers, count = drawn(9, 0), 0
+    for table in tables(3, 6):
+        bounds = [*in_order(layers, table, inf, lambda n: message * n)]
+        assert [bound for bound, _, _ in bounds] == sorted(bound for bound, _, _ in bounds)
+        assert sorted(starts for _, _, starts in bounds) == [*combinations(range(1, 9), 2)]
+        for bound, _, starts in bounds:
+            line = simulate(table, layers.stages(starts).times(lambda n: message * n))
+            assert bound <= line.makespan * (1 + 1e-9)
+            count += bound >= line.makespan * 0.98
+    assert count > 20
 
 
 @pytest.mark.parametrize("seed", range(5))

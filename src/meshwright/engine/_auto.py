@@ -16,8 +16,9 @@ from meshwright.cost import cluster as read_cluster
 from meshwright.graph import Program, capture
 from meshwright.layout import Spec
 from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, plan_mesh, rows_of, shown
-from meshwright.tensor import leaves_in
+from meshwright.tensor import context, leaves_in
 
+from ._context import ContextHooks
 from ._errors import BatchError
 from ._in_stages import lay_in_stages
 from ._shared import searched_once
@@ -130,6 +131,8 @@ def auto(
     if chosen.pipeline is not None:
         lay_in_stages(model, optimizer, chosen)
         specs = {}
+    if chosen.context != "gather" and context() == "gather":
+        ContextHooks(chosen.context).put_on(model)
     layouts = {**specs, **(options.layouts or {})}
     step = DistModel(model, loader, loss, optimizer, replace(carried_out(chosen, options), layouts=layouts))
     step.plan = chosen

@@ -28,7 +28,7 @@ def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> Non
     def mark(_: str, layer: nn.Module, home: ProcessMesh) -> None:
         for name, spec in lie.get(layer, {}).items():
             table: dict[str, Any] = layer._parameters if name in layer._parameters else layer._buffers
-            if not isinstance(table[name], DistTensor):
+            if not isinstance(table[name], DistTensor) and spec.layout.cut_axes:
                 table[name] = shard_tensor(table[name], home, spec.placements)
 
     split_pipeline(model, plan.mesh, plan.pipeline.split, axis=STAGES, batch=_rows_lie(plan), shard_fn=mark)

@@ -40,9 +40,10 @@ def split_pipeline(
     of the longest list are shared out so that the dearest chunk costs least: by the operations of a forward pass of
     `example`, which is captured and not run, or by parameters. `way` names the stage of each chunk; the default is one
     chunk per stage. Plain tensors that go into a layer lie as `batch` says on its stage, distributed ones as they did
-    on theirs; `shard_fn` marks parameters as in `shard_layer`. A parameter that layers share is on the stage of the
-    first, and sent to the others; one that a module around layers holds is on the stage of its first layer, a scalar on
-    that of its last. Raises StageError for names and numbers of chunks that do not fit.
+    on theirs; `shard_fn` marks parameters as in `shard_layer`, those too that modules around layers hold. A parameter
+    that layers share is on the stage of the first, and sent to the others; one that a module around layers holds is on
+    the stage of its first layer, a scalar on that of its last. Raises StageError for names and numbers of chunks that
+    do not fit.
 
     >>> import meshwright as mw
     >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -68,21 +69,27 @@ def split_pipeline(
         if begins or _holds(part):
             part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
         homes[name] = home
-    _lay_between(model, homes, shared)
+    _lay_between(model, homes, shared, shard_fn)
     return model
 
 
-def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared) -> None:
+def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared, shard_fn: ShardFn | None) -> None:
     """Lays what modules around layers hold themselves: scalars, which scale what comes out, where their last layer is,
-    and all else, such as tokens and places that are put in, where their first one is. What a layer holds too stays one.
+    and all else, such as tokens and places that are put in, where their first one is, as `shard_fn` marks it there.
+    What a layer holds too stays one.
     """
     for path, module in model.named_modules():
         inner = [home for name, home in homes.items() if not path or name.startswith(f"{path}.")]
         tables: list[dict[str, Any]] = [module._parameters, module._buffers] if inner else []
-        for table in tables:
-            for name, x in table.items():
-                if x is not None and not isinstance(x, DistTensor):
-                    table[name] = shared.laid(x, inner[-1 if x.dim() == 0 else 0])
+        plain = [(t, name, x) for t in tables for name, x in t.items() if _is_plain(x)]
+        if plain and shard_fn is not None:
+            shard_fn(path, module, inner[0])
+        for table, name, x in plain:
+            table[name] = shared.laid(x, table[name], inner[-1 if x.dim() == 0 else 0])
+
+
+def _is_plain(x: Any) -> bool:
+    return x is not None and not isinstance(x, DistTensor)
 
 
 class _Shared:
@@ -91,9 +98,10 @@ class _Shared:
     def __init__(self) -> None:
         self._laid: dict[int, tuple[Tensor, Any]] = {}
 
-    def laid(self, x: Tensor, home: ProcessMesh) -> Any:
-        """`x` as a layer holds it, else whole on `home`."""
-        return self._laid.setdefault(id(x), (x, shard_tensor(x, home, [])))[1]
+    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Any:
+        """`x` as a layer holds it, else as it was marked, else whole on `home`."""
+        own = marked if isinstance(marked, DistTensor) else shard_tensor(x, home, [])
+        return self._laid.setdefault(id(x), (x, own))[1]
 
     @contextmanager
     def kept(self, part: nn.Module) -> Generator[None]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from math import inf
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 
-from meshwright.pipeline import Schedule, ScheduleError, Shape, Timeline, known, peaks, simulate
+from meshwright.pipeline import Schedule, ScheduleError, Shape, Timeline, known, simulate
 
 from ._layer_costs import LayerCosts
+from ._starts import Message, Starts, in_order
 
-FIRST = "1F1B"
-SCHEDULES = {FIRST: 2**14, "ZB-H1": 2**11, "ZB-1p": 2**8, "ZB-2p": 2**8}
+SCHEDULES = {"1F1B": 2**14, "ZB-H1": 2**11, "ZB-1p": 2**8, "ZB-2p": 2**8}
 """Schedules of one chunk per stage → the stages times microbatches up to which their tables are made at once."""
-SMALL = 2**6
-"""Stages times microbatches up to which all schedules are run wherever stages may begin."""
+RUN = 2**14
+"""Stages times microbatches that are run, all tables together."""
 SHORTER = 1e-6
 """What takes less by this part is no shorter."""
-
-Message = Callable[[float], float]
-Starts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,74 +42,25 @@ class Balanced:
 def balance(layers: LayerCosts, stages: int, microbatches: int, room: float, message: Message) -> Balanced | None:
     """The stages and the schedule of least time that fit into `room` bytes a rank; None where none do.
 
-    First the layers are shared out so that the stage that ends last in a closed form ends first: it begins behind the
-    forwards of those before it, works, and leaves them their backwards. Then starts are moved while tables that run
-    take less.
+    Tables are run, with stages that begin at all layers they may, in the order of what they take at the least, until no
+    other can be faster. Where that would be many, the fastest of the first of them is taken.
     """
-    starts = share_out(layers, stages, microbatches, room)
-    if starts is None:
-        return None
-    names = tuple(SCHEDULES) if stages * microbatches <= SMALL else (FIRST,)
-    best = _fastest(layers, starts, microbatches, room, message, names)
-    while best is not None and stages * microbatches <= SCHEDULES["ZB-H1"]:
-        near = (_fastest(layers, s, microbatches, room, message, names) for s in _moved(best.starts, layers))
-        shorter = min(filter(None, near), key=_seconds, default=best)
-        if not _seconds(shorter) < _seconds(best) * (1 - SHORTER):
+    tables = [table for name in SCHEDULES if (table := _table(name, stages, microbatches)) is not None]
+    best: Balanced | None = None
+    for bound, table, starts in islice(
+        merge(*(in_order(layers, table, room, message) for table in tables), key=itemgetter(0)),
+        max(1, RUN // (stages * microbatches)),
+    ):
+        if best is not None and bound >= _seconds(best) * (1 - SHORTER):
             break
-        best = shorter
-    return None if best is None else _fastest(layers, best.starts, microbatches, room, message, tuple(SCHEDULES))
+        found = _run(layers, table, starts, message)
+        best = found if best is None or _seconds(found) < _seconds(best) * (1 - SHORTER) else best
+    return best
 
 
-def share_out(layers: LayerCosts, stages: int, microbatches: int, room: float) -> Starts | None:
-    """The layers at which stages begin, by dynamic programming over (stages, layers): 1F1B's form, and its memory."""
-    count = len(layers.whole)
-    work, static, held = (_sums(numbers) for numbers in (layers.whole, layers.static, layers.held))
-    gradients = _sums(tuple(map(sum, zip(layers.forward, layers.backward, strict=True))))
-
-    def takes(a: int, b: int, stage: int) -> float:
-        """Seconds of a stage of the layers from a to b, and of what comes before its first and behind its last."""
-        came = layers.sent[a - 1] if a else 0.0
-        alive = min(microbatches, stages - stage)
-        nbytes = static[b] - static[a] + max(layers.brief[a:b]) + alive * (held[b] - held[a] + came)
-        return inf if nbytes > room else gradients[a] + microbatches * (work[b] - work[a])
-
-    best = {0: (0.0, Starts())}
-    for stage in range(stages):
-        ends = range(stage + 1, count - (stages - stage - 1) + 1) if stage < stages - 1 else (count,)
-        best = {b: min(_longer(best, takes, stage, b), default=(inf, Starts())) for b in ends}
-    value, starts = best[count]
-    return None if value == inf else starts[1:]
-
-
-def _longer(
-    best: dict[int, tuple[float, Starts]], takes: Callable[[int, int, int], float], stage: int, end: int
-) -> Iterator[tuple[float, Starts]]:
-    """All ways to end a stage before a layer."""
-    for a, (value, starts) in best.items():
-        if a < end and value < inf:
-            yield max(value, takes(a, end, stage)), (*starts, a)
-
-
-def _moved(starts: Starts, layers: LayerCosts) -> Iterator[Starts]:
-    """The same with one start a layer earlier or later."""
-    for n, start in enumerate(starts):
-        for other in (start - 1, start + 1):
-            moved = (*starts[:n], other, *starts[n + 1 :])
-            if all(a < b for a, b in pairwise((0, *moved, len(layers.whole)))):
-                yield moved
-
-
-def _fastest(
-    layers: LayerCosts, starts: Starts, microbatches: int, room: float, message: Message, names: tuple[str, ...]
-) -> Balanced | None:
-    """The schedule of least time that fits; of those alike the first."""
+def _run(layers: LayerCosts, table: Schedule, starts: Starts, message: Message) -> Balanced:
     costs = layers.stages(starts)
-    times, memory, count = costs.times(message), costs.memory, len(starts) + 1
-    tables = (table for name in names if (table := _table(name, count, microbatches)) is not None)
-    fitting = [table for table in tables if max(peaks(table, memory)) <= room]
-    found = [Balanced(starts, costs, simulate(table, times)) for table in fitting]
-    least = min(map(_seconds, found), default=0.0)
-    return next((b for b in found if _seconds(b) <= least * (1 + SHORTER)), None)
+    return Balanced(starts, costs, simulate(table, costs.times(message)))
 
 
 @lru_cache(maxsize=64)
@@ -129,7 +77,3 @@ def _table(name: str, stages: int, microbatches: int) -> Schedule | None:
 
 def _seconds(found: Balanced) -> float:
     return found.timeline.makespan
-
-
-def _sums(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    return (0.0, *accumulate(numbers))

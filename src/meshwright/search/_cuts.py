@@ -22,7 +22,9 @@ import numpy as np
 
 from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
 from meshwright.layout import Shard
+from meshwright.spmd import Call
 
+from ._attending import exchanged
 from ._eliminate import MOST, Elimination, Table, aligned, elimination, least, order_of
 from ._errors import SearchError
 from ._forms import VARYING, WHOLE, Form, collective, dual
@@ -246,6 +248,17 @@ class CutProblem:
         call = call_of(node)
         if call is None or len(call.bound.outs) != len(made):
             return
+        ways = list(self._by_rule(node, call, whole))
+        yield from ways
+        if "ulysses" in call.rule.alternatives:
+            yield from exchanged(node, ways, self.prices.ranks, self._exchange)
+
+    def _exchange(self, v: Value) -> float:
+        """Seconds in which an operator's operand or result is cut along another dim, in all pieces of a batch."""
+        return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
+
+    def _by_rule(self, node: Node, call: Call, whole: float) -> Iterator[Option]:
+        operands = tensors_of(node.ins)
         given: list[Value | None] = call.operands(node.args, node.kwargs)
         name = node.op.name() if isinstance(node.op, Operator) else ""
         for choice in choices(call.bound, self.prices.ranks):

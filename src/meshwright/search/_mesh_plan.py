@@ -10,6 +10,7 @@ from math import prod
 from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype, type_text
 from meshwright.layout import ProcessMesh, Spec, hint
+from meshwright.tensor import Context
 
 from ._account import Account, Curve, Laid, Rival, Sent, loses, rising
 from ._balance import Balanced
@@ -36,7 +37,8 @@ class MeshPlan:
     """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
 
     With a `pipeline` each lies on the mesh of its stage, as it would on that of the first: `stage_mesh`. `saving` tells
-    what else is done so that it fits into memory, `notes` what that takes for granted and what is not known; the
+    what else is done so that it fits into memory, `context` how attention goes along a sequence that is cut, `notes`
+    what that takes for granted and what is not known; the
     optimizer has so many `states`, each as large as its parameter. `seconds` of a step and `nbytes` of a rank are
     predictions; `cuts`, `stages` and `cluster` tell why, where a search found it.
     """
@@ -47,6 +49,7 @@ class MeshPlan:
     nbytes: float = 0.0
     saving: Saving = NOTHING
     pipeline: Pipelining | None = None
+    context: Context = "gather"
     notes: tuple[str, ...] = field(default=(), compare=False)
     states: float = field(default=2.0, repr=False, compare=False)
     cuts: Cuts | None = field(default=None, repr=False, compare=False)
@@ -79,7 +82,8 @@ class MeshPlan:
         if set(self.stage_mesh.dim_names) == {REPLICAS, SHARES}:
             mesh = f"{self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)}"
             mesh = mesh if self.pipeline is None else f"{self.pipeline.stages} stages of {mesh}"
-        return ", ".join(filter(None, [mesh, str(self.pipeline or ""), str(self.saving)]))
+        along = "" if self.context == "gather" else f"context parallel by {self.context}"
+        return ", ".join(filter(None, [mesh, str(self.pipeline or ""), str(self.saving), along]))
 
     def specs(self, program: Program) -> dict[str, Spec]:
         """The layouts by the names of a captured program's values: what its completion has to be told.
@@ -96,7 +100,8 @@ class MeshPlan:
                 "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
                 *(f"# {note}" for note in self.notes),
                 f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}",
-                *(self.pipeline.lines() if self.pipeline else []), *self.saving.lines(), "",
+                *(self.pipeline.lines() if self.pipeline else []), *self.saving.lines(),
+                *([] if self.context == "gather" else [f"context = {quoted(self.context)}"]), "",
                 "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
                 "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
             ]
@@ -117,6 +122,7 @@ class MeshPlan:
         spent = self._spent()
         rows = [
             str(self).splitlines()[0],
+            *(f"  {note}" for note in self.notes),
             *(f"  {line}" for line in self._stage_lines()),
             f"  operators {spent['computation']:.4g} s, {len(longest)} conversions {spent['conversions']:.4g} s, "
             + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in [*spent.items()][2:]),
@@ -159,7 +165,8 @@ class MeshPlan:
 
     def _decided(self) -> dict[str, object]:
         saving = {name: value for name, value in asdict(self.saving).items() if value != getattr(NOTHING, name)}
-        return {**self.mesh.sizes, **(asdict(self.pipeline) if self.pipeline else {}), **saving}
+        along = {} if self.context == "gather" else {"context": self.context}
+        return {**self.mesh.sizes, **(asdict(self.pipeline) if self.pipeline else {}), **saving, **along}
 
     def _curves(self, cuts: Cuts, cluster: Cluster) -> Iterator[Curve]:
         if self.stages is not None:

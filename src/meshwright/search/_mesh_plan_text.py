@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from math import prod
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_spec
 from meshwright.pipeline import KNOWN as SCHEDULES
+from meshwright.tensor import Context
 
 from ._errors import SearchError
 from ._mesh_plan import STAGES, MeshPlan
@@ -21,6 +22,7 @@ from ._saving import Saving
 EXAMPLE = '[mesh]\ndp = 4\ntp = 2\n\n[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
 KNOWN = (
     "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate", "split", "schedule", "microbatches",
+    "context",
 )  # fmt: skip
 MOST = 2**24
 """So many ranks a mesh may have."""
@@ -47,7 +49,7 @@ def parse_mesh_plan(text: str) -> MeshPlan:
     pipeline = _pipeline(given, mesh)
     home = mesh if pipeline is None else mesh[STAGES, 0]
     specs = {name: _spec(name, line, home) for name, line in layouts.items()}
-    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given), pipeline)
+    return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given), pipeline, _context(given))
 
 
 def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
@@ -84,6 +86,13 @@ def _saving(given: Mapping[str, Any]) -> Saving:
     if type(pieces) is not int or pieces < 1:
         raise _refused(f"accumulate = {pieces!r}", "a batch has one piece or more", "this is no number of pieces")
     return Saving(zero, tuple(cast(list[str], layers)), pieces)
+
+
+def _context(given: Mapping[str, Any]) -> Context:
+    found = given.get("context", "gather")
+    if found not in get_args(Context):
+        raise _refused(f"context = {found!r}", f"attention goes by {', '.join(get_args(Context))}", "this is none")
+    return found
 
 
 def _table(given: Any, kind: type, name: str, what: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import numpy as np
 from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype
 from meshwright.layout import Layout, ProcessMesh, Spec
+from meshwright.tensor import Context
 
+from ._attending import attending, said
 from ._cuts import Cuts
 from ._errors import SearchError
 from ._forms import WHOLE, Form
@@ -78,8 +80,8 @@ def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
         notes.append(f"no pipeline: {pipelines.why_not}")
     seconds = cuts.seconds + own.sync(cuts, saving)
     return MeshPlan(
-        mesh, layouts, seconds, cuts.nbytes, saving, notes=tuple(notes), states=own.of.states, cuts=cuts,
-        cluster=own.of.cluster,
+        mesh, layouts, seconds, cuts.nbytes, saving, context=_context(cuts), notes=tuple(notes), states=own.of.states,
+        cuts=cuts, cluster=own.of.cluster,
     )  # fmt: skip
 
 
@@ -103,16 +105,20 @@ def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
     layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)
     notes = tuple(_notes(asked, piped.cuts, piped.how.microbatches))
     return MeshPlan(
-        mesh, layouts, piped.seconds, piped.nbytes, piped.saving, piped.how, notes, asked.states, piped.cuts,
-        asked.cluster, piped.stages,
+        mesh, layouts, piped.seconds, piped.nbytes, piped.saving, piped.how, _context(piped.cuts), notes, asked.states,
+        piped.cuts, asked.cluster, piped.stages,
     )  # fmt: skip
 
 
 def _notes(asked: Asked, cuts: Cuts, pieces: int) -> list[str]:
-    notes = [f"provided that {said}" for said in asked.evenly.provided if pieces > 1]
+    notes = [f"provided that {what}" for what in asked.evenly.provided if pieces > 1]
     if cuts.gap > PROVED:
         notes.append(f"not proved to be the fastest cuts: at most {100 * cuts.gap:.2g} % above a bound")
-    return notes
+    return notes + said(attending(cuts.options))
+
+
+def _context(cuts: Cuts) -> Context:
+    return "ulysses" if attending(cuts.options)["ulysses"] else "gather"
 
 
 def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, staged: bool = False) -> dict[str, Spec]:

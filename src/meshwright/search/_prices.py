@@ -32,8 +32,17 @@ class Prices:
     states: float = 2.0
 
     def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
-        """Seconds of a conversion, and of its transpose where a gradient comes back."""
+        """Seconds of a conversion, and of its transpose where a gradient comes back.
+
+        An all-to-all counts like a gather: marks of parameters and of a batch do not ask for one, so that what runs
+        may gather. Those that are asked for are `exchanged`.
+        """
         return self._one(have, need, nbytes) + (self._one(dual(need), dual(have), nbytes) if trains else 0.0)
+
+    def exchanged(self, nbytes: float, trains: bool) -> float:
+        """Seconds in which a value that is cut along one dim gets to be cut along another, and its gradient back."""
+        seconds = float(self.cluster.meeting("all-to-all", nbytes / self.ranks, self.ranks, self.together))
+        return seconds * (1 + trains)
 
     def _one(self, have: Form, need: Form, nbytes: float) -> float:
         kind = collective(have, need)
