@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import meshwright as mw
 from meshwright.comm import current
 from meshwright.cost import Cluster, cluster
+from meshwright.engine import suggest
 from meshwright.graph import communication, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import MeshPlan, parse_mesh_plan
@@ -338,6 +339,9 @@ def slow(text: str) -> Cluster:
     )
 
 
+CLUSTER = slow("4xA100-40GB, 1 per node, 25G")
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "context", "said"), [(4, "ulysses", "heads are cut in the place of"), (2, "gather", "queries are cut")]
 )
@@ -361,11 +365,12 @@ def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, 
         return losses, ""
 
     model = Llama(LlamaConfig(vocab=32, hidden=16, layers=2, heads=8, kv_heads=kv_heads, feed_forward=16))
-    plan, *_ = mw.plan(model, [tokens, tokens], cluster=slow("4xA100-40GB, 1 per node, 25G"), ranks=4)
+    plan, *_ = mw.plan(model, [tokens, tokens], cluster=CLUSTER, ranks=4)
     assert plan.context == context
     assert repr(plan.layouts["batch_0"]) == "i64[1, 256@tp]"
     assert f"context parallel: in 2 attentions {said}" in plan.explain()
     assert parse_mesh_plan(plan.text()) == plan
+    assert suggest(model, [tokens, tokens], cluster=CLUSTER, ranks=4).config.context == context
     wanted, _ = train()
     for losses, program in mw.simulate(lambda: train(plan), 4):
         assert losses == pytest.approx(wanted, abs=1e-5)

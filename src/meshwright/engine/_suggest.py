@@ -87,7 +87,7 @@ def suggest(
     best = found[0]
     styles = _patterns(model, dict(_styles(model, best.layouts)))
     split = best.pipeline.split if best.pipeline else None
-    config = Parallelism(styles, *_batch(model, best), split=split, zero=best.saving.zero)
+    config = Parallelism(styles, *_batch(model, best), split=split, zero=best.saving.zero, context=best.context)
     return Suggestion(
         best.mesh, config, (*_scheduled(best), *_saved(best.saving), *_left_out(model, best, config)), best
     )
