@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -190,3 +192,54 @@ def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function
 
     with pytest.raises(PlainInBackwardError, match="local_map"):
         mw.simulate(go, STYLES[style].ranks)
+
+
+NAMED_BEFORE = """
+import torch
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.t(), 3 * x.t() @ g
+
+triple = Triple.apply
+
+import meshwright as mw
+
+def trained(how):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 6)
+    net.forward = lambda x: triple(x, net.weight).tanh().square().mean()
+    x = torch.randn(5, 6)
+    if how != "one device":
+        mesh = mw.ProcessMesh([0, 1], ["dp"])
+        mw.shard_layer(net, mesh)
+        x = mw.shard_tensor(x, mesh, [mw.Shard(0)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    if how == "static":
+        mw.to_static(net, None, None, optimizer)(x)
+    else:
+        net(x).backward()
+        optimizer.step()
+    return mw.unshard_dtensor(net.weight.detach())
+
+wanted = trained("one device")
+for how in ("eager", "static"):
+    for found in mw.simulate(lambda: trained(how), 2):
+        torch.testing.assert_close(found, wanted)
+compiled = torch.compile(triple, backend="eager", fullgraph=True)
+x, w = torch.ones(2, 6), torch.ones(6, 4, requires_grad=True)
+compiled(x, w).sum().backward()
+assert w.grad.eq(6).all()
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.Function.apply, "__func__"), reason="apply is not in Python")
+def test_a_users_function_may_have_its_name_before_the_library_is_there() -> None:
+    subprocess.run([sys.executable, "-c", NAMED_BEFORE], check=True, timeout=300)

@@ -201,10 +201,22 @@ class Squared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0] * 3
 
 
+squash = Squash.apply
+
+
 @job()
 class OwnFunction(Base):
     def between(self, x: Tensor) -> Tensor:
         y, z = Squash.apply(x, 3.0)
+        return y + z.sin()
+
+
+@job()
+class OwnFunctionByAName(Base):
+    """What is called got its name before anything was captured."""
+
+    def between(self, x: Tensor) -> Tensor:
+        y, z = squash(x, 3.0)
         return y + z.sin()
 
 

@@ -115,3 +115,30 @@ def test_sizes_that_change_of_a_batch_that_is_cut(kind: type[Scaled]) -> None:
         return dist_model.recordings
 
     assert mw.simulate(run, 4) == [2] * 4
+
+
+class Mean(Scaled):
+    """What it gives depends on every size."""
+
+    def forward(self, x_nd: Tensor) -> Tensor:
+        return (x_nd * self.scale.sum()).sum() / x_nd.numel()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ([(8, 4), (5, 4), (7, 4), (3, 4), (12, 4), (16, 4)], 4),  # 5 rows are no multiple of the ranks
+        ([(8, 4), (1, 4), (5, 4), (6, 4)], 1),  # one row is no symbol
+        ([(8, 8), (6, 6), (6, 10), (10, 6), (4, 4)], 4),  # rows and columns that are as many once
+    ],
+)
+def test_a_program_is_for_sizes_that_it_was_recorded_for(sizes: list[tuple[int, int]], ranks: int) -> None:
+    def run() -> None:
+        mesh = mw.ProcessMesh(list(range(ranks)), ["dp"])
+        dist_model = mw.to_static(mw.shard_layer(Mean(), mesh)).eval()
+        for shape in sizes:
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+            found = mw.unshard_dtensor(dist_model(mw.shard_tensor(x, mesh, [mw.Shard(0)])))
+            torch.testing.assert_close(found, Mean()(x))
+
+    mw.simulate(run, ranks)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, map_leaves
 
-from ._dynamic import DynamicSizes, Fits, sizes_hold
+from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import CaptureError, SideEffectError
 from ._interception import check_hooks
 from ._node import Value
@@ -51,11 +51,12 @@ class Capture:
     slots: tuple[Slot, ...]
     mode: FakeMode = field(repr=False)
     symbols: Mapping[Value, Any] = field(repr=False)
+    opened: Sequence[tuple[BatchSize, Any]] = field(repr=False, default=())
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
         sources = {i.value: i.source for i in self.program.inputs if i.role == "size"}
-        return sizes_hold(self.mode, self.symbols, sources)
+        return sizes_hold(self.mode, self.symbols, sources, self.opened)
 
 
 def slots_of(module: nn.Module) -> tuple[Slot, ...]:
@@ -141,7 +142,7 @@ def _captured(
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
-    return Capture(program, slots, mode, stage.sizes.values)
+    return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open))
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -54,6 +54,8 @@ class DynamicSizes:
         self._symbols: dict[tuple[int, int], Any] = {}
         self.values: dict[Value, Any] = {}
         """Input → its symbol."""
+        self.open: list[tuple[BatchSize, Any]] = []
+        """The dims that may change, each with what it was captured as: a symbol, or the number that it is."""
 
     def of(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
         """The shape of a leaf of the batch, with symbols for the sizes that may change."""
@@ -63,12 +65,14 @@ class DynamicSizes:
 
     def _size(self, n: int, leaf: int, dim: int, ranks: int) -> Any:
         if n % ranks or n // ranks < 2:
+            self.open.append((BatchSize(leaf, dim, 1), n))
             return n
         found = self._symbols.get((n, ranks))
         if found is None:
             name = f"size_{len(self._symbols)}"
             found = self._symbols[n, ranks] = symbolic_size(self._mode, name, n // ranks)
             self.values[self._recording.add_number(found, "size", name, BatchSize(leaf, dim, ranks))] = found
+        self.open.append((BatchSize(leaf, dim, ranks), found))
         return found * ranks
 
 
@@ -81,16 +85,21 @@ class Holds:
     """Tells of the leaves of a batch whether what was recorded for symbolic sizes is right for theirs.
 
     Recording notes every comparison that it had to decide by the sizes it saw; the same must come out. `conditions`
-    are names of `rows`, which are functions of the `sizes`.
+    are names of `rows`, which are functions of the `sizes`. Each dim that is `bound` is the size of that name, or a
+    number: dims that share a symbol stay equal, and what could be none stays as it was.
     """
 
     sizes: Mapping[str, BatchSize]
     rows: tuple[Row, ...] = ()
     conditions: tuple[str, ...] = ()
+    bound: tuple[tuple[BatchSize, str | int], ...] = ()
 
     def __call__(self, leaves: Sequence[Any]) -> bool:
         values = {name: size(leaves) for name, size in self.sizes.items()}
         if any(n < 2 for n in values.values()) or not all(size.divides(leaves) for size in self.sizes.values()):
+            return False
+        wanted = ((size, values[n] if isinstance(n, str) else n) for size, n in self.bound)
+        if not all(size.divides(leaves) and size(leaves) == n for size, n in wanted):
             return False
         try:
             found = computed(self.rows, values, CONDITIONS)
@@ -101,7 +110,9 @@ class Holds:
     def as_data(self) -> dict[str, Any]:
         """As plain data, which `holds_of` reads."""
         sizes = {name: [size.leaf, size.dim, size.ranks] for name, size in self.sizes.items()}
-        return {"sizes": sizes, "rows": [list(row) for row in self.rows], "conditions": list(self.conditions)}
+        bound = [[size.leaf, size.dim, size.ranks, n] for size, n in self.bound]
+        rows = [list(row) for row in self.rows]
+        return {"sizes": sizes, "rows": rows, "conditions": list(self.conditions), "bound": bound}
 
 
 def holds_of(data: Mapping[str, Any]) -> Holds:
@@ -110,10 +121,16 @@ def holds_of(data: Mapping[str, Any]) -> Holds:
     rows, conditions = tuple(map(tuple, data["rows"])), tuple(data["conditions"])
     if not set(conditions) <= {f"e{at}" for at in range(len(rows))}:
         raise ExpressionError("a condition that no row computes")
-    return Holds(sizes, rows, conditions)
+    bound = tuple((BatchSize(*map(index, size)), n if n in sizes else index(n)) for *size, n in data["bound"])
+    return Holds(sizes, rows, conditions, bound)
 
 
-def sizes_hold(mode: FakeMode, inputs: Mapping[Value, Any], sources: Mapping[Value, BatchSize]) -> Holds:
+def sizes_hold(
+    mode: FakeMode,
+    inputs: Mapping[Value, Any],
+    sources: Mapping[Value, BatchSize],
+    opened: Sequence[tuple[BatchSize, Any]],
+) -> Holds:
     """The conditions under which sizes may be others than those that were recorded."""
     symbols = {symbol.node.expr: symbol for symbol in inputs.values()}
     rows = Rows(str, CONDITIONS)
@@ -122,7 +139,8 @@ def sizes_hold(mode: FakeMode, inputs: Mapping[Value, Any], sources: Mapping[Val
         if guard.free_symbols and guard.free_symbols <= set(symbols):
             found += _written(guard, rows, symbols)
     sizes = {str(symbol.node.expr): sources[v] for v, symbol in inputs.items()}
-    return Holds(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)))
+    bound = tuple((size, n if isinstance(n, int) else str(n.node.expr)) for size, n in opened)
+    return Holds(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)), bound)
 
 
 def _written(guard: Any, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:

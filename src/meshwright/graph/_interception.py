@@ -15,10 +15,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.layout import user_frame
-from meshwright.tensor import Opaque, tensors_in
+from meshwright.tensor import Opaque, functions_told, tensors_in
 
 from ._errors import CaptureError
-from .torch_hooks import functions_told
 
 
 @dataclass(frozen=True, slots=True)

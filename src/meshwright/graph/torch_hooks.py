@@ -263,23 +263,3 @@ def decided_outside(mode: FakeTensorMode) -> list[Any]:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tells schedules of learning rates that a step was made: they warn where they are called before the first one."""
     vars(optimizer)["_opt_called"] = True
-
-
-@contextmanager
-def functions_told(apply: Callable[..., Any]) -> Generator[None]:
-    """Inside, `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
-
-    Below autograd, and before it, such a call shows only the operators of its forward pass: nothing but the class
-    itself tells that its backward pass is another one. Exactly one rank of a simulation runs meanwhile.
-    """
-    function: Any = torch.autograd.Function
-    before = function.__dict__["apply"]
-
-    def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, before.__get__(None, cls), args, kwargs)
-
-    function.apply = classmethod(told)
-    try:
-        yield
-    finally:
-        function.apply = before

@@ -152,7 +152,8 @@ class _Way:
             return
         if x not in self.gathered:
             self.gathered[x] = self._new(x)
-            self.draft.add_as(Along(self.axis, None), (x,), {}, self.gathered[x], spot, spot.origin)
+            origin = replace(spot.origin, grad=True)  # a later product may have gradients
+            self.draft.add_as(Along(self.axis, None), (x,), {}, self.gathered[x], spot, origin)
             self._note(f"gathered before {spot.op}", spot)
         whole = self.gathered[x]
         self.draft.set_args(spot, map_values(lambda v: whole if v is x else v, spot.args))

@@ -97,7 +97,8 @@ class ShardParameters(Pass):
         v = given.value
         whole = Value(draft.names.fresh(f"{v.name}_whole"), v.shape, v.dtype, v.device)
         layout = replace(given.spec.layout, varying=tuple(a for a in axes if a not in given.spec.layout.axes))
-        draft.add_as(Mark(given.spec.mesh, layout), (v,), {}, whole, users[0])
+        origin = replace(users[0].origin, grad=True)  # the first use may be one without gradients
+        draft.add_as(Mark(given.spec.mesh, layout), (v,), {}, whole, users[0], origin)
         for spot in users:
             args, kwargs = map_values(lambda u: whole if u is v else u, (spot.args, spot.kwargs))
             draft.set_args(spot, args, kwargs)

@@ -17,6 +17,7 @@ from ._errors import (
     RanWholeWarning,
 )
 from ._explain import Decided, decisions, recording
+from ._functions import functions_told
 from ._handle_values import not_finite_anywhere
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
@@ -58,6 +59,7 @@ __all__ = [
     "drawing_by",
     "flush",
     "from_local",
+    "functions_told",
     "grouped_product",
     "in_backward",
     "lay",

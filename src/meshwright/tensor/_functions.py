@@ -9,7 +9,8 @@ back a plain tensor, it is the part of what was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -125,4 +126,31 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
     return as_dual_local(grad, spec)
 
 
-tell_functions(_applied)
+_TOLD: list[Callable[..., Any]] = [_applied]
+"""Who is told of calls of autograd functions; the last one is."""
+
+
+@contextmanager
+def functions_told(apply: Callable[..., Any]) -> Generator[None]:
+    """Inside, `F.apply(*args, **kwargs)` of an autograd function is `apply(F, what it would be outside, args, kwargs)`.
+
+    Below autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a
+    simulation runs meanwhile.
+    """
+    outside = _TOLD[-1]
+
+    def told(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return apply(function, lambda *args, **kwargs: outside(function, call, args, kwargs), args, kwargs)
+
+    _TOLD.append(told)
+    try:
+        yield
+    finally:
+        _TOLD.pop()
+
+
+def _tell(*call: Any) -> Any:
+    return _TOLD[-1](*call)
+
+
+tell_functions(_tell)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -58,19 +59,32 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue] - of its base in C
 
 
+class _Told:
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        told: Any = __class__  # of the function that has this code: torch.autograd.Function
+        return told.meshwright_told(cls, args, kwargs)
+
+
 def tell_functions(apply: Callable[..., Any]) -> None:
     """From now on `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
 
     Nothing else tells that operators belong to a function with a backward pass of its own: torch hands that one local
-    gradients, and asks no tensor.
+    gradients, and asks no tensor. Where torch has `apply` in Python its code is exchanged, so that what was named
+    before (`swish = Swish.apply`) tells, too.
     """
     function: Any = torch.autograd.Function
-    own = function.__dict__["apply"]
-
-    def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, own.__get__(None, cls), args, kwargs)
-
-    function.apply = classmethod(told)
+    member = function.__dict__["apply"]
+    python: Any = getattr(member, "__func__", None)
+    if python is None:  # torch 2.15 has it in C
+        own = partial(member.__get__, None)
+        function.apply = classmethod(lambda cls, *args, **kwargs: function.meshwright_told(cls, args, kwargs))
+    else:
+        kept = python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
+        own = partial(MethodType, FunctionType(*kept))
+        told = _Told.__dict__["apply"].__func__.__code__
+        python.__code__ = told.replace(co_filename=python.__code__.co_filename)  # by which torch.compile knows it
+    function.meshwright_told = staticmethod(lambda cls, args, kwargs: apply(cls, own(cls), args, kwargs))
 
 
 TRANSFORMS: set[str] = set()
