@@ -28,6 +28,9 @@ Operator = OpOverload
 FakeMode = FakeTensorMode
 """Tensors that have a shape, a dtype and a device, and hold nothing."""
 
+with FakeTensorMode():  # torch 2.11 sets a guard in the first one, and crashes where two threads do so at once
+    pass
+
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor that has a shape, a dtype and a device, and holds nothing."""
 
