@@ -93,10 +93,17 @@ class _Saved:
 
     @cached_property
     def fixed(self) -> set[Value]:
-        """Memories that stay whatever is made again: of inputs, of results, and of what cannot be made twice."""
+        """Memories that stay whatever is made again: of inputs, of results, of what cannot be made twice, and of what
+        goes from one chunk of a pipeline to another, whose backward pass runs before that of the first.
+        """
         given = [i.value for i in self.program.inputs]
         single = [v for n in self._forward if not self._is_again(n) for v in n.outs]
-        return {self.found.of(v) for v in (*given, *self.program.results, *single)}
+        return {self.found.of(v) for v in (*given, *self.program.results, *single, *self._between_chunks())}
+
+    def _between_chunks(self) -> Iterator[Value]:
+        made = self.program.producers
+        for n in self._forward:
+            yield from (v for v in n.ins if v in made and made[v].origin.chunk != n.origin.chunk)
 
     @cached_property
     def _forward(self) -> list[Node]:

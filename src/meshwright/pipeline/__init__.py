@@ -15,6 +15,7 @@ from ._mirror import mirrored
 from ._parse import parse_schedule
 from ._parts import BEHIND, Parts, behind_all, taken_apart, with_behind
 from ._picture import summary, svg, terminal, trace
+from ._renewed import check_renewed
 from ._runner import PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
@@ -56,6 +57,7 @@ __all__ = [
     "channels",
     "check",
     "check_fits",
+    "check_renewed",
     "chimera",
     "chimera_doubled",
     "chunk_times",

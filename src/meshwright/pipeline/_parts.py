@@ -92,13 +92,16 @@ class Parts:
         return replace(self, programs={place: act(program) for place, program in self.programs.items()})
 
 
-def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True) -> Parts:
+def taken_apart(
+    step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True, stale: bool = False
+) -> Parts:
     """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
 
     With `recompute`, what a backward pass makes of forward values alone is a part of its own, R. Without `split` a
-    backward pass is one program, B, and nothing is held between it and a W.
+    backward pass is one program, B, and nothing is held between it and a W. Where weights change on the way (`stale`),
+    what makes their gradients of their values is done for each microbatch.
     """
-    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split).parts()
+    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split, stale).parts()
 
 
 @dataclass
@@ -108,6 +111,7 @@ class _Cut:
     recompute: bool
     slices: int
     split: bool
+    stale: bool
     at: dict[Node, Place] = field(default_factory=dict[Node, Place])
     of: dict[Value, Place] = field(default_factory=dict[Value, Place])
     crossings: list[Crossing] = field(default_factory=list[Crossing])
@@ -135,11 +139,11 @@ class _Cut:
             place = self._backward(node)
             if place is not None:
                 self._settle(node, place)
-        for node in reversed(late):
-            if node not in self.at and not self._is_crossing(node):
-                self._settle(node, self._beside(node))
+        self._place_beside([node for node in late if node not in self.at and not self._is_crossing(node)])
         self._draw_along()
         self._put_behind()
+        if self.stale:
+            self._keep_versions()
         self._add_up()
         if self.split:
             self._split()
@@ -199,22 +203,36 @@ class _Cut:
         return edge.target if arrived != back else edge.source
 
     def _backward(self, node: Node) -> Place | None:
-        """The place of the gradient of a forward node; None for what is made beside such nodes."""
+        """The place of the gradient of a forward node; None for what is made beside such nodes.
+
+        A sum of the gradients that several chunks, or slices, give to a value is made where the last of them is there.
+        """
         origin = node.origin
         if origin.chunk is None or origin.chunk == EVERYWHERE:
             return None
         if origin.chunk == ALWAYS:
             return BEHIND
-        return Place("B", self._side(node, origin.edge, origin.chunk, back=True), origin.slice)
+        chunk, at = self._side(node, origin.edge, origin.chunk, back=True), origin.slice
+        late = [place for v in node.ins if (place := self.of.get(v, BEHIND)).part == "B"]
+        return Place("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
 
-    def _beside(self, node: Node) -> Place:
-        """Where what no forward node has a gradient for belongs: with what reads it in the backward pass, else with
-        what it reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
+    def _place_beside(self, nodes: Sequence[Node]) -> None:
+        """What no forward node has a gradient for belongs with what reads it in the backward pass, else with what it
+        reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
         """
-        users = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
-        near = [p for p in users if p.part == "B"] or [self.of[v] for v in node.ins if v in self.of]
-        near = [p for p in near if p.chunk != ALWAYS]
-        return max(near, key=lambda p: (p.part == "B", p.chunk, p.slice)) if near else BEHIND
+        renewing = {v for _, v in self.step.writes}
+        for node in reversed(nodes):
+            if renewing.intersection(node.outs):
+                renewing.update(node.ins)
+            places = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
+            if readers := [p for p in places if p.part == "B" and p.chunk != ALWAYS]:
+                self._settle(node, _latest(readers))
+        for node in nodes:
+            if node not in self.at:
+                near = [p for v in node.ins if v in self.of and (p := self.of[v]).chunk != ALWAYS]
+                if not near and self._own and renewing.intersection(node.outs):
+                    near = [Place("F", self._own[0])]
+                self._settle(node, _latest(near) if near else BEHIND)
 
     def _draw_along(self) -> None:
         """What other ranks' chunks draw is drawn here too, in the order of the step, beside the nearest own forward.
@@ -223,10 +241,38 @@ class _Cut:
         takes them one after the other.
         """
         for node, place in self.at.items():
-            chunk = place.chunk
-            foreign = place.part == "F" and chunk not in self._own and is_drawing(node)
-            if foreign and self._own and all(self.of.get(v) == BEFORE for v in node.ins):
+            chunk, edge = place.chunk, node.origin.edge
+            if place.part != "F" or chunk in self._own or not self._own:
+                continue
+            if is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins):
                 self._move(node, Place("F", min(self._own, key=lambda c: (c < chunk, abs(c - chunk))), place.slice))
+            elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
+                self._move(node, place._replace(chunk=edge.target))  # what is drawn here too is not sent
+
+    def _is_here(self, v: Value) -> bool:
+        return v in self.of and self.of[v].chunk in (ALWAYS, *self._own)
+
+    def _keep_versions(self) -> None:
+        """What reads weights to make their gradients reads those that the microbatch has seen: behind it are others."""
+        for node in self.step.nodes:
+            is_late = self.at.get(node) == BEHIND and node.origin.chunk == ALWAYS
+            if is_late and any(self.of.get(v) == BEFORE and v.is_tensor for v in node.ins):
+                self._bring(node)
+
+    def _bring(self, node: Node) -> None:
+        """Moves a node from behind all microbatches, with what leads to it, to where the gradient that it reads is."""
+        if isinstance(node.op, Carry) and isinstance(node.op.step, Exchange):
+            raise StageError(
+                "weights that change on the way", f"{node.op!r}, which brings gradients to other ranks",
+                "there they would meet newer weights than the ones that they belong to",
+                "weights that are used as they are on the stages that share them, or a schedule such as 1F1B",
+            )  # fmt: skip
+        ins = [v for v in node.ins if self.of.get(v, BEFORE) != BEFORE]
+        for made in (self.step.producers[v] for v in ins if self.of[v] == BEHIND):
+            self._bring(made)
+        places = [self.of[v] for v in ins]
+        if BEHIND not in places and places:
+            self._move(node, _latest(places))
 
     def _put_behind(self) -> None:
         """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""
@@ -361,6 +407,10 @@ def read_by(
     given = {i.value: i for i in known}
     read = dict.fromkeys(v for v in [*(v for node in nodes for v in node.ins), *results] if v not in made)
     return tuple(given.get(v) or Input(v, "saved", v.name, specs.get(v), v) for v in read)
+
+
+def _latest(places: Iterable[Place]) -> Place:
+    return max(places, key=lambda p: (p.part == "B", p.chunk, p.slice))
 
 
 def _is_late(place: Place, near: Place) -> bool:
