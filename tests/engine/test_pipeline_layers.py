@@ -33,6 +33,13 @@ class Centred(nn.Module):
         return x - self.mean
 
 
+class Scaled(Centred):
+    """Times that mean: a value of each microbatch is read by its backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) * self.mean
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn(6)
@@ -50,8 +57,9 @@ class Gated(nn.Module):
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "centred": Centred, "noisy": Noisy,
+    "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "centred": Centred, "scaled": Scaled, "noisy": Noisy,
     "dropped": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)), "gated": Gated,
+    "norm": lambda: nn.BatchNorm1d(6),
 }  # fmt: skip
 
 
@@ -109,6 +117,7 @@ def piped(
 
 
 KEPT = {"recompute": {"enable": True, "budget": 0.5}}
+AGAIN = {"recompute": {"enable": True, "layers": ["layers.*"]}}
 FOUR: tuple[str, ...] = ("linear", "linear", "linear", "linear")
 CASES: list[tuple[tuple[str, ...], str, tuple[int, ...], int, int, dict[str, Any]]] = [
     (("linear", "linear", "centred", "centred"), "Interleaved 1F1B", (0, 1, 0, 1), 4, 1, {}),
@@ -119,7 +128,8 @@ CASES: list[tuple[tuple[str, ...], str, tuple[int, ...], int, int, dict[str, Any
     (("linear", "linear", "gated", "gated"), "V-Half", (0, 1, 1, 0), 2, 1, {}),
     (FOUR, "ZB-V", (0, 1, 1, 0), 4, 1, KEPT),
     (("linear", "gated", "gated", "linear"), "1F1B", (0, 1), 4, 1, KEPT),
-    (("linear", "linear", "gated", "gated"), "Interleaved 1F1B", (0, 1, 0, 1), 4, 1, KEPT),
+    (("linear", "scaled"), "GPipe", (0, 1), 4, 1, AGAIN),
+    (("centred", "norm", "linear", "dropped"), "ZB-V", (0, 1, 1, 0), 4, 1, AGAIN),
 ]
 
 
