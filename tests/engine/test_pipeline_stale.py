@@ -216,3 +216,63 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exceptio
 
     with pytest.raises(error, match=says):
         mw.simulate(train, 2)
+
+
+class Gates(torch.nn.Module):
+    """A weight that no batch meets but through a function: on the first stage, and on both where it is `shared`."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.gate, self.exit = torch.nn.Parameter(torch.linspace(-1, 1, 6)), torch.nn.Linear(6, 6)
+        self.homes: list[mw.ProcessMesh] = []
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate.sigmoid()
+        x = self.exit(self._to(1, self._to(0, x) * gate))
+        return x * self._to(1, gate) if self.shared else x
+
+    def _to(self, n: int, x: Tensor) -> Tensor:
+        return mw.reshard(x, self.homes[n], []) if self.homes else x
+
+
+def gated(model: Gates) -> list[Any]:
+    model.homes = [mw.ProcessMesh([stage], ["pp"]) for stage in range(2)]
+    options = {"enable": True, "schedule_mode": "PipeDream", "accumulate_steps": 4, "asynchronous": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    dist = mw.to_static(model, None, torch.nn.functional.mse_loss, optimizer, mw.Strategy.of(pipeline=options))
+    return [dist(*rows()).item(), mw.unshard_dtensor(model.gate.detach())]
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    return torch.randn(8, 6, generator=g), torch.randn(8, 6, generator=g)
+
+
+def test_the_gradient_of_a_function_of_weights_is_that_of_the_weights_it_was_made_of() -> None:
+    torch.manual_seed(0)
+    model = Gates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    gates, total = [model.gate.detach().clone()], 0.0
+    for m, (x, y) in enumerate(zip(*(part.chunk(4) for part in rows()), strict=True)):
+        used = gates[max(0, m - 1)].clone().requires_grad_()
+        loss = torch.nn.functional.mse_loss(functional_call(model, {"gate": used}, (x,)), y)
+        total += loss.item() / 4
+        loss.backward()
+        model.gate.grad = used.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        gates.append(model.gate.detach().clone())
+
+    def train() -> list[Any]:
+        torch.manual_seed(0)
+        return gated(Gates())
+
+    for loss, gate in mw.simulate(train, 2):
+        assert loss == pytest.approx(total, rel=1e-5)
+        torch.testing.assert_close(gate, gates[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_weights_that_stages_share_is_refused() -> None:
+    with pytest.raises(StageError, match="newer weights"):
+        mw.simulate(lambda: gated(Gates(shared=True)), 2)

@@ -20,6 +20,7 @@ from meshwright.pipeline import (
     behind_all,
     check,
     check_fits,
+    check_renewed,
     chunk_times,
     end_to_end,
     in_pieces,
@@ -128,6 +129,8 @@ def piped(
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
     chosen = _chosen(strategy.pipeline, *first, trained)
     schedule = chosen.schedule
+    for program, _ in programs:
+        check_renewed(program, schedule)
     count = range(schedule.sequences)
     form_of = batch.form_of if isinstance(batch, Separate) else (0,) * len(count)
     way_of = [schedule.way_of(m * schedule.slices) for m in count]
@@ -136,7 +139,8 @@ def piped(
     _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
     own = first[1].of(current().rank)
     split = own is not None and schedule.splits(own)
-    copies = [taken_apart(step, stages, bool(schedule.recomputed), schedule.slices, split) for step, stages in steps]
+    how = bool(schedule.recomputed), schedule.slices, split, is_stale(schedule)
+    copies = [taken_apart(step, stages, *how) for step, stages in steps]
     per_step = updates(schedule)
     first_update, *others = update(behind_all(copies, schedule.sequences // per_step))
     _check_updates(schedule, copies, first_update, others)

@@ -93,10 +93,28 @@ class _Saved:
 
     @cached_property
     def fixed(self) -> set[Value]:
-        """Memories that stay whatever is made again: of inputs, of results, and of what cannot be made twice."""
+        """Memories that stay whatever is made again: of inputs, results, and what cannot be made twice; of what buffers
+        take over, and what goes from one chunk of a pipeline to another, whose backward pass comes first.
+        """
         given = [i.value for i in self.program.inputs]
         single = [v for n in self._forward if not self._is_again(n) for v in n.outs]
-        return {self.found.of(v) for v in (*given, *self.program.results, *single)}
+        held = (*self._taken_over(), *self._between_chunks())
+        return {self.found.of(v) for v in (*given, *self.program.results, *single, *held)}
+
+    def _taken_over(self) -> Iterator[Value]:
+        """What buffers take over, back to the forward pass."""
+        waiting = [v for x, v in self.program.writes if x in self._buffers]
+        while waiting:
+            v = waiting.pop()
+            yield v
+            node = self.program.producers.get(v)
+            if node is not None and node.origin.phase != "forward":
+                waiting += node.ins
+
+    def _between_chunks(self) -> Iterator[Value]:
+        made = self.program.producers
+        for n in self._forward:
+            yield from (v for v in n.ins if v in made and made[v].origin.chunk != n.origin.chunk)
 
     @cached_property
     def _forward(self) -> list[Node]:
@@ -105,9 +123,19 @@ class _Saved:
     def _is_again(self, node: Node) -> bool:
         if isinstance(node.op, Carry) and node.op.communicates:
             return self.how.communication and not crosses(node.op)
-        if is_drawing(node) or writes_to(node.op) or asserts(node.op):
+        if is_drawing(node) or writes_to(node.op) or asserts(node.op) or self._reads_renewed(node):
             return False
         return all(v.is_tensor for v in node.outs)
+
+    def _reads_renewed(self, node: Node) -> bool:
+        """Whether it would find a buffer as later microbatches of a pipeline leave it."""
+        return node.origin.chunk is not None and any(
+            x in node.ins for x, _ in self.program.writes if x in self._buffers
+        )
+
+    @cached_property
+    def _buffers(self) -> set[Value]:
+        return {i.value for i in self.program.inputs if i.role == "buffer"}
 
     @cached_property
     def kept(self) -> dict[Value, int]:
@@ -210,7 +238,7 @@ class _Again:
             if spot.origin.phase != "forward":
                 for v in spot.ins:
                     self._make(v, spot, draft)
-                args, kwargs = map_values(lambda v: self.became.get(v, v), (spot.args, spot.kwargs))
+                args, kwargs = map_values(self._read, (spot.args, spot.kwargs))
                 draft.set_args(spot, args, kwargs)
         out = draft.finish()
         specs = {new: out.specs[old] for old, new in self.became.items() if old in out.specs}
@@ -242,11 +270,15 @@ class _Again:
                 continue
             self._copy(node, at, draft)
 
+    def _read(self, v: Value) -> Value:
+        """What is read for `v`: of several results of an operator that runs again, some may have stayed."""
+        return self.became.get(v, v) if self.saved.found.of(v) in self.chosen else v
+
     def _is_missing(self, v: Value) -> bool:
         return v not in self.became and self.saved.found.of(v) in self.chosen and v in self.before.producers
 
     def _copy(self, node: Node, at: Spot, draft: Draft) -> None:
-        args, kwargs = map_values(lambda v: self.became.get(v, v), (node.args, dict(node.kwargs)))
+        args, kwargs = map_values(self._read, (node.args, dict(node.kwargs)))
         for v in node.outs:
             self.became[v] = Value(draft.names.fresh(v.name), v.shape, v.dtype, v.device)
         out = map_values(lambda v: self.became[v], node.out)

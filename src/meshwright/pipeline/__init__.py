@@ -13,8 +13,9 @@ from ._known import KNOWN, Known, Shape, known
 from ._memory import Memory, peaks
 from ._mirror import mirrored
 from ._parse import parse_schedule
-from ._parts import BEHIND, Parts, behind_all, taken_apart, with_behind
+from ._parts import BEHIND, Parts, taken_apart
 from ._picture import summary, svg, terminal, trace
+from ._renewed import check_renewed
 from ._runner import PipelineRun, check_fits
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
@@ -23,6 +24,7 @@ from ._slices import seq_one_f_one_b, terapipe
 from ._squeeze import squeezed
 from ._stages import Stages, staged
 from ._stale import is_stale, pipedream, pipedream_2bw, updates, weight_versions
+from ._sums import behind_all, with_behind
 from ._transfers import whole_backward, with_transfers
 from ._two_ways import chimera, chimera_doubled, dualpipe, dualpipe_v
 from ._v_shapes import v_half, v_min, zb_v
@@ -56,6 +58,7 @@ __all__ = [
     "channels",
     "check",
     "check_fits",
+    "check_renewed",
     "chimera",
     "chimera_doubled",
     "chunk_times",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.graph import Input, Program, Run, Value, runner
 
-from ._parts import Total
+from ._sums import Total
 from ._versions import Known
 
 Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]

@@ -16,9 +16,10 @@ from meshwright.reshard import Exchange
 
 from ._intake import Feed, Intake
 from ._parse import parse_schedule
-from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, Total, read_by
+from ._parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, read_by
 from ._schedule import Schedule
 from ._stages import Stages
+from ._sums import Total
 
 Table = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -24,13 +24,10 @@ from meshwright.graph import (
     Edge,
     Input,
     Node,
-    Origin,
     Program,
     Value,
     is_drawing,
-    joined,
     linear_tail,
-    map_values,
     values_in,
 )
 from meshwright.layout import Spec
@@ -92,13 +89,16 @@ class Parts:
         return replace(self, programs={place: act(program) for place, program in self.programs.items()})
 
 
-def taken_apart(step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True) -> Parts:
+def taken_apart(
+    step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True, stale: bool = False
+) -> Parts:
     """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
 
     With `recompute`, what a backward pass makes of forward values alone is a part of its own, R. Without `split` a
-    backward pass is one program, B, and nothing is held between it and a W.
+    backward pass is one program, B, and nothing is held between it and a W. Where weights change on the way (`stale`),
+    what makes their gradients of their values is done for each microbatch.
     """
-    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split).parts()
+    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split, stale).parts()
 
 
 @dataclass
@@ -108,6 +108,7 @@ class _Cut:
     recompute: bool
     slices: int
     split: bool
+    stale: bool
     at: dict[Node, Place] = field(default_factory=dict[Node, Place])
     of: dict[Value, Place] = field(default_factory=dict[Value, Place])
     crossings: list[Crossing] = field(default_factory=list[Crossing])
@@ -135,11 +136,11 @@ class _Cut:
             place = self._backward(node)
             if place is not None:
                 self._settle(node, place)
-        for node in reversed(late):
-            if node not in self.at and not self._is_crossing(node):
-                self._settle(node, self._beside(node))
+        self._place_beside([node for node in late if node not in self.at and not self._is_crossing(node)])
         self._draw_along()
         self._put_behind()
+        if self.stale:
+            self._keep_versions()
         self._add_up()
         if self.split:
             self._split()
@@ -199,22 +200,36 @@ class _Cut:
         return edge.target if arrived != back else edge.source
 
     def _backward(self, node: Node) -> Place | None:
-        """The place of the gradient of a forward node; None for what is made beside such nodes."""
+        """The place of the gradient of a forward node; None for what is made beside such nodes.
+
+        A sum of the gradients that several chunks, or slices, give to a value is made where the last of them is there.
+        """
         origin = node.origin
         if origin.chunk is None or origin.chunk == EVERYWHERE:
             return None
         if origin.chunk == ALWAYS:
             return BEHIND
-        return Place("B", self._side(node, origin.edge, origin.chunk, back=True), origin.slice)
+        chunk, at = self._side(node, origin.edge, origin.chunk, back=True), origin.slice
+        late = [place for v in node.ins if (place := self.of.get(v, BEHIND)).part == "B"]
+        return Place("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
 
-    def _beside(self, node: Node) -> Place:
-        """Where what no forward node has a gradient for belongs: with what reads it in the backward pass, else with
-        what it reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
+    def _place_beside(self, nodes: Sequence[Node]) -> None:
+        """What no forward node has a gradient for belongs with what reads it in the backward pass, else with what it
+        reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
         """
-        users = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
-        near = [p for p in users if p.part == "B"] or [self.of[v] for v in node.ins if v in self.of]
-        near = [p for p in near if p.chunk != ALWAYS]
-        return max(near, key=lambda p: (p.part == "B", p.chunk, p.slice)) if near else BEHIND
+        renewing = {v for _, v in self.step.writes}
+        for node in reversed(nodes):
+            if renewing.intersection(node.outs):
+                renewing.update(node.ins)
+            places = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
+            if readers := [p for p in places if p.part == "B" and p.chunk != ALWAYS]:
+                self._settle(node, _latest(readers))
+        for node in nodes:
+            if node not in self.at:
+                near = [p for v in node.ins if v in self.of and (p := self.of[v]).chunk != ALWAYS]
+                if not near and self._own and renewing.intersection(node.outs):
+                    near = [Place("F", self._own[0])]
+                self._settle(node, _latest(near) if near else BEHIND)
 
     def _draw_along(self) -> None:
         """What other ranks' chunks draw is drawn here too, in the order of the step, beside the nearest own forward.
@@ -222,11 +237,52 @@ class _Cut:
         So all generators stay in one state: with one chunk per rank, microbatches get the numbers of one device that
         takes them one after the other.
         """
+        latest = self._latest_draws()
         for node, place in self.at.items():
-            chunk = place.chunk
-            foreign = place.part == "F" and chunk not in self._own and is_drawing(node)
-            if foreign and self._own and all(self.of.get(v) == BEFORE for v in node.ins):
-                self._move(node, Place("F", min(self._own, key=lambda c: (c < chunk, abs(c - chunk))), place.slice))
+            edge = node.origin.edge
+            if place.part != "F" or place.chunk in self._own or not self._own:
+                continue
+            if node in latest:
+                near = min(self._own, key=lambda c, at=latest[node]: (c < at, abs(c - at)))
+                self._move(node, Place("F", near, place.slice))
+            elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
+                self._move(node, place._replace(chunk=edge.target))  # what is drawn here too is not sent
+
+    def _latest_draws(self) -> Mapping[Node, int]:
+        """What is drawn of nothing → the last chunk in which it is before all draws behind it in the step."""
+        found: dict[Node, int] = {}
+        least = len(self.stages.way)
+        for node in reversed(self.step.nodes):
+            if node in self.at and self.at[node].part == "F" and is_drawing(node):
+                least = min(least, self.at[node].chunk)
+                if all(self.of.get(v) == BEFORE for v in node.ins):
+                    found[node] = least
+        return found
+
+    def _is_here(self, v: Value) -> bool:
+        return v in self.of and self.of[v].chunk in (ALWAYS, *self._own)
+
+    def _keep_versions(self) -> None:
+        """What reads weights to make their gradients reads those that the microbatch has seen: behind it are others."""
+        for node in self.step.nodes:
+            is_late = self.at.get(node) == BEHIND and node.origin.chunk == ALWAYS
+            if is_late and any(self.of.get(v) == BEFORE and v.is_tensor for v in node.ins):
+                self._bring(node)
+
+    def _bring(self, node: Node) -> None:
+        """Moves a node from behind all microbatches, with what leads to it, to where the gradient that it reads is."""
+        if isinstance(node.op, Carry) and isinstance(node.op.step, Exchange):
+            raise StageError(
+                "weights that change on the way", f"{node.op!r}, which brings gradients to other ranks",
+                "there they would meet newer weights than the ones that they belong to",
+                "weights that are used as they are on the stages that share them, or a schedule such as 1F1B",
+            )  # fmt: skip
+        ins = [v for v in node.ins if self.of.get(v, BEFORE) != BEFORE]
+        for made in (self.step.producers[v] for v in ins if self.of[v] == BEHIND):
+            self._bring(made)
+        places = [self.of[v] for v in ins]
+        if BEHIND not in places and places:
+            self._move(node, _latest(places))
 
     def _put_behind(self) -> None:
         """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""
@@ -363,6 +419,10 @@ def read_by(
     return tuple(given.get(v) or Input(v, "saved", v.name, specs.get(v), v) for v in read)
 
 
+def _latest(places: Iterable[Place]) -> Place:
+    return max(places, key=lambda p: (p.part == "B", p.chunk, p.slice))
+
+
 def _is_late(place: Place, near: Place) -> bool:
     """True where an action of one slice would read what one of another slice may give later."""
     if place.slice == near.slice or near.part == "always" or place.part in ("always", "end"):
@@ -374,81 +434,3 @@ def _is_late(place: Place, near: Place) -> bool:
 
 def _made_of(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:
     return tuple(v for node in nodes for v in node.outs if v in wanted)
-
-
-class Total(NamedTuple):
-    """The source of an input that is a sum over all microbatches."""
-
-    of: Value
-
-
-def behind_all(ways: Sequence[Parts], microbatches: int) -> Program:
-    """What all ways of a pipeline do behind their microbatches: a loss and gradients that are means over all of them.
-
-    Its inputs of the role "saved" tell by their source what they are: a value of one of the ways, or a `Total`.
-    """
-    first, *others = (_averaged(parts, microbatches) for parts in ways)
-    return reduce(_joined, others, first)
-
-
-def _averaged(parts: Parts, microbatches: int) -> Program:
-    """The program behind, which divides sums by the number of microbatches before it reads them."""
-    behind = parts.programs[BEHIND]
-    totals = [_named("sum", v) for v in parts.sums]
-    means = {v: _named("mean", v) for v in parts.sums}
-    shares = [
-        Node(torch.ops.aten.div.Tensor, (total, microbatches), {}, mean, Origin("backward"))
-        for total, mean in zip(totals, means.values(), strict=True)
-    ]
-    kept = (i for i in behind.inputs if i.value not in means)
-    given = (Input(t, "saved", t.name, None, Total(v)) for t, v in zip(totals, parts.sums, strict=True))
-    nodes = (_reading(node, means) for node in behind.nodes)
-    specs = {**behind.specs, **{means[v]: spec for v, spec in behind.specs.items() if v in means}}
-    return replace(
-        behind, inputs=(*kept, *given), nodes=(*shares, *nodes), specs=specs,
-        outputs=map_values(lambda v: means.get(v, v), behind.outputs),
-    )  # fmt: skip
-
-
-def _named(what: str, v: Value) -> Value:
-    return Value(f"{what}_of_{v.name}", v.shape, v.dtype, v.device)
-
-
-def _reading(node: Node, became: Mapping[Value, Value]) -> Node:
-    args, kwargs = map_values(lambda v: became.get(v, v), (node.args, dict(node.kwargs)))
-    return replace(node, args=args, kwargs=kwargs)
-
-
-def _joined(a: Program, b: Program) -> Program:
-    """Both programs, whose results are added up."""
-    both = joined(a, b, {}, lambda x, y: (x, y))
-    x, y = both.outputs
-    draft = Draft(both)
-
-    def add(v: Value, w: Value) -> Value:
-        return draft.add(torch.ops.aten.add.Tensor, v, w, before=draft.end, origin=Origin("backward"))
-
-    grads = {name: add(v, y["grads"][name]) if name in y["grads"] else v for name, v in x["grads"].items()}
-    grads |= {name: v for name, v in y["grads"].items() if name not in grads}
-    out = add(x["out"], y["out"])
-    nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft)
-    return replace(both, nodes=nodes, outputs={"out": out, "grads": grads})
-
-
-def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
-    """The parts of all ways with another program behind the first one, which need not read all of the sums."""
-    behind = Draft(behind).finish()
-    read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
-    behind = replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))
-    totals = {i.source.of for i in behind.inputs if isinstance(i.source, Total)}
-    empty = Program((), (), None)
-    return tuple(
-        replace(
-            parts,
-            programs={**parts.programs, BEHIND: empty if n else behind},
-            gives={**parts.gives, BEHIND: ()},
-            sums=tuple(v for v in parts.sums if v in totals),
-            terms=tuple((x, v) for x, v in parts.terms if v in totals),
-        )
-        for n, parts in enumerate(ways)
-    )

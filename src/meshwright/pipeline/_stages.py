@@ -2,8 +2,9 @@
 
 A captured program whose marks change meshes is a chain of chunks, and each chunk lies on one mesh: the longest way
 through the changes is the chain. A node belongs to the first chunk on its mesh that is not before those of its
-operands, so what goes round chunks (skip connections, masks, labels) joins the chain where it lies. What depends on no
-batch belongs to no chunk: it is computed once per step.
+operands, so what goes round chunks (skip connections, masks, labels) joins the chain where it lies. What is drawn, or
+made of nothing but buffers that batches renew, belongs where it is used. What depends on no batch belongs to no chunk:
+it is computed once per step.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class _Staging:
             nowhere = home is None and before < 0
             at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is SPLIT), node)
             self.chunk.update(dict.fromkeys(node.outs, at))
+        self._put_off()
 
     def _home(self, v: Value) -> Ranks | None:
         """The ranks on which a value lies, where that is known."""
@@ -83,6 +85,37 @@ class _Staging:
         for node in self.program.nodes:
             if not is_drawing(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
                 self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
+
+    def _put_off(self) -> None:
+        """What is drawn, or made of buffers alone, waits for the chunk that uses it, or that draws next.
+
+        By then chunks before have drawn theirs, and microbatches before have renewed the buffers.
+        """
+        waiting = self._waiting()
+        next_draw = len(self.chain)
+        for node in reversed(self.program.nodes):
+            if node in waiting:
+                users = [u for v in node.outs for u in self.program.users.get(v, ())]
+                latest = min((self.chunk[v] for u in users for v in u.outs), default=0)
+                self._put_at(node, min(latest, next_draw) if is_drawing(node) else latest)
+            if is_drawing(node):
+                next_draw = min([next_draw, *(self.chunk[v] for v in node.outs if self.chunk[v] >= 0)])
+
+    def _waiting(self) -> set[Node]:
+        free = {x for x, _ in self.program.writes}
+        found: set[Node] = set()
+        for node in self.program.nodes:
+            waits = is_drawing(node) or any(v in free for v in node.ins)
+            if waits and all(v in free or self.chunk[v] < 0 for v in node.ins):
+                free.update(node.outs)
+                found.add(node)
+        return found
+
+    def _put_at(self, node: Node, latest: int) -> None:
+        """The last chunk on the mesh of a node that is not behind this one, where there is one."""
+        at = self.chunk[node.outs[0]] if node.outs else EVERYWHERE
+        later = (c for c in range(at + 1, latest + 1) if at >= 0 and self.chain[c] == self.chain[at])
+        self.chunk.update(dict.fromkeys(node.outs, max(later, default=at)))
 
     def _longest(self) -> tuple[Ranks, ...]:
         """The meshes along the longest way through changes of mesh."""

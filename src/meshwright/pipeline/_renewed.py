@@ -1,0 +1,48 @@
+"""Buffers that each microbatch renews go from one to the next: what a table must keep in order for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.graph import Node, Program
+
+from ._action import Kind
+from ._errors import StageError
+from ._schedule import Row, Schedule
+
+
+def check_renewed(program: Program, schedule: Schedule) -> None:
+    """Raises StageError where a microbatch would meet a buffer of the captured program as another one leaves it.
+
+    That may be where several chunks of a rank have to do with one buffer.
+    """
+    for x, v in program.writes:
+        reads = {_chunk(node) for node in program.users.get(x, ())}
+        written = {_chunk(node) for node in program.nodes if v in node.outs}
+        chunks = {c for c in reads | written if c >= 0}
+        if len(chunks) < 2:
+            continue
+        if max(reads) > max(written) or not all(_is_in_order(row, chunks) for row in schedule.rows):
+            numbers = " and ".join(map(str, sorted(chunks)))
+            raise StageError(
+                f"schedule {schedule.name!r}", f"the buffer {x!r}, which chunks {numbers} read or renew",
+                "a microbatch would find it as another one leaves it",
+                "a schedule with one chunk per rank, such as 1F1B, or all that has to do with the buffer in one chunk",
+            )  # fmt: skip
+
+
+def _chunk(node: Node) -> int:
+    """Where a node's operands are read."""
+    edge, chunk = node.origin.edge, node.origin.chunk
+    return edge.source if edge is not None else -1 if chunk is None else chunk
+
+
+def _is_in_order(row: Row, chunks: set[int]) -> bool:
+    """Whether the forward passes of these chunks take one microbatch after the other."""
+    found = [*_forwards(row, chunks)]
+    return found == sorted(found)
+
+
+def _forwards(row: Row, chunks: set[int]) -> Iterator[int]:
+    for action in row:
+        yield from (a.microbatch for a in action.atoms if a.kind is Kind.FORWARD and a.chunk in chunks)

@@ -1,0 +1,173 @@
+"""Pipelines of layers with more than weights: buffers that they read and renew, draws, gates made of weights, skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.pipeline import StageError
+
+
+class Centred(nn.Module):
+    """Less the mean of all batches so far, the newer ones counting more; a flag and a counter stand beside it."""
+
+    mean: Tensor
+    seen: Tensor
+    used: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in (("mean", torch.zeros(6)), ("seen", torch.tensor(0)), ("used", torch.zeros(2))):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.seen += 1
+            self.used.fill_(1.0)
+        return x - self.mean
+
+
+class Scaled(Centred):
+    """Times that mean: a value of each microbatch is read by its backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) * self.mean
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(6)
+
+
+class Gated(nn.Module):
+    """A skip connection from two layers before, and a gate that depends on no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate) + first
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "centred": Centred, "scaled": Scaled, "noisy": Noisy,
+    "dropped": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)), "gated": Gated,
+    "norm": lambda: nn.BatchNorm1d(6),
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LAYERS[name]() for name in names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        done = [x, x]
+        for layer in self.layers:
+            x = layer(x, done[-2]) if isinstance(layer, Gated) else layer(x)
+            done.append(x)
+        return x
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 6, generator=g), torch.randn(8, 6, generator=g)) for _ in range(2)]
+
+
+def alone(names: tuple[str, ...], microbatches: int) -> list[Any]:
+    torch.manual_seed(1)
+    net = Net(names)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    losses: list[float] = []
+    for x, y in batches():
+        pairs = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
+        total = 0.0
+        for a, b in pairs:
+            loss = nn.functional.mse_loss(net(a), b) / microbatches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return [losses, net.state_dict(), torch.rand(1)]
+
+
+def piped(
+    names: tuple[str, ...], mode: str, way: tuple[int, ...], microbatches: int, replicas: int = 1, **strategy: Any
+) -> list[Any]:
+    torch.manual_seed(1)
+    net = Net(names)
+    stages = max(way) + 1
+    mesh = mw.ProcessMesh(torch.arange(stages * replicas).reshape(stages, replicas).tolist(), ["pp", "dp"])
+    starts = [f"layers.{n * len(names) // len(way)}" for n in range(1, len(way))]
+    mw.split_pipeline(net, mesh, at=starts, way=way, batch=[mw.Shard(0)])
+    options = {"enable": True, "schedule_mode": mode, "accumulate_steps": microbatches}
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    strategy = {"pipeline": options, **strategy}
+    step = mw.to_static(net, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(**strategy))
+    losses = [step(x, y).item() for x, y in batches()]
+    return [losses, {name: mw.unshard_dtensor(x.detach()) for name, x in net.state_dict().items()}, torch.rand(1)]
+
+
+KEPT = {"recompute": {"enable": True, "budget": 0.5}}
+AGAIN = {"recompute": {"enable": True, "layers": ["layers.*"]}}
+FOUR: tuple[str, ...] = ("linear", "linear", "linear", "linear")
+CASES: list[tuple[tuple[str, ...], str, tuple[int, ...], int, int, dict[str, Any]]] = [
+    (("linear", "linear", "centred", "centred"), "Interleaved 1F1B", (0, 1, 0, 1), 4, 1, {}),
+    (("centred", "linear", "linear", "centred"), "ZB-V", (0, 1, 1, 0), 4, 1, {}),
+    (("linear", "centred"), "1F1B", (0, 1), 1, 2, {}),
+    (("dropped", "noisy", "dropped", "noisy"), "ZB-V", (0, 1, 1, 0), 4, 1, {}),
+    (("linear", "linear", "gated", "gated"), "ZB-V", (0, 1, 1, 0), 4, 1, {}),
+    (("linear", "linear", "gated", "gated"), "V-Half", (0, 1, 1, 0), 2, 1, {}),
+    (FOUR, "ZB-V", (0, 1, 1, 0), 4, 1, KEPT),
+    (("linear", "gated", "gated", "linear"), "1F1B", (0, 1), 4, 1, KEPT),
+    (("linear", "scaled"), "GPipe", (0, 1), 4, 1, AGAIN),
+    (("centred", "norm", "linear", "dropped"), "ZB-V", (0, 1, 1, 0), 4, 1, AGAIN),
+]
+
+
+@pytest.mark.parametrize(("names", "mode", "way", "microbatches", "replicas", "strategy"), CASES)
+def test_numbers_are_those_of_one_device(
+    names: tuple[str, ...], mode: str, way: tuple[int, ...], microbatches: int, replicas: int, strategy: dict[str, Any]
+) -> None:
+    losses, state, drawn = alone(names, microbatches)
+    ranks = (max(way) + 1) * replicas
+    for found in mw.simulate(lambda: piped(names, mode, way, microbatches, replicas, **strategy), ranks):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found[1], dict(state), rtol=1e-5, atol=1e-6)
+        assert found[2] == drawn
+
+
+class Shared(nn.Module):
+    """One buffer in the first and in the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        centred = Centred()
+        self.layers = nn.ModuleList([centred, nn.Linear(6, 6), nn.Linear(6, 6), centred])
+        self.homes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, home in zip(self.layers, self.homes, strict=True):
+            x = layer(mw.pipe_split(x) if home is None else mw.reshard(x, home, []))
+        return x
+
+
+def test_a_buffer_that_microbatches_would_meet_in_another_order_is_refused() -> None:
+    def step() -> None:
+        net = Shared()
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        net.homes = [mesh["pp", 0], mesh["pp", 1], None, mesh["pp", 0]]
+        options = {"enable": True, "schedule_mode": "ZB-V", "accumulate_steps": 4}
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        mw.to_static(net, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(pipeline=options))(*batches()[0])
+
+    with pytest.raises(StageError, match="layers_0_mean"):
+        mw.simulate(step, 2)
