@@ -91,6 +91,14 @@ def compiled(script: Path) -> CodeType:
         raise UsageError(f"meshwright run: {script}: {error.strerror}\n  write: a file that can be read") from error
 
 
+def of_printing(error: Exception, printer: str) -> bool:
+    """Whether the error is of writing what a rank has printed, which the module `printer` does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, OSError) and trace is not None and trace.tb_frame.f_globals.get("__name__") == printer
+
+
 def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) -> int:
     """Execute the whole script once per simulated rank, each in a namespace of its own."""
     from meshwright.cli._once import defined_once
@@ -118,6 +126,8 @@ def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) ->
             with as_main(code, rank) as main:
                 codes = simulate(one, settings.ranks)
         except Exception as error:
+            if of_printing(error, prefix_prints.__module__):
+                raise
             kept.show([] if isinstance(error, CommError) else failed[:1])
             traceback.print_exception(from_script(error, script))
             return FAILED
