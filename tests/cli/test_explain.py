@@ -78,7 +78,7 @@ def test_the_plan_that_was_found_is_explained_by_what_limits_it(
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        (["--html", "/nowhere/report.html"], 2, "can be written to"),
+        (["--html", "/nowhere/report.html"], 2, "a folder that is there"),
         (["--measured", "/nowhere.json"], 2, "can be read"),
         (["--cluster", "many"], 1, "no count of devices"),
         (["--sequence", "0"], 2, "positive"),

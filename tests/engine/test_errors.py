@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,6 +123,14 @@ def scales_microbatches() -> None:
     mw.train(mw.microbatched(net, None, mesh, 2, scaler=scaler), sgd, [], mw.Training(1, show=False))
 
 
+def steps_what_was() -> None:
+    layer = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    mw.shard_layer(layer, PAIR)
+    layer(torch.ones(3, 2)).sum().backward()
+    sgd.step()
+
+
 Case = tuple[str, Callable[[], Any], type[mw.MeshwrightError], str]
 CASES: list[Case] = [
     # meshes
@@ -140,6 +148,7 @@ CASES: list[Case] = [
     ("a list as a mesh", on_ranks(lambda: mw.shard_tensor(torch.ones(2), [0, 1])), layout.MeshError, "dim_names"),
     ("a list as the default mesh", lambda: mw.set_mesh([0, 1]), layout.MeshError, "dim_names"),
     # placements and layouts
+    ("a dim that is no number", lambda: mw.Shard(cast(Any, 1.0)), layout.PlacementError, r"Shard\(0\)"),
     ("no such dim", on_ranks(lambda: x(at=[mw.Shard(2)])), layout.PlacementError, "from -2 to 1"),
     ("a scalar that is cut", on_ranks(lambda: mw.shard_tensor(1.0, MESH, ROWS)),
      layout.PlacementError, r"Replicate\(\)"),
@@ -213,6 +222,7 @@ CASES: list[Case] = [
     ("no first values", lambda: mw.materialize(torch.nn.Embedding.from_pretrained(torch.empty(2, 2, device="meta")),
                                                init=lambda m: setattr(m, "weight", torch.nn.Parameter(m.weight + 1))),
      engine.MaterializeError, "in place"),
+    ("an optimizer made before the marks", on_ranks(steps_what_was, 2), engine.TrainingError, "behind the marks"),
     ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
     ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),
     ("a static model in the loop", lambda: mw.train(mw.to_static(Asks(3, 2)), None, [], mw.Training(1)),
@@ -261,6 +271,7 @@ CASES: list[Case] = [
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
     ("sizes of no mesh", on_ranks(lambda: mw.init_mesh(dp=3)), layout.MeshError, "--ranks 3"),
+    ("a size that is a text", on_ranks(lambda: mw.init_mesh(dp=cast(Any, "2"))), layout.MeshError, "tp=2"),
     ("no size", on_ranks(mw.init_mesh), layout.MeshError, "dp=4"),
     ("two open sizes", on_ranks(lambda: mw.init_mesh(dp=-1, tp=-1)), layout.MeshError, "what is left"),
     ("an empty axis", on_ranks(lambda: mw.init_mesh(dp=0)), layout.MeshError, "dp=4"),

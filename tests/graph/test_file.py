@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from meshwright.graph import (
     map_values,
     runner,
     save_program,
+    write_whole,
 )
 from meshwright.graph._decode import Decoder
 from meshwright.graph._encode import Encoder
@@ -270,6 +273,24 @@ def test_steps_are_kept_as_they_are_carried_out(kind: Any, tmp_path: Path) -> No
 def loaded_here(program: Program, folder: Path) -> Program:
     save_program(program, folder / "p")
     return load_program(folder / "p")
+
+
+def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        write_whole(pipe, b"told")
+        assert read.result(timeout=60) == b"told"
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED
-from meshwright.cli._files import read_text, write_text
+from meshwright.cli._files import check_folder, read_text, write_text
 from meshwright.cli._parser import UsageError
-from meshwright.cli._plan import read_model
+from meshwright.cli._plan import check_devices, read_model
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
 from meshwright.report import data, page, text
@@ -23,10 +23,12 @@ from meshwright.search import Choice, Plan, SearchError, Transformer, account, c
 
 def explain(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the account of a plan, and writes the page that was asked for. 1 for a plan that cannot be."""
+    check_folder(settings.html)
     measured = _measured(settings.measured)
     try:
         model, machines = read_model(settings.model), cluster(settings.cluster)
         plan = _asked(parse_plan(read_text(settings.plan)), settings)
+        check_devices(plan.ranks, machines)
         others = None if settings.alone else _others(model, plan, machines, settings.json)
         with shown("what each plan takes", silent=settings.json) as on_step:
             told = account(model, plan, machines, others, on_step=on_step)
@@ -64,18 +66,32 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
     if path is None:
         return None
     try:
-        return _numbers(read_text(path))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        found = _numbers(read_text(path))
+        if wrong := [f"{name} = {x}" for name, x in found.items() if not 0 < x < float("inf")]:
+            raise ValueError(f"{wrong[0]} is no number above 0")
+        if not found:
+            raise ValueError("no number in it")
+    except (ValueError, TypeError, KeyError) as error:
+        why = f"there is no {error}" if isinstance(error, KeyError) else error
         write = '{"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
-        raise UsageError(f"meshwright explain: {path}: {error}\n  write: {write}") from error
+        raise UsageError(f"meshwright explain: {path}: {why}\n  write: {write}") from error
+    return found
 
 
 def _numbers(text: str) -> Mapping[str, float]:
     try:
         told: Any = json.loads(text)
     except ValueError:  # an object on each line
-        return of_log([json.loads(line) for line in text.splitlines() if line.strip()])
+        return of_log([_object(json.loads(line)) for line in text.splitlines() if line.strip()])
+    told = _object(told)
     return of_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
+
+
+def _object(told: Any) -> Mapping[str, Any]:
+    """What JSON says, which is to be an object."""
+    if not isinstance(told, dict):
+        raise ValueError(f"a {type(told).__name__} where an object of names and numbers is")
+    return cast(dict[str, Any], told)
 
 
 def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
@@ -84,7 +100,7 @@ def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
     >>> of_log([{"event": "step", "seconds": s, "peak_memory": 7} for s in (9.0, 1.0, 2.0, 1.5)])
     {'seconds': 1.5, 'bytes': 7.0}
     """
-    steps = [line for line in lines if line["event"] == "step"]
+    steps = [line for line in lines if line.get("event") == "step"]
     if not steps:
         raise ValueError("a log without a step")
     seconds = median(float(step["seconds"]) for step in steps[1:] or steps)

@@ -17,6 +17,16 @@ def read_text(path: str) -> str:
         raise UsageError(f"meshwright: {path}: {why}\n  write: a file that can be read") from error
 
 
+def check_folder(*paths: str | None) -> None:
+    """Raises UsageError, before anything runs, for a file to write that is a folder, or in one that is not there."""
+    write = "write: a file in a folder that is there"
+    for path in paths:
+        place = Path(path or "a").absolute()
+        if path == "" or place.is_dir() or not place.parent.is_dir():
+            why = "Is a directory" if place.is_dir() else "No such folder" if path else "the name of a file is empty"
+            raise UsageError(f"meshwright: {path}: {why}\n  {write}")
+
+
 def write_text(path: str, text: str) -> None:
     """Puts the text in the place of the file. Raises UsageError where it cannot be written."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code_of(end)
     except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"meshwright: the output: {error.strerror}\n  write: it to a place with room", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED, OK
-from meshwright.cli._files import read_text, write_text
+from meshwright.cli._files import check_folder, read_text, write_text
 from meshwright.cli._function import FunctionFailed, call_function, names_function
 from meshwright.cli._parser import UsageError
 from meshwright.engine import said, suggest
@@ -25,6 +25,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the lines to put into a program. 1 where nothing fits, or where the model's file fails."""
     if settings.mesh is None and settings.ranks is None:
         raise UsageError("meshwright parallelize: on how many ranks?\n  write: --mesh dp=2,tp=4, or --ranks 8")
+    check_folder(settings.out)
     try:
         model, batch, loss = _model(settings)
         found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)

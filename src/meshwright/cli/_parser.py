@@ -38,6 +38,8 @@ CONFIG = "--config"
 MOST_RANKS = 4096
 """Of one machine: threads or processes."""
 
+MOST_COLUMNS = 100_000
+
 
 def exit_codes(command: str = "") -> str:
     failed = FAILS.get(command, "the command failed; its own help says how")
@@ -200,7 +202,7 @@ def schedule_parser() -> Parser:
     answer.add_argument("--json", action="store_true", help="print one JSON object")
     answer.add_argument("--svg", metavar="FILE", help="write a picture")
     answer.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
-    answer.add_argument("--width", type=positive, default=100, metavar="N", help="columns of the picture (100)")
+    answer.add_argument("--width", type=columns, default=100, metavar="N", help="columns of the picture (100)")
     return parser
 
 
@@ -334,6 +336,8 @@ def decided(text: str) -> dict[str, object]:
         name, equal, value = part.partition("=")
         if not (name and equal and value):
             raise argparse.ArgumentTypeError(f"{part} is not of the form NAME=VALUE")
+        if name.strip() in found:
+            raise argparse.ArgumentTypeError(f"{name.strip()} is given twice")
         known = {"true": True, "false": False}
         found[name.strip()] = known.get(value, int(value) if value.isdecimal() else value)
     return found
@@ -374,6 +378,13 @@ def few(ranks: int) -> int:
     return ranks
 
 
+def columns(text: str) -> int:
+    found = positive(text)
+    if found > MOST_COLUMNS:
+        raise argparse.ArgumentTypeError(f"{text} columns are more than {MOST_COLUMNS}")
+    return found
+
+
 def tolerance(text: str) -> float:
     try:
         found = float(text)
@@ -385,8 +396,8 @@ def tolerance(text: str) -> float:
 
 
 def natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 on")
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {2**63 - 1}")
     return int(text)
 
 
@@ -421,12 +432,10 @@ def mesh(text: str) -> tuple[int, int, int]:
     >>> mesh("dp=4,tp=2")
     (1, 4, 2)
     """
-    sizes = dict.fromkeys(AXES, 1)
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in sizes or not size:
-            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
-        sizes[name] = positive(size)
+    given = axes(text)
+    if strange := [name for name in given if name not in AXES]:
+        raise argparse.ArgumentTypeError(f"{strange[0]} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
+    sizes = dict.fromkeys(AXES, 1) | given
     few(prod(sizes.values()))
     return sizes["pp"], sizes["dp"], sizes["tp"]
 

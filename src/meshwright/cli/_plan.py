@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED
-from meshwright.cli._files import read_text, write_text
+from meshwright.cli._files import check_folder, read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
@@ -37,11 +37,13 @@ GIGA = 1e9
 
 def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the best plan with what it takes, and those that come next. 1 where nothing fits."""
+    check_folder(settings.out)
     try:
         model, machines = read_model(settings.model), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
         if ranks is None:
             raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
+        check_devices(ranks, machines)
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  write: --{doubled[0]}")
         plan_of(settings.given)
@@ -71,7 +73,9 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     try:
         model, machines = read_model(settings.model), cluster(settings.cluster)
         with shown("the step, action by action", silent=settings.json):
-            told = priced(model, parse_plan(read_text(settings.plan)), machines)
+            asked = parse_plan(read_text(settings.plan))
+            check_devices(asked.ranks, machines)
+            told = priced(model, asked, machines)
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return FAILED
@@ -80,6 +84,13 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     else:
         print(written(told))
     return 0
+
+
+def check_devices(ranks: int, machines: Cluster) -> None:
+    """Raises UsageError for more ranks than a cluster has devices, where it says how many."""
+    if machines.devices is not None and ranks > machines.devices:
+        write = f"--cluster {ranks}x{machines.device.name}, or fewer ranks"
+        raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  write: {write}")
 
 
 def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED, OK
-from meshwright.cli._files import write_text
+from meshwright.cli._files import check_folder, write_text
 from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
 from meshwright.comm import launch
@@ -28,6 +28,7 @@ START = 10.0
 
 def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints or writes the cluster. 1 where the ranks fail."""
+    check_folder(settings.out)
     cuda = torch.cuda.is_available()
     there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     ranks = settings.ranks or there

@@ -9,8 +9,11 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import CodeType
 
 from meshwright.cli._exit import FAILED, OK
+from meshwright.cli._files import check_folder
+from meshwright.cli._function import FunctionFailed
 from meshwright.cli._parser import UsageError
 from meshwright.cli._script import as_main, from_script, script_arguments
 
@@ -21,10 +24,11 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
     if not script.is_file():
         raise UsageError(f"meshwright run: there is no file {script}\n  write: meshwright run SCRIPT [ARGUMENT ...]")
     check_folder(settings.trace)
+    code = compiled(script)
     with planned() if settings.auto else nullcontext():
         if settings.processes:
             return run_processes(settings, argv, script)
-        return run_simulated(settings, script)
+        return run_simulated(settings, script, code)
 
 
 @contextmanager
@@ -34,15 +38,6 @@ def planned() -> Generator[None]:
 
     with unmarked():
         yield
-
-
-def check_folder(path: str | None) -> None:
-    """Raises UsageError, before anything runs, for a file to write that is a folder, or in one that is not there."""
-    if path is None:
-        return
-    place, write = Path(path).absolute(), "write: a file in a folder that is there"
-    if place.is_dir() or not place.parent.is_dir():
-        raise UsageError(f"meshwright: {path}: {'Is a directory' if place.is_dir() else 'No such folder'}\n  {write}")
 
 
 @contextmanager
@@ -85,7 +80,26 @@ def run_processes(settings: argparse.Namespace, argv: list[str], script: Path) -
     return OK
 
 
-def run_simulated(settings: argparse.Namespace, script: Path) -> int:
+def compiled(script: Path) -> CodeType:
+    """The script's code. Raises FunctionFailed, with what Python says, for a file that is no Python."""
+    try:
+        return compile(script.read_bytes(), str(script), "exec")
+    except (SyntaxError, ValueError) as error:
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise FunctionFailed(f"{told}\n  write: a script that python {script} can read") from error
+    except OSError as error:
+        raise UsageError(f"meshwright run: {script}: {error.strerror}\n  write: a file that can be read") from error
+
+
+def of_printing(error: Exception, printer: str) -> bool:
+    """Whether the error is of writing what a rank has printed, which the module `printer` does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, OSError) and trace is not None and trace.tb_frame.f_globals.get("__name__") == printer
+
+
+def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) -> int:
     """Execute the whole script once per simulated rank, each in a namespace of its own."""
     from meshwright.cli._once import defined_once
     from meshwright.comm import CommError, Kept, first_rank_prints, installed, prefix_prints, simulate
@@ -109,9 +123,11 @@ def run_simulated(settings: argparse.Namespace, script: Path) -> int:
     prints = prefix_prints() if settings.all_ranks else first_rank_prints(kept)
     with script_arguments(script, settings.arguments), defined_once(rank), prints:
         try:
-            with as_main(compile(script.read_bytes(), str(script), "exec"), rank) as main:
+            with as_main(code, rank) as main:
                 codes = simulate(one, settings.ranks)
         except Exception as error:
+            if of_printing(error, prefix_prints.__module__):
+                raise
             kept.show([] if isinstance(error, CommError) else failed[:1])
             traceback.print_exception(from_script(error, script))
             return FAILED

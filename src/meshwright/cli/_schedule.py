@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED
+from meshwright.cli._files import check_folder
 from meshwright.cli._parser import UsageError
 from meshwright.graph import write_whole
 from meshwright.layout import MeshwrightError
@@ -35,6 +36,7 @@ MOST_ACTIONS = 1_000_000
 
 def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the picture or the table, and writes the files that were asked for. 1 for a table that cannot run."""
+    check_folder(settings.svg, settings.trace)
     if settings.name == "list":
         told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN.values()}
         if settings.json:

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED, OK
+from meshwright.cli._files import check_folder
 from meshwright.cli._parser import UsageError, share_out
 from meshwright.cli._progress import progress, side_by_side
-from meshwright.cli._run import check_folder, is_one_rank, traced
+from meshwright.cli._run import is_one_rank, traced
 
 if TYPE_CHECKING:
     from meshwright.engine import Training, TrainingEnd
@@ -51,6 +52,15 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         raise UsageError(str(error)) from error
     check_folder(settings.trace)
+    try:
+        return carried_out(job, settings, argv)
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+
+
+def carried_out(job: Job, settings: argparse.Namespace, argv: list[str]) -> int:
+    """The exit code of a job that is understood."""
     kept = settings.save or settings.log or settings.tensorboard or settings.save_every
     if not settings.processes:
         return simulated_run(job, settings) if kept else report(simulated(job, settings.trace), settings)
@@ -65,7 +75,6 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
     """A run that is kept, with all ranks in this process."""
     from meshwright.comm import simulate
     from meshwright.engine import stop_signals
-    from meshwright.layout import MeshwrightError
     from meshwright.models import train_on
 
     how = kept_run(job, settings)
@@ -75,11 +84,7 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
             return train_on(job, how)
 
     with stop_signals():
-        try:
-            return report_run(simulate(one, job.ranks)[0], settings)
-        except MeshwrightError as error:
-            print(error, file=sys.stderr)
-            return FAILED
+        return report_run(simulate(one, job.ranks)[0], settings)
 
 
 def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:

@@ -28,6 +28,10 @@ SPREAD = 0.64
 """What an all-to-all inside a node reaches of what a ring does: its messages are small."""
 
 
+MOST_DEVICES = 10_000_000
+"""Of one cluster; nobody has more, and what is found by trying all divisors is found at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of `per_node` devices, linked by `inside`; every device has a share `outside` of its node's network.
@@ -51,6 +55,13 @@ class Cluster:
                 f"{self.per_node} devices to a node",
                 "a node has devices",
                 "Cluster(device, link, per_node=8)",
+            )
+        if self.devices is not None and not 1 <= self.devices <= MOST_DEVICES:
+            raise CostError(
+                f"a cluster of {self.device.name}",
+                f"{self.devices} devices",
+                f"a cluster has a device, and at most {MOST_DEVICES:,}",
+                f"64x{self.device.name}",
             )
 
     def link(self, group: Sequence[int]) -> Link:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshwright.layout import LayoutError, read_dtype
 
 from ._cluster import Cluster, cluster_of, slowest
-from ._device import DEVICES, GIGA, MICRO, TERA
+from ._device import DEVICES, GIGA, MICRO, TERA, Device
 from ._errors import CostError
 from ._link import Link
 
@@ -30,13 +31,16 @@ def cluster(text: str) -> Cluster:
 
     Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
     """
-    return _from_file(Path(text)) if text.endswith(".toml") else _from_line(text)
+    return _from_file(Path(text)) if text.endswith(".toml") else _from_line(text.strip())
 
 
 def _from_line(text: str) -> Cluster:
     first, *rest = (word.strip() for word in text.split(","))
     kinds = [_kind(text, word.strip()) for word in first.split("+")]
     made = kinds[0] if len(kinds) == 1 else slowest(kinds)
+    for form in (_NODE, _NETWORK):
+        if len(twice := [word for word in rest if form.fullmatch(word)]) > 1:
+            raise CostError(f"a cluster {text!r}", " and ".join(map(repr, twice)), "only one of them can be", WRITE)
     for word in rest:
         made = _changed(made, text, word)
     return made
@@ -46,7 +50,7 @@ def _kind(text: str, word: str) -> Cluster:
     """Devices of one kind."""
     found = _DEVICES.fullmatch(word)
     if found is None:
-        raise _unread(text, word)
+        raise _no_toml(text) if Path(text).exists() else _unread(text, word)
     count, name, size = found.groups()
     return replace(_usual(name, size), devices=int(count))
 
@@ -70,31 +74,30 @@ def _changed(made: Cluster, text: str, word: str) -> Cluster:
     raise _unread(text, word)
 
 
+def _no_toml(text: str) -> CostError:
+    return CostError(
+        f"a cluster {text!r}", "a path", "a file that describes a cluster is TOML by its name", "here.toml"
+    )
+
+
 def _unread(text: str, word: str) -> CostError:
     return CostError(f"a cluster {text!r}", f"{word!r}", "it is no count of devices, nodes or gigabits", WRITE)
 
 
 def _from_file(path: Path) -> Cluster:
     try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # neither TOML nor even UTF-8
         raise CostError(f"a cluster from {path}", str(error), "the file can't be read as TOML", WRITE) from error
-    known = {"cluster", "device", "inside", "outside"}
-    if set(given) - known:
+    asked, tables = f"a cluster from {path}", ("device", "inside", "outside")
+    if strange := set(given) - {"cluster", *tables}:
         raise CostError(
-            f"a cluster from {path}", f"tables {', '.join(given)}", f"known are {', '.join(sorted(known))}", EXAMPLE
+            asked, f"tables {', '.join(sorted(strange))}", f"known are cluster, {', '.join(tables)}", EXAMPLE
         )
-    try:
-        made = _from_line(str(given["cluster"]))
-        return replace(
-            made, **{name: _part(getattr(made, name), given[name]) for name in known - {"cluster"} & set(given)}
-        )
-    except CostError:
-        raise
-    except (LayoutError, KeyError, TypeError, ValueError) as error:
-        raise CostError(
-            f"a cluster from {path}", str(error), "a name is missing, unknown or no number", EXAMPLE
-        ) from error
+    if not isinstance(given.get("cluster"), str):
+        raise CostError(asked, f"cluster = {given.get('cluster')!r}", "a line says what devices there are", EXAMPLE)
+    made = _from_line(given["cluster"])
+    return replace(made, **{name: _part(asked, name, made, given[name]) for name in tables if name in given})
 
 
 EXAMPLE = """cluster = "64xH100, 8 per node, 400G"
@@ -108,14 +111,31 @@ latency = 10       # microseconds"""
 _UNITS = {"memory": GIGA, "bandwidth": GIGA, "latency": MICRO, "start": MICRO, "overhead": MICRO}
 
 
-def _part(old: Any, given: Mapping[str, Any]) -> Any:
-    """A device or a link with some of its numbers changed."""
-    changes: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "flops":
-            changes[name] = {**old.flops, **{read_dtype(t): float(x) * TERA for t, x in value.items()}}
-        elif name in ("name", "source"):
-            changes[name] = str(value)
-        else:
-            changes[name] = float(value) * _UNITS.get(name, 1.0)
-    return replace(old, **changes)
+def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
+    """The cluster's device or one of its links, with some of its numbers changed."""
+    old = getattr(made, table) or Link("", 1.0, 14 * MICRO)
+    known = {field.name for field in fields(old)}
+    if not isinstance(given, Mapping):
+        raise CostError(asked, f"{table} = {given!r}", "it is a table of numbers", EXAMPLE)
+    numbers = cast(Mapping[str, Any], given)
+    if strange := sorted(set(numbers) - known):
+        near = get_close_matches(strange[0], known, n=1, cutoff=0.0)[0]
+        raise CostError(asked, f"{strange[0]} in [{table}]", f"known are {', '.join(sorted(known))}: {near}?", EXAMPLE)
+    try:
+        return replace(old, **{name: _number(old, name, value) for name, value in numbers.items()})
+    except CostError:
+        raise
+    except (LayoutError, TypeError, ValueError, AttributeError) as error:
+        raise CostError(asked, f"[{table}]: {error}", "a number is needed there", EXAMPLE) from error
+
+
+def _number(old: Device | Link, name: str, value: Any) -> Any:
+    """What a name of a table says, in seconds and bytes."""
+    if isinstance(old, Device) and name == "flops":
+        return {**old.flops, **{read_dtype(t): float(x) * TERA for t, x in value.items()}}
+    if name in ("name", "source"):
+        return str(value)
+    if name == "attention":
+        forward, backward = value
+        return float(forward), float(backward)
+    return float(value) * _UNITS.get(name, 1.0)

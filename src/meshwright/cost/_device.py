@@ -48,10 +48,12 @@ class Device:
 
     def __post_init__(self) -> None:
         shares = (self.reach, self.reach8, self.reach4, *self.attention)
-        if not self.flops or min(*self.flops.values(), self.bandwidth, self.memory, self.units, *shares) <= 0:
+        rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, *shares)
+        if not self.flops or not all(0 < rate < float("inf") for rate in rates) or not self.overhead >= 0:
             raise CostError(
-                f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B",
-                "seconds are work over rates, and rates are positive",
+                f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B, "
+                f"{self.overhead} s",
+                "seconds are work over rates, and rates are positive and finite",
                 "Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
             )  # fmt: skip
 

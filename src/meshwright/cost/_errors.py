@@ -1,6 +1,7 @@
 """What can be wrong with a price."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TypeVar
 
 from meshwright.layout import MeshwrightError
@@ -16,8 +17,10 @@ def known_by(name: str, table: Mapping[str, T], what: str, write: str) -> T:
     """What the table has under this name. Raises CostError for an unknown one: `write` makes `what` is asked for."""
     found = table.get(name)
     if found is None:
+        plain = {known.casefold(): known for known in table}
+        near = get_close_matches(name.casefold(), plain, n=1)
         raise CostError(
             f"the {what} {name!r}", f"known are {', '.join(table)}", "its rates are not in the table",
-            f"{write} with rates of your own",
+            f"{plain[near[0]]}, or {write} with rates of your own" if near else f"{write} with rates of your own",
         )  # fmt: skip
     return found

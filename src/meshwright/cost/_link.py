@@ -36,7 +36,8 @@ class Link:
     mesh: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.bandwidth, self.reach) <= 0 or min(self.latency, self.start) < 0:
+        ways, waits = (self.bandwidth, self.reach), (self.latency, self.start)
+        if not all(0 < x < float("inf") for x in ways) or not all(0 <= x < float("inf") for x in waits):
             raise CostError(
                 f"a link {self.name!r}", f"{self.bandwidth} B/s, {self.latency} s",
                 "bytes take time, and time goes forward",

@@ -23,6 +23,7 @@ from ._errors import (
 from ._experts import dispatch_experts
 from ._explain import Explanation, explain
 from ._layers import get_rank, shard_layer
+from ._left_behind import watch_left_behind
 from ._local_map import LocalLayer, local_map
 from ._local_step import watch_steps
 from ._materialize import materialize
@@ -142,3 +143,4 @@ __all__ = [
 ]
 
 watch_steps()
+watch_left_behind()

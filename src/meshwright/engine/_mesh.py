@@ -47,6 +47,11 @@ def init_mesh(**sizes: int) -> ProcessMesh:
 
     Raises MeshError when the sizes are not those of so many ranks.
     """
+    if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not hasattr(size, "__index__")]:
+        raise MeshError(
+            f"init_mesh({', '.join(wrong)})", "sizes that are no whole numbers", "an axis has so many ranks",
+            "init_mesh(dp=-1, tp=2)",
+        )  # fmt: skip
     ranks = init_process().size
     if ranks == 1:
         sizes = dict.fromkeys(sizes, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.tensor import DistTensor, distribute, from_local, redistribute, whole
 
+from ._left_behind import note_laid
 from ._mesh import resolve_mesh
 from ._record import note_reshard
 
@@ -42,6 +43,8 @@ def shard_tensor(
     out = _laid_again(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
     if requires_grad is not None:
         out.requires_grad_(requires_grad)
+    if isinstance(data, nn.Parameter) and out is not data:
+        note_laid(data, out)
     return out
 
 

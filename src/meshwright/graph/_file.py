@@ -119,8 +119,14 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file that is there as a whole or not at all, whenever the machine stops."""
-    place = Path(path).absolute()
+    """Writes a file that is there as a whole or not at all, whenever the machine stops.
+
+    A link stays one, and its target is written; what is no file, such as `/dev/null` or a pipe, is written into.
+    """
+    place = Path(os.path.realpath(path))
+    if Path(path).exists() and not (place.is_file() or place.is_dir()):
+        Path(path).write_bytes(data)
+        return
     beside = place.with_name(f".{place.name}.{token_hex(8)}")
     try:
         with open(beside, "xb") as file:

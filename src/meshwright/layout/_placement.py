@@ -38,6 +38,12 @@ class Shard(Placement):
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.dim, "__index__"):
+            raise PlacementError(
+                f"Shard({self.dim!r})", f"a {type(self.dim).__name__}", "a dim is a whole number", "Shard(0)"
+            )
+
     def get_dim(self) -> int:
         return self.dim
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.models._llama import ModelError
+
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -36,6 +38,9 @@ def corpus() -> np.ndarray[Any, np.dtype[np.uint8]]:
 def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """`length` consecutive bytes at a place that (seed, number) alone decides."""
     text = corpus()
+    if length >= len(text):
+        asked, why = f"sequences of {length - 1} bytes", "a sequence is a part of the text"
+        raise ModelError(asked, f"a text of {len(text)}", why, "--seq 128")
     start = np.random.default_rng([seed, number]).integers(len(text) - length)
     return text[start : start + length]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from ._errors import ScheduleError
@@ -149,5 +150,9 @@ KNOWN: Mapping[str, Known] = {
 def known(name: str) -> Known:
     """The schedule called so. Raises ScheduleError for an unknown name."""
     if name not in KNOWN:
-        raise ScheduleError(f"schedule {name!r}", "no such schedule", "schedules are known by name", " or ".join(KNOWN))
+        plain = {one.casefold(): one for one in KNOWN}
+        near = get_close_matches(name.casefold(), plain, n=1, cutoff=0.0)[0]
+        raise ScheduleError(
+            f"schedule {name!r}", "no such schedule", f"schedules are known by name: {', '.join(KNOWN)}", plain[near]
+        )
     return KNOWN[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import isqrt
 from typing import Any, get_args
 
 import numpy as np
@@ -91,7 +92,7 @@ def _interleaves(model: Transformer, pp: int, chunks: int, own: int) -> bool:
 
 def _experts(model: Transformer, ranks: int, given: Mapping[str, Any]) -> list[int]:
     if model.experts is None:
-        return [1]
+        return _among(given, "ep", [1])
     return _among(given, "ep", [e for e in _divisors(ranks) if model.experts.count % e == 0])
 
 
@@ -106,7 +107,8 @@ def _among(given: Mapping[str, Any], name: str, values: list[int]) -> list[int]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 assert set(SCHEDULES) <= set(FILLING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from meshwright.pipeline import ScheduleError
 
 from ._candidates import candidates, count_bundles
 from ._degrees import NUMBERS, Plans
-from ._errors import SearchError
+from ._errors import SearchError, check_sizes
 from ._held import hold
 from ._plan import Plan
 from ._predict import predict
@@ -79,6 +79,7 @@ def choose(
     Raises SearchError where nothing fits, with what is missing.
     """
     begin = time.monotonic()
+    check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
     room = cluster.device.memory * USABLE
     found: list[Priced] = []
     too_large: list[Priced] = []
@@ -98,7 +99,7 @@ def choose(
     found.sort(key=_order)
     found = _rehearsed(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
-        raise _none(model, ranks, batch, room, smallest)
+        raise _none(model, ranks, batch, room, smallest, given)
     beyond = _faster(sorted(too_large, key=_order)[:1], found[0], model, cluster, software)
     return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
 
@@ -152,8 +153,19 @@ def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
     return Priced(plan, float(seconds[n]), float(nbytes[n]))
 
 
-def _none(model: Transformer, ranks: int, batch: int, room: float, smallest: Priced | None) -> SearchError:
+def _none(
+    model: Transformer, ranks: int, batch: int, room: float, smallest: Priced | None, given: Mapping[str, Any]
+) -> SearchError:
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences a step"
+    decided = ", ".join(f"{name} = {value}" for name, value in given.items())
+    asked = f"{asked}, with {decided}" if decided else asked
+    if smallest is None and decided:
+        return SearchError(
+            asked, "no degrees of parallelism beside what is given divide all that they must",
+            f"of the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} of them for keys, "
+            f"{model.experts.count if model.experts else 'no'} experts and {batch} sequences",
+            "less of it: what is left out is found",
+        )  # fmt: skip
     if smallest is None:
         return SearchError(
             asked, "no degrees of parallelism divide all that they must",

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from ._errors import SearchError
+from ._errors import SearchError, check_sizes
 
 Recompute = Literal["none", "selective", "full"]
+_KINDS = {"int": "a whole number", "bool": "true or false", "str": "a word"}
 EXAMPLE = "dp = 8\ntp = 4\nbatch = 256"
 
 
@@ -49,6 +50,7 @@ class Plan:
                 "a plan", f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
                 "degrees are at least 1, and ZeRO has the stages 0 to 3", "Plan(dp=8, zero=1, batch=64)",
             )  # fmt: skip
+        check_sizes("a plan", **{name: getattr(self, name) for name in least})
         if self.recompute not in get_args(Recompute):
             raise _refused(
                 f"recompute = {self.recompute!r}", f"known are {', '.join(get_args(Recompute))}", "it is none of them"
@@ -106,7 +108,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     for name, value in given.items():
         kind = "str" if kinds[name] == "Recompute" else kinds[name]
         if type(value).__name__ != kind:
-            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"it is {kind}")
+            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"{name} is {_KINDS[str(kind)]}")
     return Plan(**given)
 
 

@@ -330,7 +330,7 @@ def work(model: Transformer, plan: Degrees) -> Numbers:
     if x is not None:
         active -= model.expert_parameters * (model.layers - model.dense_layers) * (1 - x.chosen / x.count)
     scores = np.multiply(plan.sequence, model.layers * model.heads * (model.key_width + model.value_width) / 2)
-    return 6 * np.multiply(plan.batch, plan.sequence) * (active + scores)
+    return 6.0 * np.multiply(plan.batch, plan.sequence) * (active + scores)
 
 
 def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:

@@ -15,6 +15,8 @@ from ._predict import Stages, predict, stages_of
 from ._software import OURS, Software
 from ._transformer import Transformer
 
+LONG = 2**20
+"""Beyond these no table is made: what its ends cost is nothing beside so many microbatches."""
 SHORT = 2**11
 """Chunks times microbatches of a table that is made and run at once."""
 
@@ -24,11 +26,12 @@ def simulated(
 ) -> float:
     """Seconds of a step as `predict` says it, with the pipeline's part run action by action.
 
-    Messages take their time, and nothing hides them but what a rank has to do meanwhile. Raises ScheduleError where
+    Messages take their time, and nothing hides them but what a rank has to do meanwhile. Beyond `LONG` it is what
+    `predict` says. Raises ScheduleError where
     the plan's schedule has no table for its ranks and microbatches.
     """
     told = predict(model, plan, cluster, software, habits)
-    if plan.pp == 1 or plan.zero == 3:
+    if plan.pp == 1 or plan.zero == 3 or plan.pp * plan.chunks * plan.microbatches > LONG:
         return float(np.asarray(told.seconds))
     stages = stages_of(model, plan, cluster, software, habits)
     table = table_of(plan)

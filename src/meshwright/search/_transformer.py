@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._errors import SearchError
+from ._errors import SearchError, check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class Transformer:
                 "a transformer", f"{self}", "layers, widths and heads are at least 1",
                 "Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab)",
             )  # fmt: skip
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        check_sizes("a transformer", **{name: getattr(self, name) for name in sizes})
 
     @property
     def dense_layers(self) -> int:

@@ -1,0 +1,47 @@
+"""Standard output that cannot be written: its reader has gone, or there is no room."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LINES = ("schedule list", "schedule 1F1B --json", "run many.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "many.py").write_text("for number in range(100_000):\n    print(number)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_full_disk_is_told_in_a_line(line: str, folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "meshwright", *line.split()]
+        done = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+    assert done.stderr.count("write:") == 1
+
+
+def test_a_reader_that_has_seen_enough_ends_a_script(folder: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", "run", "many.py"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_errors_of_the_system_in_a_script_are_told_as_they_are(folder: Path) -> None:
+    (folder / "fails.py").write_text("raise BrokenPipeError(32, 'of the script')\n")
+    command = [sys.executable, "-m", "meshwright", "run", "fails.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "of the script" in done.stderr
