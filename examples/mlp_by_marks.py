@@ -9,7 +9,6 @@ import meshwright as mw
 mesh = mw.init_mesh(dp=-1, tp=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
 
 
 def mark(name, layer, mesh):
@@ -20,6 +19,7 @@ def mark(name, layer, mesh):
 
 
 mw.shard_layer(model, mesh, mark)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
 mw.shard_optimizer(optimizer)
 data = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(5)]
 

@@ -109,7 +109,10 @@ class Builder:
         """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
         model, strategy = self.model, self.model.strategy
         with strategy.autocast(leaves_in(batch)):
-            captured = capture(model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic)
+            called = () if model.loss is None else (model.loss,)
+            captured = capture(
+                model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called
+            )
         program = spread(captured.program)
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)

@@ -7,7 +7,7 @@ the code that they are compiled to. What no text can tell stands there by its ty
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from types import CodeType, FunctionType
@@ -46,10 +46,11 @@ def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[
     return {**found, "loss": described(loss), "optimizer": "none" if optimizer is None else _class(type(optimizer))}
 
 
-def setting_text(network: nn.Module, optimizer: Optimizer | None) -> str:
-    """A text for all that may be switched: of the network, and of the optimizer if there is one."""
+def setting_text(network: nn.Module, optimizer: Optimizer | None, read: Iterable[tuple[str, Any]]) -> str:
+    """A text for all that may be switched: of the network, of the optimizer if there is one, and of what is `read`."""
     with local_parts():
         lines = [*_modes(), *_network(network), *([] if optimizer is None else _optimizer(network, optimizer))]
+        lines += [f"{name} = {described(value)}" for name, value in read]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -30,10 +30,12 @@ REMEMBERED = 16
 
 @dataclass(slots=True)
 class Settings:
-    """The settings that a network and its optimizer were in, by number."""
+    """The settings that a network, its optimizer and what else is called were in, by number."""
 
     network: nn.Module
     optimizer: Optimizer | None
+    calls: tuple[Any, ...] = ()
+    """What is called beside the network: the loss."""
     known: dict[int, tuple[Snapshot, Any]] = field(default_factory=dict[int, "tuple[Snapshot, Any]"])
     count: int = 0
     texts: dict[int, str] = field(default_factory=dict[int, str])
@@ -49,8 +51,9 @@ class Settings:
             if facts == now and snapshot.holds():
                 return number
         self.count += 1
-        self.known[self.count] = (Snapshot.of(self.network), now)
-        self.texts[self.count] = setting_text(self.network, self.optimizer if training else None)
+        snapshot = Snapshot.of(self.network, *self.calls)
+        self.known[self.count] = (snapshot, now)
+        self.texts[self.count] = setting_text(self.network, self.optimizer if training else None, snapshot.read())
         self.marks = self.marks or {s.name: lies_text(s.tensor) for s in slots_of(self.network)}
         if len(self.known) > REMEMBERED:
             del self.texts[next(iter(self.known))]

@@ -59,7 +59,7 @@ class DistModel:
     ) -> None:
         self.loader = loader
         self._variants: Variants[Compiled] = Variants(strategy.max_programs)
-        self._settings = Settings(network, optimizer)
+        self._settings = Settings(network, optimizer, () if loss is None else (loss,))
         self._shelf = Shelf()
         self._latest: Compiled | None = None
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"

@@ -78,8 +78,9 @@ def capture(
     batch: Sequence[Any],
     dynamic: Mapping[int, Collection[int]] | None = None,
     most: int | None = None,
+    others: Sequence[Any] = (),
 ) -> Capture:
-    """The program of `call(*batch)`, which runs `module`: parameters, buffers and batch are its inputs.
+    """The program of `call(*batch)`, which runs `module` and `others`: its parameters, buffers and batch are inputs.
 
     `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
@@ -92,19 +93,21 @@ def capture(
         return _captured(module, call, batch, dynamic or {}, most)
 
     try:
-        with unchanged(module):
+        with unchanged(module, *others):
             return once()
     except SideEffectError as error:
-        return _settled(module, once, error)
+        return _settled(module, others, once, error)
 
 
-def _settled(module: nn.Module, capture: Callable[[], Capture], error: SideEffectError) -> Capture:
+def _settled(
+    module: nn.Module, others: Sequence[Any], capture: Callable[[], Capture], error: SideEffectError
+) -> Capture:
     """The capture of a second pass behind one that was refused. Raises `error` where that is not the same again."""
     try:
-        with settling(module):
+        with settling(module, *others):
             with undrawn():
                 first = capture()
-            with unchanged(module):
+            with unchanged(module, *others):
                 second = capture()
             if not _same(first.program, second.program):
                 raise error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.tensor import leaves_in
 
+from ._around import Place, places
 from ._errors import SideEffectError
 from .torch_hooks import FakeTensor
 
@@ -112,14 +113,50 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The Python state of a module and of its parts."""
+class _Setting:
+    """What functions read at a place around them; a tensor there counts by identity."""
 
-    parts: tuple[_Part, ...]
+    place: Place
+    attribute: _Attribute
 
     @classmethod
-    def of(cls, module: nn.Module) -> Snapshot:
-        return cls(tuple(_Part.of(path, part) for path, part in module.named_modules()))
+    def of(cls, place: Place) -> _Setting:
+        value = place.now()
+        known = _Attribute.of(value)
+        return cls(place, replace(known, look=id(value), changes=False) if isinstance(value, Tensor) else known)
+
+    def holds(self) -> bool:
+        value = self.place.now()
+        if isinstance(value, Tensor):
+            return value is self.attribute.value
+        return self.attribute.is_now(value)
+
+    def changes(self) -> Iterator[tuple[str, str, str]]:
+        if not self.holds():
+            yield self.place.name, _short(self.attribute.value), _short(self.place.now())
+
+    def restore(self) -> None:
+        _put_back(self.attribute.value, self.attribute.held)
+        self.place.put(self.attribute.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The Python state of a module and of its parts, and of what its functions and others read from around them."""
+
+    parts: tuple[_Part | _Setting, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, *others: Any) -> Snapshot:
+        modules = [
+            (f"{at}{path}", part) for at, m in (("", module), *_modules(others)) for path, part in m.named_modules()
+        ]
+        read = places([*others, *{id(type(part)): part for _, part in modules}.values()])
+        return cls((*[_Part.of(path, part) for path, part in modules], *map(_Setting.of, read)))
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """What functions read from around them, by name."""
+        return ((part.place.name, part.attribute.value) for part in self.parts if isinstance(part, _Setting))
 
     def holds(self) -> bool:
         """True when nothing but tensors has changed."""
@@ -145,13 +182,19 @@ def side_effect(asked: str, what: str, before: str, after: str) -> SideEffectErr
     )  # fmt: skip
 
 
+def _modules(others: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+    return (("loss.", other) for other in others if isinstance(other, nn.Module))
+
+
 @contextmanager
-def unchanged(module: nn.Module) -> Generator[None]:
-    """What happens inside leaves the module's Python state, and Python's, NumPy's and torch's generators alone.
+def unchanged(module: nn.Module, *others: Any) -> Generator[None]:
+    """What happens inside leaves Python's state alone, and Python's, NumPy's and torch's generators.
+
+    That is what the module and its parts hold, and what they, and `others` that are called, read from around them.
 
     If it does not, everything is put back and SideEffectError is raised; it is put back too where an error is raised.
     """
-    before, drawn = Snapshot.of(module), _generators()
+    before, drawn = Snapshot.of(module, *others), _generators()
     asked = f"to capture the forward pass of {type(module).__name__}"
     try:
         yield
@@ -167,12 +210,12 @@ def unchanged(module: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def settling(module: nn.Module) -> Generator[None]:
+def settling(module: nn.Module, *others: Any) -> Generator[None]:
     """What happens inside may set Python state, which stays; it is put back where an error is raised.
 
     Raises SideEffectError where a fake tensor is kept.
     """
-    before = Snapshot.of(module)
+    before = Snapshot.of(module, *others)
     try:
         yield
         for path, part in module.named_modules():
