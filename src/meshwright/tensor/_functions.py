@@ -153,4 +153,15 @@ def _tell(*call: Any) -> Any:
     return _TOLD[-1](*call)
 
 
-tell_functions(_tell)
+def _untold(function: type[Function]) -> None:
+    """Raises PlainInBackwardError where a call that nobody was told of would lose its gradient."""
+    if len(_TOLD) > 1:
+        name = function.__name__
+        raise PlainInBackwardError(
+            f"{name}.apply in a program", f"a name of {name}.apply that is older than the import of meshwright",
+            "with this release of torch nothing tells of calls by such a name, and their gradient would be lost",
+            f"import meshwright before {name}.apply is given a name, or {name}.apply where it is called",
+        )  # fmt: skip
+
+
+tell_functions(_tell, _untold)

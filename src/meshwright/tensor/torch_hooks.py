@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import local
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -66,25 +67,67 @@ class _Told:
         return told.meshwright_told(cls, args, kwargs)
 
 
-def tell_functions(apply: Callable[..., Any]) -> None:
+def tell_functions(apply: Callable[..., Any], untold: Callable[[Any], None]) -> None:
     """From now on `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
 
     Nothing else tells that operators belong to a function with a backward pass of its own: torch hands that one local
     gradients, and asks no tensor. Where torch has `apply` in Python its code is exchanged, so that what was named
-    before (`swish = Swish.apply`) tells, too.
+    before (`swish = Swish.apply`) tells, too. Where it is in C, calls by such a name are `untold(F)`.
     """
     function: Any = torch.autograd.Function
     member = function.__dict__["apply"]
     python: Any = getattr(member, "__func__", None)
     if python is None:  # torch 2.15 has it in C
-        own = partial(member.__get__, None)
-        function.apply = classmethod(lambda cls, *args, **kwargs: function.meshwright_told(cls, args, kwargs))
+        own = partial(_told, member)
+        function.apply = classmethod(_by_name)
+        for early in _below(function):
+            early.forward = _forward_of(early, early.forward, untold)
     else:
         kept = python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
         own = partial(MethodType, FunctionType(*kept))
         told = _Told.__dict__["apply"].__func__.__code__
         python.__code__ = told.replace(co_filename=python.__code__.co_filename)  # by which torch.compile knows it
     function.meshwright_told = staticmethod(lambda cls, args, kwargs: apply(cls, own(cls), args, kwargs))
+
+
+def _by_name(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    told: Any = torch.autograd.Function
+    return told.meshwright_told(cls, args, kwargs)
+
+
+_by_name.__name__ = "apply"  # by which torch.compile knows it
+_TELLING = local()
+
+
+def _told(member: Any, function: Any) -> Callable[..., Any]:
+    """What `F.apply` is, whose forward function finds that the call was told."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(_TELLING, "on", False)
+        _TELLING.on = True
+        try:
+            return member.__get__(None, function)(*args, **kwargs)
+        finally:
+            _TELLING.on = before
+
+    return call
+
+
+def _forward_of(function: Any, own: Callable[..., Any], untold: Callable[[Any], None]) -> Any:
+    """The forward function of a class, which tells of calls that came to it by no name that tells."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not getattr(_TELLING, "on", False):
+            untold(function)
+        return own(*args, **kwargs)
+
+    return staticmethod(forward)
+
+
+def _below(function: Any) -> list[Any]:
+    """The classes of that class with a forward function of their own."""
+    below = [c for sub in function.__subclasses__() for c in (sub, *_below(sub))]
+    return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
 
 
 TRANSFORMS: set[str] = set()
