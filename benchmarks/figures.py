@@ -50,8 +50,10 @@ def measured(name: str) -> dict[str, Any]:
     lines = finished.stdout.splitlines()
     today = datetime.now(UTC).date().isoformat()
     if not lines or not lines[-1].startswith("{"):
-        return {"name": name, "value": f"broke (exit code {finished.returncode})", "goal": "", "ok": False, "on": today}
-    return {**json.loads(lines[-1]), "on": today}
+        found = {"name": name, "value": f"broke (exit code {finished.returncode})", "goal": "", "ok": False}
+    else:
+        found = json.loads(lines[-1])
+    return {**found, "on": today, "cpu": machine()["cpu"]}
 
 
 def machine() -> dict[str, str]:
@@ -69,7 +71,7 @@ def machine() -> dict[str, str]:
 def with_table(text: str, figures: dict[str, Any]) -> str:
     """The text with everything between its two marks replaced by the table."""
     before, _, after = text.split(MARK)
-    return f"{before}{MARK}\n{table(figures)}\n{MARK}{after}"
+    return f"{before}{MARK}\n{table(figures)}\n\n{processors(figures)}\n{MARK}{after}"
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -86,6 +88,19 @@ def table(figures: dict[str, Any]) -> str:
         for name, figure in figures.items()
     ]
     return "\n".join(["| | measured | goal | rival | |", "|---|---|---|---|---|", *rows])
+
+
+def processors(figures: dict[str, Any]) -> str:
+    """What each figure was measured on, which decides more than we do.
+
+    >>> print(processors({"a": {"cpu": "2 x X"}, "b": {"cpu": "2 x Y"}, "c": {"cpu": "2 x X"}}))
+    * measured on 2 x X: `a`, `c`
+    * measured on 2 x Y: `b`
+    """
+    names: dict[str, list[str]] = {}
+    for name, figure in figures.items():
+        names.setdefault(figure["cpu"], []).append(f"`{name}`")
+    return "\n".join(f"* measured on {cpu}: {', '.join(found)}" for cpu, found in names.items())
 
 
 def title(name: str) -> str:
