@@ -206,6 +206,15 @@ def a_recurrent_layer(lay: Lay) -> Any:
 
 
 @program
+def recurrent_layers_with_dropout_between(lay: Lay) -> Any:
+    """Made of smaller operators, that write in place to pieces of one tensor."""
+    model = lay.module(nn.LSTM(6, 5, num_layers=2, dropout=1e-9))
+    out, (h, c) = model(lay(torch.randn(3, 4, 6)))
+    (out.sum() + h.sum() + c.sum()).backward()
+    return out, h, c, gradients(model)
+
+
+@program
 def convolutions(lay: Lay) -> Any:
     model = lay.module(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()))
     x = lay(torch.randn(4, 2, 6, 8), grad=True)

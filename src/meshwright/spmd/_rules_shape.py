@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import gcd, prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ._errors import RuleError
 from ._forms import LocalCall
-from ._rule import Entry, Rule
+from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, grouped, names_of, sized, written
 
 
@@ -262,6 +263,19 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     return Rule(f"{' '.join(before)} -> {' ; '.join([after] * len(lengths))}", forms={inner: pieces})
 
 
+def apart(entry: Callable[..., Rule | None]) -> Entry:
+    """The same, of pieces that are no views of one tensor: to write to one changes none of the others."""
+
+    def of(form: Form) -> Form:
+        return lambda call, *args, **kwargs: tuple(piece.clone() for piece in form(call, *args, **kwargs))
+
+    def made(*args: Any, **kwargs: Any) -> Rule | None:
+        rule = entry(*args, **kwargs)
+        return None if rule is None else replace(rule, forms={n: of(form) for n, form in rule.forms.items()})
+
+    return made
+
+
 def lengths_of(total: int, piece: int) -> list[int]:
     if piece == 0 or total == 0:
         return [0]
@@ -359,9 +373,11 @@ SHAPE: dict[str, Entry] = {
     **dict.fromkeys(("aten.select.int", "aten.select_copy.int"), select_rule),
     "aten.slice_copy.Tensor": slice_rule,
     **dict.fromkeys(("aten.unbind", "aten.unbind_copy"), unbind_rule),
-    **dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.unsafe_split"), split_rule),
-    **dict.fromkeys(("aten.unsafe_split_with_sizes", "aten.split_with_sizes_copy", "aten.split_copy"), split_rule),
-    **dict.fromkeys(("aten.chunk", "aten.unsafe_chunk"), chunk_rule),
+    **dict.fromkeys(("aten.split", "aten.split_with_sizes"), split_rule),
+    **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), apart(split_rule)),
+    **dict.fromkeys(("aten.split_with_sizes_copy", "aten.split_copy"), apart(split_rule)),
+    "aten.chunk": chunk_rule,
+    "aten.unsafe_chunk": apart(chunk_rule),
     "aten.tensor_split": tensor_split_rule,
     "aten.flip": moved,
     "aten.fliplr": fliplr_rule,

@@ -223,7 +223,12 @@ def leaves_nothing(spec: Spec | None) -> bool:
 
 
 def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision) -> bool:
-    """True when the results would share memory with an operand on one device, but that operand has to move."""
+    """True when the results would share memory with an operand on one device, but that operand has to move.
+
+    What operators called unsafe share, nobody may count on: to autograd their results are no views.
+    """
+    if node.op.name().startswith(("aten::unsafe_", "aten::_unsafe_")):
+        return False
     moved = [
         x
         for x, have, need in zip(operands, ins, decision.ins, strict=True)
