@@ -178,6 +178,8 @@ def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
     return replace(usual, device=replace(usual.device, name=name, flops=flops, memory=memory))
 
 
+ROME = 2 * 8 * 25.6 * GIGA
+"""Bytes per second of the memory of a node with two EPYC 7V12: eight channels each of DDR4-3200, as the source says."""
 SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}
 """What a source calls its selection of what is computed again → its part of a layer's forward pass."""
 ROWWISE = 4.0
@@ -198,7 +200,7 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
     if "rowwise" in str(train.get("fp8_recipe")):
         base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
     if train.get("offload"):
-        base = replace(base, stowed=PAGEABLE)
+        base = replace(base, stowed=PAGEABLE, hosted=ROME)
     base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
     return replace(base, tensor=0.5) if train.get("async_tp") else base
 

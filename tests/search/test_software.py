@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.cost import cluster_of
+from meshwright.cost import Kernels, cluster_of
 from meshwright.search import Experts, Plan, Software, Transformer, hold, predict
 from meshwright.search._sent import sent
 
@@ -52,6 +52,18 @@ def test_inputs_that_go_to_the_host_cost_their_way_and_no_memory() -> None:
     assert seconds(replace(plan, recompute="none"), stowed=1e9) == seconds(replace(plan, recompute="none"))
     there, here = (float(np.asarray(hold(LLAMA, plan, Software(stowed=s)).nbytes)) for s in (1e9, None))
     assert here - there == pytest.approx(moved / 16)
+
+
+def test_states_in_the_memory_of_nodes_take_its_time_and_no_memory_of_devices() -> None:
+    plan = Plan(dp=64, zero=3, batch=64)
+    own, hosted, stowed = LLAMA.parameters / 64, 4e11, 2e10
+    here, there = seconds(plan), seconds(plan, hosted=hosted, stowed=stowed)
+    kernels = Kernels(CLUSTER.device)
+    update = own * 32 * 8 / (hosted * kernels.habits.streamed)
+    assert there - here == pytest.approx(update + own * 6 / stowed - kernels.stream(own * 32))
+    assert seconds(plan, hosted=hosted) < there, "pinned, gradients go as fast as a device's share of the memory"
+    held = [float(np.asarray(hold(LLAMA, plan, Software(hosted=h, gradient=2.0)).nbytes)) for h in (None, hosted)]
+    assert held[0] - held[1] == pytest.approx(own * 12)
 
 
 def test_what_is_cast_before_it_is_gathered_goes_in_eight_bits() -> None:

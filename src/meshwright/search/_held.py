@@ -107,9 +107,12 @@ class _Peak:
         m = self.model
         layer = (m.attention_parameters + max(m.mlp_parameters, m.shared_parameters)) / np.asarray(self.plan.tp)
         used = layer * (2 * HALF + 4) + m.embedding_parameters / np.asarray(self.plan.tp) * HALF
-        return np.where(zero == 3, total * (SINGLE - 8) / self._replicas + used, whole)
+        each = SINGLE - 8 if self.software.hosted is None else HALF + self.software.gradient
+        return np.where(zero == 3, total * each / self._replicas + used, whole)
 
     def _moments(self, own: Numbers, experts: Numbers) -> Numbers:
+        if self.software.hosted is not None:
+            return np.zeros_like(own)
         zero = np.asarray(self.plan.zero)
         own_share = np.where(zero > 0, self._replicas, 1.0)
         expert_share = np.where(zero > 0, np.maximum(1.0, self._replicas / np.asarray(self.plan.ep)), 1.0)

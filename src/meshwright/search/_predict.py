@@ -312,7 +312,17 @@ class Step:
     def updated(self) -> Numbers:
         """The optimizer's step."""
         shared = np.where(np.greater(self.plan.zero, 0), np.multiply(self.plan.dp, self.plan.cp), 1)
-        return self.kernels.stream(np.asarray(self.parameters) / shared * UPDATE)
+        own = np.asarray(self.parameters) / shared
+        hosted = self.software.hosted
+        return self.kernels.stream(own * UPDATE) if hosted is None else self._updated_by_hosts(own, hosted)
+
+    def _updated_by_hosts(self, own: Numbers, memory: float) -> Numbers:
+        """The same where the devices of a node share its memory; gradients go there, parameters come back."""
+        p = self.plan
+        ranks = np.multiply(np.multiply(p.dp, p.tp), np.multiply(p.pp, p.cp))
+        each = memory / np.minimum(ranks, self.cluster.per_node)
+        way = (self.software.reduced + HALF) / (self.software.stowed or each)
+        return own * (UPDATE / (each * self.habits.streamed) + way)
 
 
 def _beside(computed: Numbers, meeting: Numbers) -> Numbers:

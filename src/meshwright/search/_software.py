@@ -54,6 +54,8 @@ class Software:
     """Parameters that ZeRO-3 may have gathered; a larger layer is waited for, and gathered for each of its passes."""
     stowed: float | None = None
     """Bytes per second at which the inputs of layers go to the host and come back, waited for; None where they stay."""
+    hosted: float | None = None
+    """Bytes per second of a node's memory, where the optimizer's states are and its step is done; None: on devices."""
     once: bool = False
     """Whether a token goes once to another node, however many of its experts are there."""
 
