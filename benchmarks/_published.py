@@ -133,7 +133,7 @@ def model_of(m: Mapping[str, Any]) -> Transformer:
             m["experts"], m["top_k"], m["moe_ffn"], m.get("shared_expert_ffn") or 0, m.get("dense_layers") or 0
         )
     if m.get("attention") == "mla":
-        latent = Latent(m["q_lora"], m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
+        latent = Latent(m.get("q_lora") or 0, m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
     if m.get("sliding_window"):
         window = Window(m["sliding_window"], m.get("sliding_every") or 1)
     sizes = (m[k] for k in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))

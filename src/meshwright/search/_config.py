@@ -6,29 +6,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._errors import SearchError
+from ._families import GATED, PLAIN, TIED
 from ._transformer import Experts, Latent, Transformer, Window
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size",),
-    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"),
 }
 """Our size → what configurations call it."""
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh"})
-"""Activations that no gate goes with, in models whose configuration does not name their kind."""
-GATED = frozenset({"gemma", "gemma2", "gemma3_text", "t5gemma"})
+"""Activations that no gate goes with, in models whose configuration does not name their family."""
 
 
 def transformer_of(config: Mapping[str, Any]) -> Transformer:
-    """The model of a configuration with the names of `config.json` files. Raises SearchError for a size it lacks.
+    """The model of a configuration with the names of `config.json` files.
+
+    Raises SearchError for a size it lacks, and for a `model_type` whose layers do not follow from sizes, or not alike.
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
     Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
 experts=None, latent=None, window=None)
     """
+    _check_family(config)
     sizes = {name: _first(config, names) for name, names in NAMES.items()}
     missing = [n for n, x in sizes.items() if x is None and n != "ffn"]
     if missing:
@@ -37,12 +40,31 @@ experts=None, latent=None, window=None)
             f"it does not say {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
         )  # fmt: skip
     layers, hidden, heads, vocab = (_whole(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
-    kv_heads, head_dim = (_whole(n, config.get(n) or 0) for n in ("num_key_value_heads", "head_dim"))
+    head_dim, expansion = _whole("head_dim", config.get("head_dim") or 0), config.get("expansion_ratio") or 4
+    tied = bool(config.get("tie_word_embeddings", config.get("model_type") in TIED))
     return Transformer(
-        layers, hidden, heads, kv_heads or heads, head_dim or hidden // max(heads, 1),
-        _whole("ffn", sizes["ffn"] or 4 * hidden), vocab, _is_gated(config),
-        bool(config.get("tie_word_embeddings", False)), _experts(config, layers), _latent(config), _window(config),
+        layers, hidden, heads, _kv_heads(config) or heads, head_dim or hidden // max(heads, 1),
+        _whole("ffn", sizes["ffn"] or expansion * hidden), vocab, _is_gated(config), tied,
+        _experts(config, layers), _latent(config), _window(config),
     )  # fmt: skip
+
+
+def _check_family(config: Mapping[str, Any]) -> None:
+    family = config.get("model_type")
+    if family is not None and family not in GATED | PLAIN:
+        raise SearchError(
+            "a transformer from a configuration", f"model_type {family!r}",
+            "how its layers are made does not follow from sizes, or is not known",
+            "meshwright parallelize config.json --suggest, or mw.plan(model, ...): both read the model itself;"
+            " without model_type, sizes count as those of a Llama",
+        )  # fmt: skip
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    """Heads of keys and values; 0 is as many as queries have."""
+    if config.get("multi_query") is not None and not config.get("new_decoder_architecture"):
+        return int(bool(config["multi_query"]))
+    return _whole("num_key_value_heads", _first(config, ("num_key_value_heads", "num_kv_heads")) or 0)
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -58,8 +80,10 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _is_gated(config: Mapping[str, Any]) -> bool:
+    if config.get("model_type") in GATED | PLAIN:
+        return config["model_type"] in GATED
     activation = str(_first(config, ("hidden_act", "activation_function", "hidden_activation")) or "silu")
-    return activation not in UNGATED or config.get("model_type") in GATED
+    return activation not in UNGATED
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
@@ -76,7 +100,7 @@ def _latent(config: Mapping[str, Any]) -> Latent | None:
     if not config.get("kv_lora_rank"):
         return None
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return Latent(*(int(config[n] or config["hidden_size"]) for n in names))
+    return Latent(*(int(config.get(n) or 0) for n in names))
 
 
 def _window(config: Mapping[str, Any]) -> Window | None:

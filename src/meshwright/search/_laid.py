@@ -89,9 +89,10 @@ def _attention(m: Transformer) -> dict[str, Dims]:
     if x is None:
         kv: Dims = ((m.kv_heads * m.head_dim, ("tp",)), (m.hidden, ()))
         return {"query": ((m.heads * m.head_dim, ("tp",)), (m.hidden, ())), "key": kv, "value": kv, "out": out}
+    up: Dims = ((m.heads * m.key_width, ("tp",)), (x.query or m.hidden, ()))
+    queries: dict[str, Dims] = {"query down": ((x.query, ()), (m.hidden, ())), "query up": up}
     return {
-        "query down": ((x.query, ()), (m.hidden, ())),
-        "query up": ((m.heads * m.key_width, ("tp",)), (x.query, ())),
+        **(queries if x.query else {"query": up}),
         "key and value down": ((x.key + x.rotary, ()), (m.hidden, ())),
         "key and value up": ((m.heads * (x.plain + x.value), ("tp",)), (x.key, ())),
         "out": out,

@@ -152,7 +152,8 @@ class Layers:
         if x is None:
             yield np.divide((m.heads + 2 * m.kv_heads) * m.head_dim, t), m.hidden
         else:
-            yield from ((x.query, m.hidden), (np.divide(m.heads * m.key_width, t), x.query))
+            yield from ((x.query, m.hidden),) if x.query else ()
+            yield np.divide(m.heads * m.key_width, t), x.query or m.hidden
             yield from ((x.key + x.rotary, m.hidden), (np.divide(m.heads * (x.plain + x.value), t), x.key))
         yield m.hidden, np.divide(m.heads * m.value_width, t)
 

@@ -24,6 +24,7 @@ class Latent:
     """Attention whose queries, keys and values come out of narrow projections (arXiv 2405.04434)."""
 
     query: int
+    """The width that queries come out of; 0 is that of the layers, without a projection before (DeepSeek-V2-Lite)."""
     key: int
     plain: int
     """The part of a head's width that is not rotated."""
@@ -89,7 +90,7 @@ class Transformer:
         h, a, x = self.hidden, self.heads, self.latent
         if x is None:
             return h * (2 * a + 2 * self.kv_heads) * self.head_dim
-        up = x.query * a * self.key_width + x.key * a * (x.plain + x.value)
+        up = (x.query or h) * a * self.key_width + x.key * a * (x.plain + x.value)
         return h * x.query + h * (x.key + x.rotary) + up + a * x.value * h
 
     @property

@@ -1,0 +1,26 @@
+"""Families of models whose layers are alike, so that sizes say all: whether they have gates, whether ends are tied.
+
+Their names are the `model_type` of `config.json` files. A test holds each beside the parameters of its model.
+"""
+
+from __future__ import annotations
+
+GATED = frozenset(
+    """bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 ernie4_5 exaone4 flex_olmo gemma gemma2 gemma3_text glm glm4
+    glm4_moe gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium internlm3 kimi_k2 llama
+    minicpm3 minimax_m2 ministral3 mistral mixtral modernbert modernbert-decoder olmo olmo2 olmo3 olmoe phi3 phimoe
+    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm vaultgemma""".split()
+)
+"""Three linear maps in the feed-forward part."""
+PLAIN = frozenset(
+    """apertus arcee bert bert-generation biogpt bloom camembert codegen ernie falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo
+    gpt_neox gptj jais2 megatron-bert mpt nanochat openai-gpt opt persimmon phi roberta roberta-prelayernorm starcoder2
+    xlm-roberta xlm-roberta-xl""".split()
+)
+"""Two."""
+TIED = frozenset(
+    """bert bert-generation biogpt bloom camembert cohere cohere2 ernie ernie4_5 falcon gemma gemma2 gemma3_text gpt-sw3
+    gpt2 gpt_bigcode gpt_neo granite_swa megatron-bert minicpm3 modernbert modernbert-decoder mpt openai-gpt opt roberta
+    roberta-prelayernorm smollm3 starcoder2 vaultgemma xlm-roberta xlm-roberta-xl""".split()
+)
+"""The head is the table of tokens where the file does not say: files leave out what is usual."""
