@@ -24,7 +24,7 @@ ORDER = (
     *("capture_paths", "static_equals_eager", "communications", "static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
-    *("predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),
+    *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),
     *("code_lines", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
     *("first_minutes", "cli", "report"),
 )

@@ -1,6 +1,7 @@
 """What things cost: devices, links and clusters, and the seconds of an operator and of a step of a conversion."""
 
-from ._cluster import Cluster, Meeting, cluster_of
+from ._cluster import Cluster, cluster_of
+from ._collectives import Meeting
 from ._describe import cluster
 from ._device import DEVICES, NARROWEST, Device, device_of
 from ._errors import CostError

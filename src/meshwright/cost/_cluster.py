@@ -1,14 +1,13 @@
 """Devices and the links between them: seconds of a step of a conversion.
 
-A ring carries reductions and gathers: n - 1 hops there (twice for an all-reduce), each with a piece; everything else
-goes directly, all messages at once. Bytes are those that the step says the busiest of a few ranks receives.
+Reductions and gathers are collectives; everything else goes directly, all messages at once. Bytes are those that the
+step says the busiest of a few ranks receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,18 +15,17 @@ import torch
 from meshwright.layout import Spec
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter, Step
 
+from ._collectives import ROUNDS, Group, Meeting
 from ._device import Device, device_of
 from ._errors import CostError
 from ._kernels import Numbers
 from ._link import Link, link_of
 
 LOOKED_AT = 64
-Meeting = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
-ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-SPREAD = 0.64
-"""What an all-to-all inside a node reaches of what a ring does: its messages are small."""
-
-
+KINDS: Mapping[type[Step], Meeting] = {
+    AllReduce: "all-reduce", AllGather: "all-gather", ReduceScatter: "reduce-scatter",
+}  # fmt: skip
+"""Steps that are collectives; of others, each rank's messages go directly, all at once."""
 MOST_DEVICES = 10_000_000
 """Of one cluster; nobody has more, and what is found by trying all divisors is found at once."""
 
@@ -69,20 +67,16 @@ class Cluster:
 
         All ranks of a node share what they send out, so a ring over k of them has k shares of the network.
         """
-        nodes = {rank // self.per_node for rank in group}
-        if len(nodes) <= 1 or self.outside is None:
+        nodes = self._nodes(group)
+        if nodes <= 1 or self.outside is None:
             return replace(self.inside, bandwidth=float(self.inside.among(len(group))), reach=1.0)
-        shares = max(1, len(group) // len(nodes))
+        shares = max(1, len(group) // nodes)
         usable = min(float(self.inside.among(shares)), shares * self.outside.bandwidth * self.outside.reach)
         return replace(self.outside, bandwidth=usable, reach=1.0)
 
     def bandwidth(self, ranks: Numbers, together: Numbers) -> Numbers:
         """Bytes per second of a ring over `ranks`, of which `together` share a node; arrays go element by element."""
-        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together))
-        if self.outside is None:
-            return np.broadcast_to(inside, np.shape(ranks)).astype(float)
-        share = np.maximum(1.0, together) * self.outside.bandwidth * self.outside.reach
-        return np.where(np.less_equal(ranks, together), inside, np.minimum(inside, share))
+        return Group(self.inside, self.outside, ranks, together).bandwidth
 
     def meeting(
         self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
@@ -92,31 +86,12 @@ class Cluster:
         Of what an all-to-all has for other nodes only the part `leaving` goes over the network, where the rest is
         copies that are made there.
         """
-        n = np.asarray(ranks, dtype=float)
-        others = np.maximum(n - 1, 0)
-        within = np.less_equal(n, together) | (self.outside is None)
-        hop = np.where(within, self.inside.latency, self.outside.latency if self.outside else 0.0)
-        hops = ROUNDS[kind] * np.minimum(others, 8 + 2 * np.log2(np.maximum(n, 1))) if kind != "all-to-all" else 1.0
-        if kind == "all-to-all":
-            way = self._across(n, together, leaving)
-        else:
-            way = self.bandwidth(n, together)
-        moved = ROUNDS[kind] * np.asarray(nbytes) * others / np.maximum(n, 1) / way
-        return np.where(n > 1, self.inside.start + hops * hop + moved, 0.0)
-
-    def _across(self, ranks: Numbers, together: Numbers, part: Numbers) -> Numbers:
-        """Bytes per second and rank of an all-to-all: what leaves the node goes through the rank's own share."""
-        inside = self.inside.among(ranks if self.outside is None else np.minimum(ranks, together)) * SPREAD
-        if self.outside is None:
-            return np.broadcast_to(inside, np.shape(ranks)).astype(float)
-        leaving = (1 - np.minimum(together, ranks) / np.maximum(ranks, 1.0)) * part
-        share = self.outside.bandwidth * self.outside.reach
-        return np.where(leaving > 0, np.minimum(inside, share / np.maximum(leaving, 1e-9)), inside)
+        return Group(self.inside, self.outside, ranks, together).seconds(kind, nbytes, leaving)
 
     def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
         """Seconds of a message to another rank; `across` says whether it leaves the node."""
-        inside = self.inside.among(2)
-        outside = inside if self.outside is None else self.outside.bandwidth * self.outside.reach
+        inside = self.inside.among(2) if self.inside.mesh else self.inside.usable
+        outside = inside if self.outside is None else self.outside.usable
         latency = self.inside.latency if self.outside is None else self.outside.latency
         return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
 
@@ -126,8 +101,15 @@ class Cluster:
             return 0.0
         ranks = dict.fromkeys((*x.mesh.process_ids[:LOOKED_AT], *step.apply(x).mesh.process_ids[:LOOKED_AT]))
         busiest = max(ranks, key=lambda rank: step.received(x, rank))
-        group = step.group(x, busiest)
-        return self.link(group).seconds(step.received(x, busiest), _hops(step, len(group)))
+        group, received = step.group(x, busiest), step.received(x, busiest)
+        kind = KINDS.get(type(step))
+        if kind is None or len(group) < 2:
+            return self.link(group).seconds(received)
+        whole = received / ROUNDS[kind] * len(group) / (len(group) - 1)
+        return float(self.meeting(kind, whole, len(group), len(group) / self._nodes(group)))
+
+    def _nodes(self, group: Sequence[int]) -> int:
+        return len({rank // self.per_node for rank in group})
 
     def __repr__(self) -> str:
         between = f"; {self.outside.name} between nodes" if self.outside else ""
@@ -166,12 +148,6 @@ def _speed(link: Link) -> float:
     return link.bandwidth * link.reach
 
 
-def _hops(step: Step, ranks: int) -> int:
-    if isinstance(step, AllReduce):
-        return 2 * (ranks - 1)
-    return ranks - 1 if isinstance(step, (AllGather, ReduceScatter)) else 1
-
-
 _USUAL = {
     "V100": ("NVLink2", "InfiniBand-HDR"),
     "A100-40GB": ("NVLink3", "InfiniBand-HDR"),
@@ -184,8 +160,8 @@ _USUAL = {
     "H100-HBM2e": ("NVLink4", "RoCE-400"),
     "H800": ("NVLink4-400", "InfiniBand-NDR"),
     "B300": ("NVLink5", "InfiniBand-XDR"),
-    "GB200": ("NVLink5", "InfiniBand-NDR"),
-    "GB300": ("NVLink5", "InfiniBand-XDR"),
+    "GB200": ("NVLink5 of 72", "InfiniBand-NDR"),
+    "GB300": ("NVLink5 of 72", "InfiniBand-XDR"),
     "MI300X": ("xGMI", "RoCE-400"),
     "MI325X": ("xGMI", "RoCE-400"),
     "Ascend-910B": ("HCCS", "RoCE-200"),

@@ -1,14 +1,17 @@
 """What a way between devices costs: a start, a latency per message, and bytes per second.
 
 Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`; latencies of "nccl"
-are the constants of NCCL's tuning (ring, Simple protocol: 8.4 µs per call, and 3.4, 5.7 or 14 µs per hop); what PCIe
-reaches is what "simumax" (MooreThreads/SimuMax, configs/system) measured of an all-reduce over eight A100.
+are the constants of NCCL's tuning (ring: 8.4 µs per call and 3.4, 5.7 or 14 µs per hop with whole messages, 14 µs and
+1.9 or 4 µs with lines that carry flags); what rings of few and of many ranks reach, and what switches add up, is what
+their sources measured; what PCIe reaches is what "simumax" (MooreThreads/SimuMax, configs/system) measured of an
+all-reduce over eight A100.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +24,10 @@ from ._kernels import Numbers
 class Link:
     """`start` seconds per collective, `latency` per hop, `bandwidth` in bytes per second; `reach` is its usable share.
 
-    Where each of `mesh` devices has a way of its own to every other one, a group of fewer has a part of the bandwidth.
+    Where each of `mesh` devices has a way of its own to every other one, a group of fewer has a part of the bandwidth;
+    `fewer` has what rings of so few reach otherwise, as a part of what many do. `lines` are start and hop of messages
+    whose lines carry flags, where the link keeps lines whole. `switched` is the share of the bandwidth at which
+    switches add up what all send, which takes `switching` seconds to begin; 0 where none does.
 
     >>> LINKS["NVLink4"]
     NVLink4: 450 GB/s, 3.4 µs
@@ -34,6 +40,10 @@ class Link:
     reach: float = 0.8
     source: str = ""
     mesh: int = 0
+    fewer: tuple[tuple[int, float], ...] = ()
+    lines: tuple[float, float] | None = None
+    switched: float = 0.0
+    switching: float = 100 * MICRO
 
     def __post_init__(self) -> None:
         ways, waits = (self.bandwidth, self.reach), (self.latency, self.start)
@@ -51,53 +61,73 @@ class Link:
         [51.2, 358.4]
         """
         if not self.mesh:
-            return self.bandwidth * self.reach
+            parts = [np.where(np.less_equal(ranks, n) & np.greater(ranks, 1), part, 1.0) for n, part in self.fewer]
+            return np.min(parts, axis=0, initial=1.0) * self.bandwidth * self.reach if parts else self.usable
         ways = np.where(np.less(ranks, 2), self.mesh, np.clip(ranks, 2, self.mesh)) - 1
         return ways / (self.mesh - 1) * (self.bandwidth * self.reach)
 
-    def seconds(self, nbytes: float, hops: int = 1) -> float:
-        """Seconds until `nbytes` have arrived in `hops` messages, one after the other (alpha-beta).
+    @property
+    def usable(self) -> float:
+        """Bytes per second that large messages reach."""
+        return self.bandwidth * self.reach
 
-        >>> Link("slow", 1e6, 1e-3, start=0, reach=1).seconds(500, hops=2)
-        0.0025
+    def seconds(self, nbytes: float) -> float:
+        """Seconds until `nbytes` have arrived in one message (alpha-beta).
+
+        >>> Link("slow", 1e6, 1e-3, start=0, reach=1).seconds(500)
+        0.0015
         """
-        return self.start + hops * self.latency + nbytes / (self.bandwidth * self.reach)
+        return self.start + self.latency + nbytes / self.usable
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.bandwidth / GIGA:.3g} GB/s, {self.latency / MICRO:.3g} µs"
+
+
+def _nvlink(name: str, bandwidth: float, reach: float, **other: Any) -> Link:
+    lines = (14 * MICRO, 1.9 * MICRO)
+    return Link(name, bandwidth * GIGA, 3.4 * MICRO, reach=reach, source=NVLINK, lines=lines, **other)
 
 
 def _inside(name: str, bandwidth: float, latency: float = 3.4, reach: float = 0.8, mesh: int = 0) -> Link:
     return Link(name, bandwidth * GIGA, latency * MICRO, reach=reach, source="ml-engineering, nccl", mesh=mesh)
 
 
-def _network(name: str, gigabits: float) -> Link:
-    return Link(name, gigabits / 8 * GIGA, 14 * MICRO, reach=0.77, source="ml-engineering, nccl")
+def _network(name: str, gigabits: float, reach: float = 0.77) -> Link:
+    lines = (14 * MICRO, 4 * MICRO)
+    return Link(name, gigabits / 8 * GIGA, 14 * MICRO, reach=reach, source="ml-engineering, nccl", lines=lines)
 
 
+NVLINK = "ml-engineering, nccl; vtrain (V100, A100), galvatron (A800)"
 LINKS: Mapping[str, Link] = {
     link.name: link
     for link in (
-        _inside("NVLink2", 150),
-        _inside("NVLink3", 300),
-        _inside("NVLink4", 450),
-        _inside("NVLink5", 900),
-        _inside("NVLink3-400", 200),
-        _inside("NVLink4-400", 200),
+        _nvlink("NVLink2", 150, 0.9, fewer=((2, 0.17), (4, 0.63))),
+        _nvlink("NVLink3", 300, 0.77, fewer=((2, 0.86), (4, 0.97))),
+        _nvlink("NVLink4", 450, 0.81, switched=0.695),
+        _nvlink("NVLink5", 900, 0.755, switched=0.61),
+        _nvlink("NVLink5 of 72", 900, 0.755, switched=0.486),
+        _nvlink("NVLink6", 1800, 0.755, switched=0.61),
+        _nvlink("NVLink3-400", 200, 0.78, fewer=((2, 0.89),)),
+        _nvlink("NVLink4-400", 200, 0.81, switched=0.695),
         _inside("HCCS", 196, mesh=8),
         _inside("xGMI", 448, mesh=8),
+        _inside("PCIe3", 15.8, 5.7, reach=0.42),
         _inside("PCIe4", 31, 5.7, reach=0.42),
         _inside("PCIe5", 63, 5.7, reach=0.42),
+        _inside("PCIe6", 121, 5.7, reach=0.42),
         _network("InfiniBand-EDR", 100),
         _network("InfiniBand-HDR", 200),
         _network("InfiniBand-NDR", 400),
         _network("InfiniBand-XDR", 800),
+        _network("OmniPath-100", 100),
         _network("RoCE-200", 200),
         _network("RoCE-400", 400),
+        Link("EFA-400", 50 * GIGA, 75 * MICRO, reach=0.74, source="ml-engineering"),
         _network("Ethernet-100", 100),
         Link("memory of one host", 4.5 * GIGA, 0.0, start=35 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
     )
 }
+"""Known links. Between one and several devices of a V100 are one to six NVLinks, of which a ring of two has one."""
 
 
 def link_of(name: str) -> Link:

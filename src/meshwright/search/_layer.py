@@ -126,11 +126,17 @@ class Layers:
 
     def meetings(self) -> Spent:
         """Collectives of tensor parallelism: two forward, two backward; rings of keys and values beside attention."""
-        p = self.plan
-        one = self.cluster.meeting("all-reduce", self.joined(), p.tp, np.minimum(p.tp, self.node))
-        seconds = 2 * one * self.software.tensor
+        seconds = 2 * self.joining() * self.software.tensor
         ring = self.ring()
         return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
+
+    def joining(self) -> Numbers:
+        """Seconds of a sum over a tensor-parallel group, or of its parts where sequences are divided."""
+        whole, parts, gathered = (
+            self.cluster.meeting(kind, self.joined(), self.plan.tp, np.minimum(self.plan.tp, self.node))
+            for kind in ("all-reduce", "reduce-scatter", "all-gather")
+        )
+        return np.where(self.plan.sequence_parallel, np.add(parts, gathered), whole)
 
     def joined(self) -> Numbers:
         """Bytes of a sum over a tensor-parallel group; the half that is gathered has one each where it was cast."""

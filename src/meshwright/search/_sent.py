@@ -68,7 +68,7 @@ class _Sent:
         p = self.plan
         kind = "reduce-scatter and all-gather" if p.sequence_parallel else "all-reduce"
         nbytes, together = self.step.layers.joined(), min(p.tp, self.cluster.per_node)
-        each = self.cluster.meeting("all-reduce", nbytes, p.tp, together)
+        each = self.step.layers.joining()
         for where in self.passes:
             what = "its gradient" if where == "backward" else "the residual"
             yield self._collective(

@@ -1,0 +1,75 @@
+"""Collectives: bounds that every way keeps, and the ways that are fastest where they were measured to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost import Cluster, Meeting, cluster_of, link_of
+
+KINDS: tuple[Meeting, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+DEVICES = ("V100", "A100", "A100-PCIe", "H100", "B200", "GB200", "MI300X", "Ascend-910B", "cpu core")
+
+
+def seconds(cluster: Cluster, kind: Meeting, nbytes: float, ranks: int, together: int) -> float:
+    return float(cluster.meeting(kind, nbytes, ranks, min(ranks, together)))
+
+
+@given(
+    st.sampled_from(DEVICES), st.sampled_from(KINDS), st.floats(1, 1e11), st.integers(2, 4096), st.integers(1, 8),
+    st.floats(1, 10),
+)  # fmt: skip
+def test_more_bytes_take_longer_and_no_link_is_outrun(
+    device: str, kind: Meeting, nbytes: float, ranks: int, together: int, more: float
+) -> None:
+    cluster = cluster_of(device)
+    took = seconds(cluster, kind, nbytes, ranks, together)
+    assert 0 < took <= seconds(cluster, kind, more * nbytes, ranks, together)
+    assert took >= nbytes / ranks / cluster.inside.bandwidth, "each rank receives a part at the least"
+    assert seconds(cluster, kind, nbytes, 1, together) == 0
+
+
+@given(st.sampled_from(DEVICES), st.floats(1, 1e11), st.integers(2, 4096), st.integers(1, 8))
+def test_a_sum_takes_no_longer_than_its_parts_and_their_gather(
+    device: str, nbytes: float, ranks: int, together: int
+) -> None:
+    whole, parts, gathered = (seconds(cluster_of(device), kind, nbytes, ranks, together) for kind in KINDS[:3])
+    assert whole <= (parts + gathered) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_groups_are_priced_as_one_by_one(kind: Meeting) -> None:
+    cluster = cluster_of("B200")
+    ranks, together = np.array([1, 2, 8, 16, 64, 1000]), np.array([1, 2, 8, 1, 8, 4])
+    nbytes = np.array([1e3, 1e9, 1e7, 1e5, 1e10, 1e8])
+    every = cluster.meeting(kind, nbytes, ranks, together)
+    for n, found in enumerate(np.asarray(every)):
+        assert found == pytest.approx(float(cluster.meeting(kind, nbytes[n], int(ranks[n]), int(together[n]))))
+
+
+def test_switches_add_up_for_many_ranks_and_large_messages() -> None:
+    """As published of H200: four ranks have a ring, eight 473 GB/s where a ring has 366."""
+    hopper = cluster_of("H200")
+    ring = replace(hopper, inside=replace(hopper.inside, switched=0.0))
+    for nbytes, ranks, helps in ((8e9, 4, False), (8e9, 8, True), (1e6, 8, False)):
+        here, there = (seconds(c, "all-reduce", nbytes, ranks, 8) for c in (hopper, ring))
+        assert (here < 0.99 * there) == helps
+    assert seconds(hopper, "all-gather", 8e9, 8, 8) == seconds(ring, "all-gather", 8e9, 8, 8)
+
+
+def test_between_nodes_each_rank_carries_its_part_of_what_its_node_added_up() -> None:
+    """As published of 32 B200 on a network of 400 Gb/s each, 74 % of it usable: 382 GB/s."""
+    cluster = replace(cluster_of("B200"), outside=link_of("EFA-400"))
+    bus = 2 * 2**34 * 31 / 32 / seconds(cluster, "all-reduce", 2**34, 32, 8) / 1e9
+    assert bus == pytest.approx(381.8, rel=0.02)
+
+
+def test_a_tree_has_few_hops_over_many_nodes() -> None:
+    cluster = cluster_of("A100")
+    few, many = (seconds(cluster, "all-reduce", 1e3, 8 * nodes, 8) for nodes in (2, 512))
+    assert many < 3 * few
+    assert seconds(cluster, "all-gather", 1e3, 8 * 512, 8) > 30 * seconds(cluster, "all-gather", 1e3, 16, 8)
