@@ -47,10 +47,24 @@ def test_a_plan_that_was_written_is_predicted_alike(
     assert "% of the peak" in capsys.readouterr().out
 
 
+def test_uneven_experts_take_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plan = tmp_path / "experts.json", tmp_path / "plan.toml"
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    path.write_text(json.dumps({**LLAMA, **experts}))
+    plan.write_text("dp = 64\nep = 8\nbatch = 64\nzero = 1\nsequence = 4096\n")
+    took: list[float] = []
+    for more in ([], ["--imbalance", "1.5"]):
+        asked = ["predict", str(path), str(plan), "--cluster", "64xH100, 8 per node, 400G", "--json"]
+        assert main([*asked, *more]) == 0
+        took.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert took[1] > 1.05 * took[0]
+
+
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
         (["--cluster", "2xV100"], 1, "GB are missing"),
+        (["--imbalance", "1.2"], 2, "has no experts"),
         (["--cluster", "many"], 1, "no count of devices"),
         (["--given", "tp"], 2, "NAME=VALUE"),
         (["--given", "tensor=2"], 1, "tensor"),

@@ -114,6 +114,23 @@ def test_parameters_are_those_of_the_published_models() -> None:
         assert model.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
+def test_uneven_experts_cost_what_the_fullest_rank_has() -> None:
+    assert SPARSE.experts is not None
+    uneven = replace(SPARSE, experts=replace(SPARSE.experts, imbalance=1.5))
+    plan, cluster = Plan(dp=8, ep=8, zero=1, batch=32, sequence=4096), cluster_of("H100")
+    for ep, more in ((1, False), (8, True)):
+        given = replace(plan, ep=ep)
+        alike, found = (float(predict(m, given, cluster).seconds) for m in (SPARSE, uneven))
+        there, here = (float(np.asarray(hold(m, given).nbytes)) for m in (SPARSE, uneven))
+        assert (found > alike, here > there) == (more, more)
+    most = replace(SPARSE, experts=replace(SPARSE.experts, imbalance=1e9))
+    with pytest.raises(SearchError, match="imbalance"):
+        replace(SPARSE.experts, imbalance=0.5)
+    assert float(predict(most, replace(plan, ep=2), cluster).seconds) < 3 * float(
+        predict(SPARSE, replace(plan, ep=2), cluster).seconds
+    )
+
+
 def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100

@@ -26,7 +26,7 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
     check_folder(settings.html)
     measured = _measured(settings.measured)
     try:
-        model, machines = read_model(settings.model), cluster(settings.cluster)
+        model, machines = read_model(settings), cluster(settings.cluster)
         plan = _asked(parse_plan(read_text(settings.plan)), settings)
         check_devices(plan.ranks, machines)
         others = None if settings.alone else _others(model, plan, machines, settings.json)

@@ -209,7 +209,7 @@ def schedule_parser() -> Parser:
 def plan_parser() -> Parser:
     parser = Parser("meshwright plan", f"{COMMANDS['plan'].capitalize()}.", exit_codes("plan"))
     add_config(parser)
-    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    add_model(parser)
     add_cluster(parser)
     parser.add_argument("--ranks", type=positive, metavar="N", help="how many devices (all of the cluster)")
     parser.add_argument("--batch", type=positive, required=True, metavar="N", help="sequences in a step")
@@ -225,7 +225,7 @@ def plan_parser() -> Parser:
 
 def predict_parser() -> Parser:
     parser = Parser("meshwright predict", f"{COMMANDS['predict'].capitalize()}.", exit_codes("predict"))
-    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    add_model(parser)
     parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
     add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -234,7 +234,7 @@ def predict_parser() -> Parser:
 
 def explain_parser() -> Parser:
     parser = Parser("meshwright explain", f"{COMMANDS['explain'].capitalize()}.", exit_codes("explain"))
-    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    add_model(parser)
     parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
     add_cluster(parser)
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (those of the plan)")
@@ -309,6 +309,13 @@ def add_config(parser: Parser) -> None:
 
 def add_trace(parser: Parser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write what all ranks did and when, for ui.perfetto.dev")
+
+
+def add_model(parser: Parser) -> None:
+    parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
+    parser.add_argument(
+        "--imbalance", type=float, metavar="X", help="tokens of the fullest rank's experts, in averages (1)"
+    )
 
 
 def add_cluster(parser: Parser) -> None:

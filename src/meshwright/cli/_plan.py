@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +39,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the best plan with what it takes, and those that come next. 1 where nothing fits."""
     check_folder(settings.out)
     try:
-        model, machines = read_model(settings.model), cluster(settings.cluster)
+        model, machines = read_model(settings), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
         if ranks is None:
             raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
@@ -71,7 +71,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
 def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints what a step takes under a plan, and whether it fits."""
     try:
-        model, machines = read_model(settings.model), cluster(settings.cluster)
+        model, machines = read_model(settings), cluster(settings.cluster)
         with shown("the step, action by action", silent=settings.json):
             asked = parse_plan(read_text(settings.plan))
             check_devices(asked.ranks, machines)
@@ -130,7 +130,9 @@ def written(told: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def read_model(path: str) -> Transformer:
+def read_model(settings: argparse.Namespace) -> Transformer:
+    """The model of the command line, with experts as uneven as it says."""
+    path, imbalance = settings.model, settings.imbalance
     text = read_text(path)
     try:
         config = json.loads(text)
@@ -138,4 +140,9 @@ def read_model(path: str) -> Transformer:
         raise UsageError(f"meshwright: {path}: {error}\n  write: a model's config.json") from error
     if not isinstance(config, dict):
         raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  write: a model's config.json")
-    return transformer_of(cast(dict[str, Any], config))
+    model = transformer_of(cast(dict[str, Any], config))
+    if imbalance is None:
+        return model
+    if model.experts is None:
+        raise UsageError(f"meshwright: --imbalance {imbalance:g}: {path} has no experts\n  write: no --imbalance")
+    return replace(model, experts=replace(model.experts, imbalance=imbalance))

@@ -180,7 +180,11 @@ class _Peak:
         m, x = self.model, self.model.experts
         if x is None:
             return 0.0
-        each = x.chosen * (4 * m.hidden + 6 * x.ffn) + 8 * x.count + 6 * x.shared / np.asarray(self.plan.tp)
+        each = (
+            x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn))
+            + 8 * x.count
+            + 6 * x.shared / np.asarray(self.plan.tp)
+        )
         return self._attention() + self._rows * 4.0 * m.hidden + tokens(self.plan) * each
 
     def _scores(self) -> Numbers:

@@ -173,12 +173,13 @@ class Layers:
         return Spent(products, 2 * products) + streams
 
     def _experts(self, x: Experts) -> Spent:
-        """The tokens that come to this rank's experts, there and back."""
+        """The tokens that come to the fullest rank's experts, there and back."""
         h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
         own = np.divide(x.count, self.plan.ep)
-        each = np.multiply(t, x.chosen * np.divide(self.plan.ep, x.count))
+        here = t * x.fullest(self.plan.ep)
+        each = np.multiply(here, x.chosen * np.divide(self.plan.ep, x.count))
         spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
-        moved = t * x.chosen
+        moved = here * x.chosen
         spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
         spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
         sent = self.exchange(x)
@@ -195,7 +196,7 @@ class Layers:
         apart = 1.0
         if self.software.once:  # of a token's experts, each in a node by chance, some share one
             apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
-        return self.cluster.meeting("all-to-all", self.routed(x), p.ep, together, apart)
+        return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
 
     def _shared(self, x: Experts) -> Spent:
         f = np.divide(x.shared, self.plan.tp)

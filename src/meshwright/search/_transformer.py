@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from meshwright.cost import Numbers
+
 from ._errors import SearchError, check_sizes
 
 
@@ -17,6 +21,23 @@ class Experts:
     shared: int = 0
     """The width of the expert that all tokens go to."""
     dense: int = 0
+    imbalance: float = 1.0
+    """How many times as many tokens as the average the fullest rank has, where experts are divided over ranks."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.imbalance < float("inf"):
+            raise SearchError(
+                "experts", f"imbalance={self.imbalance}", "the fullest rank has no fewer tokens than the average",
+                "Experts(..., imbalance=1.2)",
+            )  # fmt: skip
+
+    def fullest(self, ranks: Numbers) -> Numbers:
+        """Tokens of the fullest of so many ranks, where the average has one; no rank has more than there are.
+
+        >>> [float(Experts(8, 2, 64, imbalance=3.0).fullest(ranks)) for ranks in (1, 2, 8)]
+        [1.0, 2.0, 3.0]
+        """
+        return np.minimum(self.imbalance, np.asarray(ranks, dtype=float))
 
 
 @dataclass(frozen=True, slots=True)
