@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cost import NARROWEST, CostError, Kernels, cluster, cluster_of, device_of
+from meshwright.cost import NARROWEST, CostError, Kernels, cluster, cluster_of, device_of, link_of
 
 
 def test_a_line_says_devices_nodes_and_network() -> None:
@@ -62,6 +62,25 @@ def test_a_file_says_more(tmp_path: Path) -> None:
     assert found.device.flops[torch.float32] == device_of("H100").flops[torch.float32]
     assert found.outside is not None
     assert found.outside.latency == pytest.approx(10e-6)
+
+
+def test_a_link_between_nodes_is_known_by_its_name() -> None:
+    found = cluster("32xB200, 8 per node, EFA-400")
+    assert found.outside is link_of("EFA-400")
+    with pytest.raises(CostError, match="only one"):
+        cluster("32xB200, EFA-400, 400G")
+
+
+def test_what_a_file_says_of_messages_holds_for_all_of_them(tmp_path: Path) -> None:
+    """The preset's own lines with flags would be faster than what was measured."""
+    path = tmp_path / "machines.toml"
+    path.write_text('cluster = "16xH100"\n[inside]\nlatency = 500\nswitched = 0\nfewer = [[2, 0.5]]\n')
+    found = cluster(str(path))
+    assert found.inside.lines is None
+    assert float(found.meeting("all-gather", 8.0, 8, 8)) > 7 * 500e-6
+    assert float(found.bandwidth(2, 2)) == float(found.bandwidth(8, 8)) / 2
+    path.write_text('cluster = "16xH100"\n[inside]\nlatency = 500\nlines = [3, 1]\n')
+    assert float(cluster(str(path)).meeting("all-gather", 8.0, 8, 8)) == pytest.approx(10e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize(

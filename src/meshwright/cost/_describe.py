@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,9 +15,9 @@ from meshwright.layout import LayoutError, read_dtype
 from ._cluster import Cluster, cluster_of, slowest
 from ._device import DEVICES, GIGA, MICRO, TERA, Device
 from ._errors import CostError
-from ._link import Link
+from ._link import LINKS, Link
 
-WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes)"
+WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
 _DEVICES = re.compile(r"(\d+) ?x ?([A-Za-z][\w .-]*?)(?:-(\d+)GB?)?")
 _NODE = re.compile(r"(\d+) per node")
 _NETWORK = re.compile(r"(\d+(?:\.\d+)?)G(?:b/s)?")
@@ -38,8 +38,8 @@ def _from_line(text: str) -> Cluster:
     first, *rest = (word.strip() for word in text.split(","))
     kinds = [_kind(text, word.strip()) for word in first.split("+")]
     made = kinds[0] if len(kinds) == 1 else slowest(kinds)
-    for form in (_NODE, _NETWORK):
-        if len(twice := [word for word in rest if form.fullmatch(word)]) > 1:
+    for is_one in (_NODE.fullmatch, lambda word: word in LINKS or _NETWORK.fullmatch(word)):
+        if len(twice := [word for word in rest if is_one(word)]) > 1:
             raise CostError(f"a cluster {text!r}", " and ".join(map(repr, twice)), "only one of them can be", WRITE)
     for word in rest:
         made = _changed(made, text, word)
@@ -71,6 +71,8 @@ def _changed(made: Cluster, text: str, word: str) -> Cluster:
     if found := _NETWORK.fullmatch(word):
         usual = made.outside or Link("", 1.0, 14 * MICRO, reach=0.77)
         return replace(made, outside=replace(usual, name=f"{found[1]}G", bandwidth=float(found[1]) / 8 * GIGA))
+    if word in LINKS:
+        return replace(made, outside=LINKS[word])
     raise _unread(text, word)
 
 
@@ -81,7 +83,8 @@ def _no_toml(text: str) -> CostError:
 
 
 def _unread(text: str, word: str) -> CostError:
-    return CostError(f"a cluster {text!r}", f"{word!r}", "it is no count of devices, nodes or gigabits", WRITE)
+    why = "it is no count of devices, nodes or gigabits, and no link"
+    return CostError(f"a cluster {text!r}", f"{word!r}", why, WRITE)
 
 
 def _from_file(path: Path) -> Cluster:
@@ -108,7 +111,9 @@ reach = 0.57
 flops = { bf16 = 989.5, float8_e4m3fn = 1979 }  # TFLOP/s
 [outside]
 latency = 10       # microseconds"""
-_UNITS = {"memory": GIGA, "bandwidth": GIGA, "latency": MICRO, "start": MICRO, "overhead": MICRO}
+_UNITS = {
+    "memory": GIGA, "bandwidth": GIGA, "latency": MICRO, "start": MICRO, "overhead": MICRO, "switching": MICRO,
+}  # fmt: skip
 
 
 def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
@@ -121,6 +126,8 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
     if strange := sorted(set(numbers) - known):
         near = get_close_matches(strange[0], known, n=1, cutoff=0.0)[0]
         raise CostError(asked, f"{strange[0]} in [{table}]", f"known are {', '.join(sorted(known))}: {near}?", EXAMPLE)
+    if {"latency", "start"} & set(numbers) and isinstance(old, Link):
+        numbers = {"lines": (), **numbers}  # what is said of messages holds for all of them
     try:
         return replace(old, **{name: _number(old, name, value) for name, value in numbers.items()})
     except CostError:
@@ -129,13 +136,25 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
         raise CostError(asked, f"[{table}]: {error}", "a number is needed there", EXAMPLE) from error
 
 
+def _pair(value: Any, unit: float = 1.0) -> tuple[float, float]:
+    one, other = value
+    return float(one) * unit, float(other) * unit
+
+
+_PAIRS: Mapping[str, Callable[[Any], Any]] = {
+    "attention": _pair,
+    "lines": lambda value: _pair(value, MICRO) if value else None,
+    "fewer": lambda value: tuple((int(ranks), float(part)) for ranks, part in value),
+}
+"""What is written as pairs of numbers."""
+
+
 def _number(old: Device | Link, name: str, value: Any) -> Any:
     """What a name of a table says, in seconds and bytes."""
     if isinstance(old, Device) and name == "flops":
         return {**old.flops, **{read_dtype(t): float(x) * TERA for t, x in value.items()}}
     if name in ("name", "source"):
         return str(value)
-    if name == "attention":
-        forward, backward = value
-        return float(forward), float(backward)
+    if name in _PAIRS:
+        return _PAIRS[name](value)
     return float(value) * _UNITS.get(name, 1.0)
