@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +154,133 @@ def test_a_loss_that_counts_its_calls_is_refused() -> None:
 
     mw.simulate(go, 1)
     assert CALLS == [0]
+
+
+@dataclass
+class Options:
+    """A configuration as people write them."""
+
+    gamma: float = 1.0
+    name: str = "none"
+
+
+class Trainer:
+    """What holds the loss of a model, and much that the loss does not read."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.options = Options()
+        self.global_step = 0
+        self.losses: list[float] = []
+        self.factor = 1.0
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * self.factor * self.scale * self.gamma() * self.weight
+
+    def gamma(self) -> float:
+        return self.options.gamma
+
+    @property
+    def weight(self) -> float:
+        return SETTINGS.weight
+
+
+class Finer(Trainer):
+    """One that calls what it comes from."""
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().loss(out, y) * 0.5
+
+
+SETTINGS = ModuleType("settings")
+SETTINGS.weight = 1.0  # type: ignore[attr-defined]
+SETTINGS.__file__ = __file__
+CHANGES: dict[str, Callable[[Trainer], None]] = {
+    "attribute": lambda t: setattr(t, "factor", 2.0),
+    "of the class": lambda t: setattr(type(t), "scale", 2.0),
+    "on the object": lambda t: setattr(t, "scale", 2.0),
+    "nested": lambda t: setattr(t.options, "gamma", 2.0),
+    "another": lambda t: setattr(t, "options", Options(2.0)),
+    "module": lambda t: setattr(SETTINGS, "weight", 2.0),
+}
+UNREAD: dict[str, Callable[[Trainer], None]] = {
+    "count": lambda t: setattr(t, "global_step", t.global_step + 1),
+    "list": lambda t: t.losses.append(1.0),
+    "nested": lambda t: setattr(t.options, "name", f"step {t.global_step}"),
+    "new": lambda t: setattr(t, "best", 1.0),
+}
+
+
+@pytest.fixture
+def trainers() -> Iterator[None]:
+    """Undoes what changes of classes and modules leave behind."""
+    yield
+    for kind in (Trainer, Finer):
+        if kind is Trainer or "scale" in vars(kind):
+            kind.scale = 1.0
+    SETTINGS.weight = 1.0  # type: ignore[attr-defined]
+
+
+def told_by(trainer: Trainer, way: str) -> Any:
+    if way == "method":
+        return trainer.loss
+    if way == "lambda":
+        return lambda out, y: 1.0 * trainer.loss(out, y)
+    return partial(Trainer.loss, trainer)
+
+
+@pytest.mark.usefixtures("trainers")
+@pytest.mark.parametrize("way", ["method", "lambda", "partial"])
+@pytest.mark.parametrize("kind", [Trainer, Finer])
+@pytest.mark.parametrize("change", CHANGES)
+def test_of_a_trainer_counts_what_its_loss_reads(change: str, kind: type[Trainer], way: str) -> None:
+    x, y = torch.ones(3, 4), torch.zeros(3, 2)
+
+    def go() -> tuple[list[float], list[float], int]:
+        torch.manual_seed(0)
+        trainer, model = kind(), nn.Linear(4, 2)
+        loss = told_by(trainer, way)
+        dist_model = mw.to_static(model, None, loss)
+        found, wanted = list[float](), list[float]()
+        for step in range(6):
+            for what in UNREAD.values():
+                what(trainer)
+            if step == 3:
+                CHANGES[change](trainer)
+            found.append(dist_model(x, y).item())
+            wanted.append(loss(model(x), y).item())
+        return found, wanted, dist_model.recordings
+
+    found, wanted, recordings = mw.simulate(go, 1)[0]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert found[5] == pytest.approx(2 * found[0], rel=1e-6)
+    assert recordings == 2
+
+
+class Keeps(Trainer):
+    """One that keeps what it saw, which a program would do once."""
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        found = super().loss(out, y)
+        self.last = found
+        return found
+
+
+class Counts(Trainer):
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        self.global_step += 1
+        return super().loss(out, y)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Keeps, "last"), (Counts, "global_step")])
+def test_a_loss_that_writes_to_its_trainer_is_refused(kind: type[Trainer], said: str) -> None:
+    def go() -> None:
+        trainer = kind()
+        dist_model = mw.to_static(nn.Linear(4, 2), None, trainer.loss)
+        with pytest.raises(CaptureError, match=said):
+            dist_model(torch.ones(3, 4), torch.zeros(3, 2))
+        assert trainer.global_step == 0
+        assert not hasattr(trainer, "last")
+
+    mw.simulate(go, 1)

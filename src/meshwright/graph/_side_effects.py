@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -122,12 +122,13 @@ class _Setting:
     @classmethod
     def of(cls, place: Place) -> _Setting:
         value = place.now()
-        known = _Attribute.of(value)
-        return cls(place, replace(known, look=id(value), changes=False) if isinstance(value, Tensor) else known)
+        if place.only_which or isinstance(value, Tensor):
+            return cls(place, _Attribute(value, id(value), False, None))
+        return cls(place, _Attribute.of(value))
 
     def holds(self) -> bool:
         value = self.place.now()
-        if isinstance(value, Tensor):
+        if self.place.only_which or isinstance(value, Tensor):
             return value is self.attribute.value
         return self.attribute.is_now(value)
 
@@ -151,7 +152,8 @@ class Snapshot:
         modules = [
             (f"{at}{path}", part) for at, m in (("", module), *_modules(others)) for path, part in m.named_modules()
         ]
-        read = places([*others, *{id(type(part)): part for _, part in modules}.values()])
+        own = {id(part) for _, part in modules}
+        read = [p for p in places([*others, *(part for _, part in modules)]) if id(p.owner) not in own]
         return cls((*[_Part.of(path, part) for path, part in modules], *map(_Setting.of, read)))
 
     def read(self) -> Iterator[tuple[str, Any]]:
