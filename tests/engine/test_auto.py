@@ -14,6 +14,7 @@ from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.engine._auto import states_of
 from meshwright.models import Llama, LlamaConfig
+from meshwright.pipeline import StageError
 from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
 from tests.search.chains import ODD, Blocks
 
@@ -351,54 +352,94 @@ def test_an_optimizer_that_is_made_in_another_way_is_taken_for_adam() -> None:
     assert states_of(torch.optim.Adafactor([nn.Parameter(torch.ones(2))])) == pytest.approx(2 / 64)
 
 
-def test_a_model_that_fits_no_other_way_trains_in_stages() -> None:
-    small = machines(26e6)
+@pytest.mark.parametrize(
+    ("layers", "memory", "ranks", "way"),
+    [(4, 26e6, 4, ()), (4, 45e6, 2, (0, 1, 1, 0)), (8, 90e6, 2, (0, 1, 0, 1, 0, 1))],
+)
+def test_a_model_that_fits_no_other_way_trains_in_stages(
+    layers: int, memory: float, ranks: int, way: tuple[int, ...]
+) -> None:
+    small = machines(memory)
     x, y = torch.randn(4, ODD, generator=torch.Generator().manual_seed(1)), torch.zeros(4, ODD)
     loss = nn.functional.mse_loss
 
     def model() -> Blocks:
         torch.manual_seed(0)
-        return Blocks()
+        return Blocks(layers)
 
-    def on_rank() -> tuple[list[float], MeshPlan]:
+    def on_rank() -> tuple[list[float], dict[str, Tensor], MeshPlan]:
         own = model()
-        step = mw.auto(own, torch.optim.AdamW(own.parameters(), lr=0.01), [(x, y)], loss, cluster=small)
+        step = mw.auto(own, torch.optim.AdamW(own.parameters(), lr=0.01, eps=1e-4), [(x, y)], loss, cluster=small)
         assert step.plan is not None
-        return [step(x, y).item() for _ in range(STEPS)], step.plan
+        losses = [step(x, y).item() for _ in range(STEPS)]
+        return losses, {name: mw.unshard_dtensor(p.detach()) for name, p in own.named_parameters()}, step.plan
 
     alone, wanted = model(), list[float]()
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
     for _ in range(STEPS):
         optimizer.zero_grad()
         value = loss(alone(x), y)
         value.backward()
         optimizer.step()
         wanted.append(value.item())
-    for losses, plan in mw.simulate(on_rank, 4):
+    for losses, weights, plan in mw.simulate(on_rank, ranks):
         assert plan.pipeline is not None
-        assert plan.pipeline.stages == 4
+        assert plan.pipeline.stages == ranks
+        assert plan.pipeline.way == way
         assert losses == pytest.approx(wanted, rel=1e-5)
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+LAYERS = "layers.1", "layers.2", "layers.3"
 
 
 @pytest.mark.parametrize(
     ("how", "saving"),
-    [(Pipelining(("layers.2",), "1F1B", 4), Saving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN)],
-)
+    [
+        (Pipelining(("layers.2",), "1F1B", 4), Saving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN),
+        (Pipelining(LAYERS, "Interleaved 1F1B", 4, (0, 1, 0, 1)), Saving(1)),
+        (Pipelining(LAYERS, "Interleaved zero bubble", 4, (0, 1, 0, 1)), AGAIN),
+        (Pipelining(LAYERS, "V-Min", 4, (0, 1, 1, 0)), Saving(1)),
+    ],
+)  # fmt: skip
 def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: Saving) -> None:
     x, y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 12)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
-    wanted = loss(Blocks(4, 12)(x), y).item()
+    alone = Blocks(4, 12)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1.0)
+    wanted = list[float]()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
     plan = mw.plan(Blocks(4, 12), (x, y), loss, ranks=4, stages=2)[0]
     changed = parse_mesh_plan(replace(plan, pipeline=how, saving=saving).text())
 
-    def on_rank() -> float:
+    def on_rank() -> list[float]:
         torch.manual_seed(0)
         model = Blocks(4, 12)
-        step = mw.auto(model, torch.optim.AdamW(model.parameters()), [(x, y)], loss, plan=changed)
-        return step(x, y).item()
+        step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=1.0), [(x, y)], loss, plan=changed)
+        return [step(x, y).item() for _ in range(STEPS)]
 
+    assert wanted[-1] < wanted[0]
     assert mw.simulate(on_rank, 4)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_schedule_whose_chunks_are_elsewhere_is_refused() -> None:
+    x, y = torch.ones(8, 12), torch.zeros(8, 12)
+    plan = mw.plan(Blocks(4, 12), (x, y), nn.functional.mse_loss, ranks=2, stages=2)[0]
+    wrong = replace(plan, pipeline=Pipelining(LAYERS, "ZB-V", 4, (0, 1, 0, 1)), saving=Saving())
+
+    def on_rank() -> None:
+        model = Blocks(4, 12)
+        mw.auto(model, torch.optim.AdamW(model.parameters()), [(x, y)], nn.functional.mse_loss, plan=wrong)(x, y)
+
+    with pytest.raises(StageError, match="marks put its chunks on stages"):
+        mw.simulate(on_rank, 2)
 
 
 class Around(nn.Module):

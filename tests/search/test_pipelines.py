@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.cost import Cluster, cluster
+from meshwright.cost import Cluster, cluster, cluster_of
 from meshwright.graph import Program, capture
-from meshwright.pipeline import Schedule, Shape, known, peaks, simulate
+from meshwright.pipeline import Memory, Schedule, Shape, known, peaks, simulate
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
-from meshwright.search._balance import SCHEDULES, SHORTER, balance
-from meshwright.search._layer_costs import LayerCosts
+from meshwright.search import _chunk_starts as chunk_starts
+from meshwright.search._at_once import AtOnce, Layers
+from meshwright.search._balance import SHORTER, balance
+from meshwright.search._chunk_starts import ChunkStarts
+from meshwright.search._layer_costs import LayerCosts, Links
 from meshwright.search._starts import in_order
+from meshwright.search._tables import IN_A_V, IN_LOOPS, SCHEDULES, one_each, several_each
 
 from .chains import ODD, Block, Blocks
 
@@ -56,58 +60,123 @@ def drawn(layers: int, seed: int, alike: bool = False) -> LayerCosts:
     return LayerCosts(*(row() for _ in range(10)))
 
 
+def links(message: float = 0.1, reduced: float = 0.05) -> Links:
+    return Links(lambda nbytes: message * nbytes, lambda nbytes: reduced * nbytes)
+
+
 @lru_cache
-def tables(stages: int, microbatches: int) -> list[Schedule]:
+def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
     """All that the search may choose from."""
-    shape = Shape(stages, microbatches)
-    return [known(name).make(stages, microbatches) for name in SCHEDULES if known(name).holds(shape)]
+    names = SCHEDULES if chunks == 1 else {**IN_LOOPS, **IN_A_V} if chunks == 2 else IN_LOOPS
+    each = [chunks] * (chunks > 1)
+    makes = [(known(name), [*each] if known(name).takes else []) for name in names]
+    shape = Shape(stages, microbatches, chunks)
+    return [how.make(stages, microbatches, *more) for how, more in makes if how.holds(shape)]
+
+
+def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Links) -> tuple[float, float]:
+    """Bytes of the fullest rank and seconds of a step, summed up rank by rank."""
+    costs, way = layers.chunks(starts), table.ways[0]
+    own = [[c for c, rank in enumerate(way) if rank == r] for r in range(table.ranks)]
+    alive = peaks(table, Memory(held=costs.held))
+    nbytes = [
+        a + sum(costs.static[c] for c in chunks) + max(costs.brief[c] for c in chunks)
+        for a, chunks in zip(alive, own, strict=True)
+    ]
+    once = [
+        sum(costs.gathers[c] for c in chunks)
+        + by.reduced(sum(costs.reduced[c] for c in chunks))
+        + 2 * by.message(sum(costs.shared[c] for c in chunks))
+        for chunks in own
+    ]
+    return max(nbytes), simulate(table, costs.times(by)).makespan + max(once)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 3), (3, 6), (4, 8)])
-def test_stages_are_as_fast_as_any(seed: int, stages: int, microbatches: int) -> None:
-    layers = drawn(8, seed, alike=seed == 4)
-    takes: list[tuple[float, float]] = []
-    for starts in combinations(range(1, 8), stages - 1):
-        costs = layers.stages(starts)
-        times = costs.times(lambda n: 0.1 * n)
-        takes += [(max(peaks(t, costs.memory)), simulate(t, times).makespan) for t in tables(stages, microbatches)]
-    fewest = min(held for held, _ in takes)
+def test_chunks_are_as_fast_as_any(seed: int, stages: int, microbatches: int) -> None:
+    layers, count = drawn(8, seed, alike=seed == 4), 8
+    all_of_them = [
+        (*takes(layers, table, starts, links()), chunks)
+        for chunks in range(1, count // stages + 1)
+        for table in tables(stages, microbatches, chunks)
+        for starts in combinations(range(1, count), chunks * stages - 1)
+    ]
+    fewest = min(held for held, *_ in all_of_them)
     for room in (inf, 1.15 * fewest, 0.999 * fewest):
-        found = balance(layers, stages, microbatches, room, lambda n: 0.1 * n)
+        found = balance(layers, stages, microbatches, room, links())
         if room < fewest:
             assert found is None
             continue
+        best, _ = min((seconds, chunks) for held, seconds, chunks in all_of_them if held <= room)
         assert found is not None
         assert max(found.held) <= room
-        assert found.timeline.makespan <= min(seconds for held, seconds in takes if held <= room) * (1 + SHORTER)
+        assert (max(found.held), found.seconds) == pytest.approx(takes(layers, found.schedule, found.starts, links()))
+        assert found.seconds <= best * (1 + 2 * SHORTER)
+        assert balance(layers, stages, microbatches, room, links(), best * (1 - SHORTER)) is None
 
 
 @pytest.mark.parametrize("message", [0.0, 0.1])
 def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float) -> None:
-    layers, count = drawn(9, 0), 0
+    layers, count, by = drawn(9, 0), 0, links(message)
     for table in tables(3, 6):
-        bounds = [*in_order(layers, table, inf, lambda n: message * n)]
+        bounds = [*in_order(layers, table, inf, by)]
         assert [bound for bound, _, _ in bounds] == sorted(bound for bound, _, _ in bounds)
         assert sorted(starts for _, _, starts in bounds) == [*combinations(range(1, 9), 2)]
         for bound, _, starts in bounds:
-            line = simulate(table, layers.stages(starts).times(lambda n: message * n))
-            assert bound <= line.makespan * (1 + 1e-9)
-            count += bound >= line.makespan * 0.98
+            _, seconds = takes(layers, table, starts, by)
+            assert bound <= seconds * (1 + 1e-9)
+            count += bound >= seconds * 0.98
     assert count > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("stages", "count"), [(2, 14), (3, 12), (4, 14)])
+def test_chunks_that_are_moved_step_by_step_come_near_the_best(
+    seed: int, stages: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = Layers(drawn(count, seed, alike=seed == 4), links())
+    every = [ChunkStarts(AtOnce(layers, runs, inf)) for runs in several_each(stages, 2 * stages, count)]
+    monkeypatch.setattr(chunk_starts, "ALL", 1)
+    found: list[float] = []
+    for runs in several_each(stages, 2 * stages, count):
+        search = ChunkStarts(AtOnce(layers, runs, inf))
+        while not search.is_done:
+            before = search.best
+            search.go_on()
+            assert search.best <= before
+        found.append(search.best.seconds)
+    assert all(search.is_done for search in every)
+    assert min(found) <= 1.06 * min(search.best.seconds for search in every)
+
+
+@pytest.mark.parametrize("room", [inf, 90.0])
+def test_several_chunks_are_never_slower_than_one(room: float) -> None:
+    for seed in range(4):
+        layers = drawn(30, seed)
+        best = balance(layers, 3, 9, room, links())
+        assert best is not None
+        for runs in one_each(3, 9):
+            for _, table, starts in [*in_order(layers, runs.schedule, room, links())][:20]:
+                held, seconds = takes(layers, table, starts, links())
+                assert held <= room
+                assert best.seconds <= seconds * (1 + SHORTER)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_stage_holds_is_what_its_parts_sum_to(seed: int) -> None:
     layers = drawn(6, seed)
-    found = balance(layers, 3, 6, inf, lambda n: 0.0)
+    found = balance(layers, 3, 6, inf, links(0.0))
     assert found is not None
-    cuts = (0, *found.starts, 6)
-    for stage, (a, b) in enumerate(pairwise(cuts)):
-        each = sum(layers.held[a:b]) + (layers.sent[a - 1] if a else 0.0)
-        alive = peaks(found.schedule)[stage]
-        held = sum(layers.static[a:b]) + max(layers.brief[a:b]) + alive * each
+    cuts, way = (0, *found.starts, 6), found.schedule.ways[0]
+    for stage in range(3):
+        own = [(a, b) for (a, b), at in zip(pairwise(cuts), way, strict=True) if at == stage]
+        alive = peaks(found.schedule, Memory(held=found.costs.held))[stage]
+        held = sum(sum(layers.static[a:b]) for a, b in own) + max(max(layers.brief[a:b]) for a, b in own) + alive
         assert found.held[stage] == pytest.approx(held)
+        for chunk, (a, b) in enumerate(pairwise(cuts)):
+            each = sum(layers.held[a:b]) + (layers.sent[a - 1] if a else 0.0)
+            assert found.costs.held[chunk] == pytest.approx(each)
 
 
 @pytest.mark.parametrize("machine", ["4xA100-40GB, 1 per node, 10G", "4xH100"])
@@ -159,6 +228,32 @@ def test_a_plan_with_stages_is_printed_and_read_back() -> None:
         assert max(at for _, at in curve.points) == pytest.approx(held, rel=1e-6)
 
 
+@pytest.mark.parametrize(("layers", "way"), [(4, (0, 1, 1, 0)), (8, (0, 1, 0, 1, 0, 1))])
+def test_a_plan_with_several_chunks_on_a_stage_says_so(layers: int, way: tuple[int, ...]) -> None:
+    program = captured(Blocks(layers), torch.ones(4, ODD))
+    usual = cluster_of("cpu core")
+    small = replace(usual, device=replace(usual.device, memory=layers * 11.25e6))
+    (plan,) = plan_mesh(program, small, 2)
+    assert plan.pipeline is not None
+    assert plan.stages is not None
+    assert (plan.pipeline.way, plan.pipeline.stages) == (way, 2)
+    assert plan.mesh.sizes == {"pp": 2, "dp": 1, "tp": 1}
+    again = parse_mesh_plan(plan.text())
+    assert again == plan
+    assert again.text() == plan.text()
+    assert f"way = {[*way]}" in plan.text()
+    assert f"{len(way)} chunks on stages {' '.join(map(str, way))}" in plan.how
+    told, account = plan.explain(), plan.account()
+    begins = ("the beginning", *plan.pipeline.split)
+    assert f"stage 1 from {', '.join(begins[c] for c, at in enumerate(way) if at)}: " in told
+    assert account.decided["way"] == way
+    assert sum(account.spent.values()) == pytest.approx(plan.seconds)
+    for curve, held, kinds in zip(account.curves, plan.stages.held, account.held.values(), strict=True):
+        assert max(at for _, at in curve.points) == pytest.approx(held, rel=1e-6)
+        assert sum(kinds.values()) == pytest.approx(held)
+    assert sum(plan.stages.static) == pytest.approx(layers * 4 * ODD * ODD * (1 + 1 + 2 + 1))
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "said"),
     [
@@ -184,6 +279,12 @@ def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: t
         ("split = ['a']\nschedule = 'soon'", "known by name"),
         ("split = ['a']\nmicrobatches = 0", "one microbatch or more"),
         ("microbatches = 2", "no split"),
+        ("way = [0, 1]", "no split"),
+        ("split = ['a']\nway = [0, 1, 1]", "2 chunks"),
+        ("split = ['a', 'b', 'c']\nway = [0, 2, 2, 0]", "each stage has one"),
+        ("split = ['a', 'b', 'c']\nway = [0, -1, 1, 0]", "each stage has one"),
+        ("split = ['a', 'b']\nway = ['first', 'last', 'first']", "the stage of each chunk"),
+        ("split = ['a', 'b', 'c']\nway = [0, 1, 2, 0]", "3 stages, along pp"),
     ],
 )
 def test_stages_that_are_none_are_refused(line: str, said: str) -> None:

@@ -31,7 +31,8 @@ def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> Non
             if not isinstance(table[name], DistTensor) and spec.layout.cut_axes:
                 table[name] = shard_tensor(table[name], home, spec.placements)
 
-    split_pipeline(model, plan.mesh, plan.pipeline.split, axis=STAGES, batch=_rows_lie(plan), shard_fn=mark)
+    how, batch = plan.pipeline, _rows_lie(plan)
+    split_pipeline(model, plan.mesh, how.split, axis=STAGES, way=how.way or None, batch=batch, shard_fn=mark)
     follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
 
 

@@ -33,7 +33,8 @@ class Parallelism:
 
     `plan` has patterns of module paths ("layers.*.q_proj") and how those modules are parallel. Inputs are cut along
     dim 0 over the axes `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the
-    stages of the axis `pp` begin; without it they are shared out evenly. `zero` is the stage of ZeRO (0: none), over
+    stages of the axis `pp` begin; without it they are shared out evenly. Where stages have several chunks, `way` has
+    the stage of each chunk, and `split` names where chunks begin. `zero` is the stage of ZeRO (0: none), over
     the axes `zero_axes`, else over those of the batch; `master_weights` and `offload` are as in `shard_optimizer`.
     `context` is how attention goes along a sequence that is cut, while the model runs: "gather", "ring" or "ulysses"
     (`context_parallel`).
@@ -49,6 +50,7 @@ class Parallelism:
     master_weights: bool = False
     offload: bool = False
     context: Context = "gather"
+    way: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_context(self.context)
@@ -92,7 +94,9 @@ def parallelize(
 
     if stages > 1:
         home = mesh[config.pp, 0]
-        split_pipeline(model, mesh, config.split, axis=config.pp, batch=_inputs_lie(home, config), shard_fn=mark)
+        split_pipeline(
+            model, mesh, config.split, axis=config.pp, way=config.way, batch=_inputs_lie(home, config), shard_fn=mark
+        )
     else:
         shard_layer(model, mesh, mark)
         model.register_forward_pre_hook(_Entry(mesh, config), with_kwargs=True)

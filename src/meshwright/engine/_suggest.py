@@ -38,6 +38,7 @@ class Suggestion:
         rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
         lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
         lies += f", split={self.config.split!r}" if self.config.split else ""
+        lies += f", way={self.config.way!r}" if self.config.way else ""
         lies += f", zero={self.config.zero}" if self.config.zero else ""
         return "\n".join(
             [
@@ -86,15 +87,17 @@ def suggest(
         )  # fmt: skip
     best = found[0]
     styles = _patterns(model, dict(_styles(model, best.layouts)))
-    split = best.pipeline.split if best.pipeline else None
-    config = Parallelism(styles, *_batch(model, best), split=split, zero=best.saving.zero, context=best.context)
+    split, way = (best.pipeline.split, best.pipeline.way or None) if best.pipeline else (None, None)
+    config = Parallelism(
+        styles, *_batch(model, best), split=split, way=way, zero=best.saving.zero, context=best.context
+    )
     return Suggestion(
         best.mesh, config, (*_scheduled(best), *_saved(best.saving), *_left_out(model, best, config)), best
     )
 
 
 def _scheduled(best: MeshPlan) -> Iterator[str]:
-    """The order of microbatches, which is no matter of where stages begin."""
+    """The order of microbatches, which is no matter of where chunks begin."""
     if best.pipeline is not None:
         how = best.pipeline
         asked = {"enable": True, "schedule_mode": how.schedule, "accumulate_steps": how.microbatches}

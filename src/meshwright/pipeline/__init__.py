@@ -17,6 +17,7 @@ from ._parts import BEHIND, Parts, taken_apart
 from ._picture import summary, svg, terminal, trace
 from ._renewed import check_renewed
 from ._runner import PipelineRun, check_fits
+from ._runs import Runs
 from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from ._simulate import Timed, Timeline, Times, simulate
 from ._slice_specials import in_slices
@@ -45,6 +46,7 @@ __all__ = [
     "Memory",
     "Parts",
     "PipelineRun",
+    "Runs",
     "Schedule",
     "ScheduleError",
     "Shape",

@@ -55,6 +55,12 @@ class Times:
             case _:
                 return 0.0
 
+    def length(self, action: Action) -> float:
+        """How long an action, with what runs beside it, keeps its rank."""
+        if action.beside is None:
+            return self.overhead + self.of(action)
+        return self.overhead + sum(map(self.of, action.atoms)) * self.slowdown
+
     def of_chunk(self, chunk: int) -> tuple[float, float, float]:
         """Seconds of a chunk's F, B and W."""
         return at(self.forward, chunk), at(self.backward, chunk), at(self.weight, chunk)
@@ -142,28 +148,24 @@ class Clock:
             for event in needs(self.schedule, atom):
                 if event not in self._ended:
                     return None
-                start = max(start, self._ended[event] + self._travel(event, atom, rank))
+                hop = crossed(self.schedule, event, atom, rank)
+                start = max(start, self._ended[event] + (self.times.message(*hop) if hop else 0.0))
         return start
 
     def run(self, rank: int, action: Action) -> Timed:
         """The action, begun as early as can be."""
         start = self.start(rank, action)
         assert start is not None
-        end = self.free[rank] = start + self._length(action)
+        end = self.free[rank] = start + self.times.length(action)
         for event in (e for atom in action.atoms for e in events(atom)):
             self._ended[event] = end
         return Timed(action, start, end)
 
-    def _length(self, action: Action) -> float:
-        """How long an action, with what runs beside it, keeps its rank."""
-        if action.beside is None:
-            return self.times.overhead + self.times.of(action)
-        return self.times.overhead + sum(map(self.times.of, action.atoms)) * self.times.slowdown
 
-    def _travel(self, event: Event, atom: Action, rank: int) -> float:
-        """How long what `event` made is on its way to `atom` on `rank`."""
-        target = atom.other_end if atom.kind in RECEIVES else atom.chunk
-        if event.kind in SENDS:
-            return self.times.message(event.chunk, target)
-        crosses = event.chunk != target and self.schedule.rank_of(event.microbatch, event.chunk) != rank
-        return self.times.message(event.chunk, target) if crosses and not self.schedule.has_transfers else 0.0
+def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[int, int] | None:
+    """The two chunks between which what `event` made has to travel to `atom` on `rank`; None where it is there."""
+    target = atom.other_end if atom.kind in RECEIVES else atom.chunk
+    if event.kind in SENDS:
+        return event.chunk, target
+    crosses = event.chunk != target and schedule.rank_of(event.microbatch, event.chunk) != rank
+    return (event.chunk, target) if crosses and not schedule.has_transfers else None

@@ -5,7 +5,7 @@ It may be that of a plan by sizes (`account`), of a module's (`MeshPlan.account`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.pipeline import Kind, Timeline
@@ -93,11 +93,11 @@ class Account:
         return self.nbytes <= self.room
 
 
-def rising(name: str, timeline: Timeline, rank: int, base: float, each: float) -> Curve:
-    """What a rank of a pipeline holds: `base`, and so many bytes for each chunk of a microbatch that is alive."""
+def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> Curve:
+    """What a rank of a pipeline holds: `base`, and for each microbatch that is alive so many bytes, chunk by chunk."""
     now, points = base, {0.0: base}
     for timed in timeline.rows[rank]:
-        change = sum(ALIVE.get(atom.kind, 0) for atom in timed.action.atoms) * each
+        change = sum(ALIVE[atom.kind] * each[atom.chunk] for atom in timed.action.atoms if atom.kind in ALIVE)
         if change:
             now += change
             points[timed.start if change > 0 else timed.end] = now

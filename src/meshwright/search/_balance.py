@@ -1,79 +1,138 @@
-"""Layers shared out over the stages of a pipeline, and the schedule that takes least time for them."""
+"""Layers shared out over the chunks of a pipeline, and the schedule that takes least time for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from heapq import merge
 from itertools import islice
+from math import inf
 from operator import itemgetter
+from typing import NamedTuple
 
-from meshwright.pipeline import Schedule, ScheduleError, Shape, Timeline, known, simulate
+from meshwright.pipeline import Schedule, Timeline, simulate
 
-from ._layer_costs import LayerCosts
-from ._starts import Message, Starts, in_order
+from ._at_once import AtOnce, Layers
+from ._chunk_starts import ChunkStarts
+from ._layer_costs import ONCE, LayerCosts, Links, Numbers
+from ._starts import Starts, in_order
+from ._tables import one_each, several_each
 
-SCHEDULES = {"1F1B": 2**14, "ZB-H1": 2**11, "ZB-1p": 2**8, "ZB-2p": 2**8}
-"""Schedules of one chunk per stage → the stages times microbatches up to which their tables are made at once."""
 RUN = 2**14
-"""Stages times microbatches that are run, all tables together."""
+"""Chunks times microbatches that are run, all tables of one chunk per rank together, and all others."""
+TOGETHER = 32
+"""So many are run at once."""
 SHORTER = 1e-6
 """What takes less by this part is no shorter."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """Where stages begin, what they take each, and the schedule run action by action."""
+    """Where chunks begin, what they take each, and the schedule run action by action."""
 
     starts: Starts
     costs: LayerCosts = field(repr=False)
     timeline: Timeline = field(repr=False)
+    links: Links = field(repr=False)
 
     @property
     def schedule(self) -> Schedule:
         return self.timeline.schedule
 
     @cached_property
-    def held(self) -> tuple[float, ...]:
+    def seconds(self) -> float:
+        """Those of a step: the table's, and of what the stages do once."""
+        rows = (self.of_stages(getattr(self.costs, name)) for name in ONCE)
+        return self.timeline.makespan + max(float(self.links.once(*own)) for own in zip(*rows, strict=True))
+
+    @cached_property
+    def held(self) -> Numbers:
         """The most bytes that a rank of each stage holds."""
-        return self.timeline.peaks(self.costs.memory)
+        return tuple(a + b for a, b in zip(self.timeline.peaks(self.costs.memory), self.brief, strict=True))
+
+    @cached_property
+    def static(self) -> Numbers:
+        """The bytes of each stage that stay: weights, gradients and states."""
+        return self.of_stages(self.costs.static)
+
+    @cached_property
+    def brief(self) -> Numbers:
+        """The most bytes of each stage while a layer is made again: one is at a time."""
+        return self.of_stages(self.costs.brief, max)
+
+    def of_stages(self, numbers: Numbers, of: Callable[[Iterator[float]], float] = sum) -> Numbers:
+        """What the chunks of each stage have together."""
+        way = self.schedule.ways[0]
+        stages = range(self.schedule.ranks)
+        return tuple(of(x for x, at in zip(numbers, way, strict=True) if at == stage) for stage in stages)
 
 
-def balance(layers: LayerCosts, stages: int, microbatches: int, room: float, message: Message) -> Balanced | None:
-    """The stages and the schedule of least time that fit into `room` bytes a rank; None where none do.
+def balance(
+    layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links, limit: float = inf
+) -> Balanced | None:
+    """The chunks and the schedule of least time that fit into `room` bytes a rank; None where none do, or where all
+    take `limit` seconds or more.
+
+    Several chunks on each rank are taken where they take less than one.
+    """
+    every = Layers(layers, links)
+    if _at_least(layers, stages, microbatches) >= limit:
+        return None
+    one = _one_each(every, stages, microbatches, room, limit)
+    several = _several(every, stages, microbatches, room)
+    best = one if one is not None and (several is None or several.seconds >= one.seconds * (1 - SHORTER)) else several
+    if best is None or best.seconds >= limit:
+        return None
+    costs = layers.chunks(best.starts)
+    return Balanced(best.starts, costs, simulate(best.table, costs.times(links)), links)
+
+
+def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
+    """Seconds of the mean rank: its work, and what it waits for until a microbatch is there, which had a layer on each
+    rank before.
+    """
+    come = layers.summed("forward")[:stages].sum() / stages
+    return microbatches * sum(layers.whole) / stages + float(come)
+
+
+class _Best(NamedTuple):
+    """The seconds of a step by a table whose chunks begin at these layers."""
+
+    seconds: float
+    table: Schedule
+    starts: Starts
+
+
+def _one_each(layers: Layers, stages: int, microbatches: int, room: float, limit: float) -> _Best | None:
+    """One chunk on each rank.
 
     Tables are run, with stages that begin at all layers they may, in the order of what they take at the least, until no
     other can be faster. Where that would be many, the fastest of the first of them is taken.
     """
-    tables = [table for name in SCHEDULES if (table := _table(name, stages, microbatches)) is not None]
-    best: Balanced | None = None
-    for bound, table, starts in islice(
-        merge(*(in_order(layers, table, room, message) for table in tables), key=itemgetter(0)),
-        max(1, RUN // (stages * microbatches)),
-    ):
-        if best is not None and bound >= _seconds(best) * (1 - SHORTER):
+    steps = {runs.schedule.name: AtOnce(layers, runs, room) for runs in one_each(stages, microbatches)}
+    ordered = (in_order(layers.costs, step.runs.schedule, room, layers.links) for step in steps.values())
+    waiting = islice(merge(*ordered, key=itemgetter(0)), max(1, RUN // (stages * microbatches)))
+    best: _Best | None = None
+    while few := [*islice(waiting, TOGETHER)]:
+        if few[0][0] >= min(best.seconds * (1 - SHORTER) if best is not None else limit, limit):
             break
-        found = _run(layers, table, starts, message)
-        best = found if best is None or _seconds(found) < _seconds(best) * (1 - SHORTER) else best
+        for name in dict.fromkeys(table.name for _, table, _ in few):
+            (found,) = steps[name].best(starts for _, table, starts in few if table.name == name)
+            if best is None or found.seconds < best.seconds * (1 - SHORTER):
+                best = _Best(found.seconds, steps[name].runs.schedule, found.starts)
     return best
 
 
-def _run(layers: LayerCosts, table: Schedule, starts: Starts, message: Message) -> Balanced:
-    costs = layers.stages(starts)
-    return Balanced(starts, costs, simulate(table, costs.times(message)))
-
-
-@lru_cache(maxsize=64)
-def _table(name: str, stages: int, microbatches: int) -> Schedule | None:
-    """The table, where it is made at once."""
-    how = known(name)
-    if stages * microbatches > SCHEDULES[name] or not how.holds(Shape(stages, microbatches)):
+def _several(layers: Layers, stages: int, microbatches: int, room: float) -> _Best | None:
+    """Several chunks on each rank: starts are looked for under one table after the other, the most promising first."""
+    tables = several_each(stages, microbatches, layers.count)
+    searches = [ChunkStarts(AtOnce(layers, runs, room)) for runs in tables]
+    left = RUN
+    for search in sorted(searches, key=lambda s: s.best):
+        while not search.is_done and left > 0:
+            left -= search.go_on()
+    best = min(searches, key=lambda s: s.best, default=None)
+    if best is None or best.best.excess > 0:
         return None
-    try:
-        return how.make(stages, microbatches)
-    except ScheduleError:
-        return None
-
-
-def _seconds(found: Balanced) -> float:
-    return found.timeline.makespan
+    return _Best(best.best.seconds, best.table, best.best.starts)

@@ -1,4 +1,4 @@
-"""What the layers of a chain take each: seconds and bytes, which those of a pipeline's stages are the sums of."""
+"""What the layers of a chain take each: seconds and bytes, which those of a pipeline's chunks are the sums of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from meshwright.graph import Node, Value
 from meshwright.pipeline import Memory, Times
@@ -17,7 +19,20 @@ from ._kept import Kept
 from ._prices import Prices
 
 Numbers = tuple[float, ...]
-MOVED = "reduced", "shared"
+ONCE = "gathers", "reduced", "shared"
+"""What is done once in a step, which `Links.once` takes."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of a message between stages, and those in which replicas bring gradients together, by bytes."""
+
+    message: Callable[[Any], Any]
+    reduced: Callable[[Any], Any]
+
+    def once(self, gathers: Any, reduced: Any, shared: Any) -> Any:
+        """Seconds of a stage for what is done once in a step: weights gathered, gradients met, weights sent on."""
+        return gathers + self.reduced(reduced) + 2 * self.message(shared)
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class LayerCosts:
     """Each has one number per layer.
 
     Of one microbatch: seconds forward, backward, and for the gradients of weights; `held` bytes from the forward to the
-    end of the backward pass; `brief` ones while a layer is made again; `sent` bytes from a layer to the next stage. Of
+    end of the backward pass; `brief` ones while a layer is made again; `sent` bytes from a layer to the next chunk. Of
     a step: the seconds in which weights are gathered, `static` bytes of weights, gradients and states, `reduced` ones
     of gradients, and `shared` ones of weights that an earlier layer has too.
     """
@@ -46,8 +61,22 @@ class LayerCosts:
         """Seconds of one microbatch, layer by layer."""
         return tuple(map(sum, zip(self.forward, self.backward, self.weight, strict=True)))
 
-    def stages(self, starts: Iterable[int]) -> LayerCosts:
-        """The same for stages, the others of which begin at these layers."""
+    def summed(self, name: str) -> Any:
+        """What the layers before each, and all, take together."""
+        numbers: Numbers = getattr(self, name)
+        return np.concatenate([[0.0], np.cumsum(numbers)])
+
+    @cached_property
+    def brief_between(self) -> Any:
+        """The most brief bytes of the layers from each to each."""
+        count = len(self.brief)
+        found = np.zeros((count + 1, count + 1))
+        for begin in range(count):
+            found[begin, begin + 1 :] = np.maximum.accumulate(self.brief[begin:])
+        return found
+
+    def chunks(self, starts: Iterable[int]) -> LayerCosts:
+        """The same for chunks, the others of which begin at these layers."""
         ranges = [*pairwise([0, *starts, len(self.forward)])]
 
         def each(name: str, of: Callable[[Numbers], float] = sum) -> Numbers:
@@ -56,22 +85,17 @@ class LayerCosts:
 
         sent = each("sent", lambda n: n[-1])
         held = tuple(own + came for own, came in zip(each("held"), (0.0, *sent), strict=False))
-        added = {name: each(name) for name in ("forward", "backward", "weight", "gathers", "static", *MOVED)}
+        added = {name: each(name) for name in ("forward", "backward", "weight", "static", *ONCE)}
         return LayerCosts(**added, held=held, brief=each("brief", max), sent=sent)
 
-    def times(self, message: Callable[[float], float]) -> Times:
-        """What a schedule of these stages is run with."""
-        return Times(self.forward, self.backward, self.weight, tuple(map(message, self.sent)))
-
-    @cached_property
-    def always(self) -> Numbers:
-        """Bytes beside those of microbatches."""
-        return tuple(a + b for a, b in zip(self.static, self.brief, strict=True))
+    def times(self, links: Links) -> Times:
+        """What a schedule of these chunks is run with."""
+        return Times(self.forward, self.backward, self.weight, tuple(float(links.message(n)) for n in self.sent))
 
     @property
     def memory(self) -> Memory:
-        """What ranks hold; gradients of weights need what their forward pass has left."""
-        return Memory(held=self.held, static=self.always)
+        """What ranks hold beside what is brief; gradients of weights need what their forward pass has left."""
+        return Memory(held=self.held, static=self.static)
 
 
 def layer_costs(cuts: Cuts, prices: Prices, chain: Chain) -> LayerCosts:

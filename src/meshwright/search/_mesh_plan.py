@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
 from math import prod
 
 from meshwright.cost import Cluster
@@ -139,12 +140,10 @@ class MeshPlan:
         """What each stage takes."""
         if self.stages is None or self.pipeline is None:
             return
-        line, count = self.stages.timeline, self.pipeline.microbatches
-        for n, (begin, busy, held) in enumerate(
-            zip(("", *self.pipeline.split), line.busy, self.stages.held, strict=True)
-        ):
-            where = f"from {begin}" if begin else "from the beginning"
-            yield f"stage {n} {where}: {busy / count:.4g} s a microbatch, {held / 1e9:.3g} GB a rank"
+        how = self.pipeline
+        for n, (busy, held) in enumerate(zip(self.stages.timeline.busy, self.stages.held, strict=True)):
+            where = ", ".join(how.begins(chunk) or "the beginning" for chunk in how.chunks_of(n))
+            yield f"stage {n} from {where}: {busy / how.microbatches:.4g} s a microbatch, {held / 1e9:.3g} GB a rank"
 
     def account(self, others: Sequence[MeshPlan] = ()) -> Account:
         """What `explain` says, as data: every tensor and how it lies, every conversion, and what `others` lose by.
@@ -170,9 +169,9 @@ class MeshPlan:
 
     def _curves(self, cuts: Cuts, cluster: Cluster) -> Iterator[Curve]:
         if self.stages is not None:
-            costs = self.stages.costs
-            for stage, (each, base) in enumerate(zip(costs.held, costs.always, strict=True)):
-                yield rising(f"stage {stage}", self.stages.timeline, stage, base, each)
+            found = self.stages
+            for stage, (static, brief) in enumerate(zip(found.static, found.brief, strict=True)):
+                yield rising(f"stage {stage}", found.timeline, stage, static + brief, found.costs.held)
             return
         together = min(self.tp, cluster.per_node)
         prices = Prices(cluster, self.tp, together, 1 / self.dp, 0.0, self.dp, self.saving, self.states)
@@ -208,7 +207,7 @@ class MeshPlan:
     def _held(self, cuts: Cuts) -> dict[str, dict[str, float]]:
         """Bytes by kind, of every rank or of those of each stage."""
         if self.stages is not None:
-            rows = zip(self.stages.held, self.stages.costs.static, strict=True)
+            rows = zip(self.stages.held, self.stages.static, strict=True)
             return {f"stage {n}": _kinds(state, held - state) for n, (held, state) in enumerate(rows)}
         parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in _own(cuts))
         each = per_byte(self.saving, self.dp, self.states)
@@ -236,10 +235,11 @@ class MeshPlan:
             yield Sent(kind, "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
 
     def _messages(self, cluster: Cluster, stages: Balanced) -> Sent:
-        """What goes from a stage to the next and its gradient back: that of the largest boundary."""
+        """What goes from a chunk to the next and its gradient back: that of the largest boundary between stages."""
         times, count = stages.timeline.times, 2 * stages.schedule.microbatches
         link = level(cluster, self.mesh.size, min(self.mesh.size, cluster.per_node))
-        nbytes, boundaries = max(stages.costs.sent), range(len(stages.starts))
+        boundaries = [n for n, (a, b) in enumerate(pairwise(stages.schedule.ways[0])) if a != b]
+        nbytes = max(stages.costs.sent[n] for n in boundaries)
         seconds = count * max(times.message(n, n + 1) for n in boundaries)
         return Sent("message", "activations, and their gradients", "between stages", link, count, nbytes, seconds)
 

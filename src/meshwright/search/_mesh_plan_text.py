@@ -22,7 +22,7 @@ from ._saving import Saving
 EXAMPLE = '[mesh]\ndp = 4\ntp = 2\n\n[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
 KNOWN = (
     "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate", "split", "schedule", "microbatches",
-    "context",
+    "way", "context",
 )  # fmt: skip
 MOST = 2**24
 """So many ranks a mesh may have."""
@@ -53,9 +53,9 @@ def parse_mesh_plan(text: str) -> MeshPlan:
 
 
 def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
-    """The pipeline of a text that has split points, as many as its mesh has stages beside the first."""
+    """The pipeline of a text that has split points, and as many stages as its mesh."""
     if "split" not in given:
-        if named := [name for name in ("schedule", "microbatches") if name in given]:
+        if named := [name for name in ("schedule", "microbatches", "way") if name in given]:
             raise _refused(
                 f"{named[0]} = {given[named[0]]!r}", "no split", "a pipeline has names at which stages begin"
             )
@@ -67,7 +67,8 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
         raise _refused(f"schedule = {schedule!r}", "schedules that are known by name, or a table", "this is none")
     if type(count) is not int or count < 1:
         raise _refused(f"microbatches = {count!r}", "a batch has one microbatch or more", "this is no number of them")
-    found = Pipelining(tuple(cast(list[str], names)), schedule, count)
+    split = tuple(cast(list[str], names))
+    found = Pipelining(split, schedule, count, _way(given.get("way", []), len(split) + 1))
     if mesh.sizes.get(STAGES) != found.stages:
         raise _refused(
             f"split = {names!r}", f"mesh = {mesh.sizes}", f"that makes {found.stages} stages, along {STAGES}"
@@ -75,6 +76,18 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
     if mesh.ndim < 2:
         raise _refused(f"mesh = {mesh.sizes}", f"{STAGES} alone", "each stage has a mesh of its own, if of one rank")
     return found
+
+
+def _way(given: Any, chunks: int) -> tuple[int, ...]:
+    """The stage of each chunk, where a text has that."""
+    if not isinstance(given, list) or not all(type(stage) is int for stage in cast(list[Any], given)):
+        raise _refused(f"way = {given!r}", "the stage of each chunk, as [0, 1, 1, 0]", "this is none")
+    way = tuple(cast(list[int], given))
+    if way and (len(way) != chunks or {*way} != {*range(max(way) + 1)}):
+        raise _refused(
+            f"way = {given!r}", f"a split into {chunks} chunks", "each is on a stage, and each stage has one"
+        )
+    return way
 
 
 def _saving(given: Mapping[str, Any]) -> Saving:

@@ -1,34 +1,38 @@
 """Pipelines for a captured model that is a chain of repeated layers: stages, schedule, microbatches.
 
 A microbatch of k p on r / p replicas of p stages is as large as a piece of k of a batch on r replicas: so operators are
-cut as there, and what a stage takes is the sum of what its layers take.
+cut as there, and what a chunk takes is the sum of what its layers take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
-from ._balance import SCHEDULES, Balanced, balance
+import numpy as np
+
+from ._balance import Balanced, balance
 from ._chain import Chain, chain_of
 from ._cuts import Cuts
-from ._layer_costs import LayerCosts, layer_costs
+from ._layer_costs import Links, layer_costs
 from ._pipelining import Pipelining
 from ._prices import Prices
 from ._replicas import CLOSE, Replicas
 from ._saving import NOTHING, Saving
+from ._tables import SCHEDULES, most_chunks
 
 MOST = max(SCHEDULES.values())
 """Stages times microbatches of a pipeline that is looked at."""
 FILLING = 1 / 3
-"""The part of a microbatch's work, F + B - W at the least, that no schedule of one chunk a stage hides as it fills."""
+"""The part of a microbatch's work, F + B - W at the least, that no schedule hides as it fills, but by more chunks."""
 
 
 @dataclass(frozen=True)
 class Piped:
-    """A pipeline that was found: the cuts of operators, what each stage takes, and the seconds of a step."""
+    """A pipeline that was found: the cuts of operators, what each chunk takes, and the seconds of a step."""
 
     cuts: Cuts
     saving: Saving
@@ -36,11 +40,10 @@ class Piped:
     stages: Balanced
     dp: int
     tp: int
-    synced: float
 
     @property
     def seconds(self) -> float:
-        return self.stages.timeline.makespan + self.synced
+        return self.stages.seconds
 
     @property
     def nbytes(self) -> float:
@@ -88,8 +91,8 @@ class Pipelines:
         for candidate in sorted(self._candidates(replicas), key=lambda c: c.at_least):
             if candidate.at_least * (1 + CLOSE) >= limit:
                 break
-            found = self._found(candidate)
-            if found is not None and found.seconds * (1 + CLOSE) < limit:
+            found = self._found(candidate, limit / (1 + CLOSE))
+            if found is not None:
                 best, limit = found, found.seconds
         return best
 
@@ -114,34 +117,29 @@ class Pipelines:
 
     def _at_least(self, own: Replicas, stages: int, saving: Saving) -> float:
         """Seconds of equal stages, filled as fast as can be."""
-        work, plain = own.about.seconds(saving), own.about.plain.fastest
-        filling = FILLING * work * (stages - 1) / (stages * saving.accumulate)
+        work = own.about.seconds(saving)
+        chunks = most_chunks(stages, stages * saving.accumulate, len(self.chain.layers))
+        filling = FILLING * work * (stages - 1) / (stages * saving.accumulate * chunks)
         prices = self._prices(own, stages, saving)
-        return work + filling + prices.reduced(own.parameters(plain) / stages)
+        return work + filling + float(prices.reduced(own.fastest_parameters / stages))
 
     def _prices(self, own: Replicas, stages: int, saving: Saving) -> Prices:
         return replace(own.prices, replicas=own.dp // stages, saving=saving)
 
-    def _found(self, c: _Candidate) -> Piped | None:
+    def _found(self, c: _Candidate, limit: float) -> Piped | None:
         own, cluster = c.replicas, c.replicas.of.cluster
         problem, prices = own.problem(replace(c.saving, zero=0)), self._prices(own, c.stages, c.saving)
         cuts = problem.told(problem.fastest)
         across = c.stages * prices.replicas * own.tp > cluster.per_node
 
-        def message(nbytes: float) -> float:
-            return float(cluster.message(nbytes, across)) if nbytes else 0.0
+        def message(nbytes: Any) -> Any:
+            return np.where(np.greater(nbytes, 0), cluster.message(nbytes, across), 0.0)
 
         layers = layer_costs(cuts, prices, self.chain)
-        stages = balance(layers, c.stages, c.microbatches, own.of.room, message)
+        stages = balance(layers, c.stages, c.microbatches, own.of.room, Links(message, prices.reduced), limit)
         if stages is None:
             return None
-        synced = max(_synced(stages.costs, prices, message))
         split = tuple(self.chain.layers[n] for n in stages.starts)
-        how = Pipelining(split, stages.schedule.name, c.microbatches)
-        return Piped(cuts, replace(c.saving, accumulate=1), how, stages, prices.replicas, own.tp, synced)
-
-
-def _synced(costs: LayerCosts, prices: Prices, message: Callable[[float], float]) -> Iterator[float]:
-    """Seconds of each stage for what is done once in a step: weights gathered, sent to other stages, gradients met."""
-    for gathers, reduced, shared in zip(costs.gathers, costs.reduced, costs.shared, strict=True):
-        yield gathers + prices.reduced(reduced) + 2 * message(shared)
+        way = stages.schedule.ways[0] if len(split) >= c.stages else ()
+        how = Pipelining(split, stages.schedule.name, c.microbatches, way)
+        return Piped(cuts, replace(c.saving, accumulate=1), how, stages, prices.replicas, own.tp)

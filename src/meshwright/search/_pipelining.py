@@ -9,23 +9,37 @@ from ._plan import quoted
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """The modules at which the stages but the first begin, the schedule, and into how many microbatches a batch goes.
+    """The modules at which chunks but the first begin, the schedule, and into how many microbatches a batch goes.
+
+    `way` has the stage of each chunk, where stages have several: without it each has one, in order.
 
     >>> str(Pipelining(("layers.4",), "1F1B", 8))
     '1F1B of 8 microbatches, stages from layers.4'
+    >>> str(Pipelining(("layers.1", "layers.2", "layers.3"), "ZB-V", 8, (0, 1, 1, 0)))
+    'ZB-V of 8 microbatches, 4 chunks on stages 0 1 1 0, from layers.1, layers.2, ... layers.3'
     """
 
     split: tuple[str, ...]
     schedule: str = "1F1B"
     microbatches: int = 1
+    way: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
-        return len(self.split) + 1
+        return 1 + (max(self.way) if self.way else len(self.split))
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """The numbers of a stage's chunks."""
+        return tuple(chunk for chunk, at in enumerate(self.way) if at == stage) if self.way else (stage,)
+
+    def begins(self, chunk: int) -> str:
+        """The module at which a chunk begins; nothing where that is the beginning of the model."""
+        return self.split[chunk - 1] if chunk else ""
 
     def __str__(self) -> str:
         few = [*self.split[:2], *([f"... {self.split[-1]}"] if len(self.split) > 2 else [])]
-        return f"{self.schedule} of {self.microbatches} microbatches, stages from {', '.join(few)}"
+        where = f"{len(self.way)} chunks on stages {_few(self.way)}, from" if self.way else "stages from"
+        return f"{self.schedule} of {self.microbatches} microbatches, {where} {', '.join(few)}"
 
     def lines(self) -> list[str]:
         """The same in TOML, as a plan has it.
@@ -35,5 +49,15 @@ class Pipelining:
         """
         return [
             f"split = [{', '.join(map(quoted, self.split))}]", f"schedule = {quoted(self.schedule)}",
-            f"microbatches = {self.microbatches}",
+            f"microbatches = {self.microbatches}", *([f"way = {[*self.way]}"] if self.way else []),
         ]  # fmt: skip
+
+
+def _few(way: tuple[int, ...]) -> str:
+    """Stages in the order of a way; of a long one the first and the last."""
+    shown = [*map(str, way)]
+    return " ".join(shown if len(shown) <= SHOWN else [*shown[: SHOWN - 2], "...", shown[-1]])
+
+
+SHOWN = 8
+"""So many chunks of a way are named in a line."""

@@ -167,4 +167,5 @@ def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[C
     """Bytes over time: state, and the activations of microbatches that are alive by the table."""
     for rank, (name, parts) in enumerate(held.items()):
         base, most = sum(parts.values()) - parts["activations"], timeline.peaks()[rank]
-        yield rising(name, timeline, rank, base, parts["activations"] / (most or 1.0))
+        each = [parts["activations"] / (most or 1.0)] * timeline.schedule.chunks
+        yield rising(name, timeline, rank, base, each)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from meshwright.cost import Cluster, Meeting
+from meshwright.cost import Cluster, Meeting, Numbers
 
 from ._forms import Form, collective, dual
 from ._saving import NOTHING, Saving
@@ -48,12 +49,12 @@ class Prices:
         kind = collective(have, need)
         return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
 
-    def reduced(self, nbytes: float) -> float:
+    def reduced(self, nbytes: Numbers) -> Any:
         """Seconds in which replicas bring gradients of so many bytes together, and what ZeRO keeps apart."""
         replicas = max(1, min(self.replicas, self.cluster.per_node // self.ranks))
         kinds: Mapping[Meeting, int] = {"all-reduce": 1}
         if self.saving.zero:
             kinds = {"reduce-scatter": 1, "all-gather": 2 if self.saving.zero == 3 else 1}
         return EXPOSED * sum(
-            n * float(self.cluster.meeting(kind, nbytes, self.replicas, replicas)) for kind, n in kinds.items()
+            n * self.cluster.meeting(kind, nbytes, self.replicas, replicas) for kind, n in kinds.items()
         )

@@ -154,7 +154,8 @@ class _Priced:
 
     def _piped_curve(self, timeline: Timeline, memory: LiveMemory) -> Curve:
         """Inputs, and what one microbatch takes of a chunk for each that is alive by the table."""
-        each = (memory.peak_in("forward", "backward") - memory.held) / max(1, len(self._own))
+        each = [(memory.peak_in("forward", "backward") - memory.held) / max(1, len(self._own))]
+        each *= timeline.schedule.chunks
         return rising(f"rank {self.program.rank}", timeline, self._own_rank, float(memory.held), each)
 
     def _held(self, memory: LiveMemory, most: float) -> dict[str, float]:

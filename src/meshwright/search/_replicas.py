@@ -124,13 +124,21 @@ class Replicas:
         return sorted(((self._at_least(saving), saving) for saving in fitting), key=lambda way: way[0])
 
     def _at_least(self, saving: Saving) -> float:
-        return self.about.seconds(saving) + self.sync(self.about.plain.fastest, saving)
+        return self.about.seconds(saving) + self._reduced(self.fastest_parameters, saving)
 
     def sync(self, cuts: Cuts, saving: Saving) -> float:
         """Seconds in which replicas bring gradients together, and what ZeRO keeps apart."""
-        return replace(self.prices, saving=saving).reduced(self.parameters(cuts))
+        return self._reduced(self._parameters(cuts), saving)
 
-    def parameters(self, cuts: Cuts) -> float:
+    def _reduced(self, nbytes: float, saving: Saving) -> float:
+        return float(replace(self.prices, saving=saving).reduced(nbytes))
+
+    @cached_property
+    def fastest_parameters(self) -> float:
+        """Bytes of a rank's parameters under the fastest cuts."""
+        return self._parameters(self.about.plain.fastest)
+
+    def _parameters(self, cuts: Cuts) -> float:
         """Bytes of a rank's parameters, as they lie from the start."""
         return sum(
             i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)

@@ -2,13 +2,14 @@
 
 A step takes no less than any stage needs: its first backward comes when a microbatch went to the last stage and back,
 behind as many forwards as the table has before it; then the stage does all else, and the stages before it their
-backwards. That is a number of each stage alone, by the layers that it begins and ends with. So dynamic programming over
-(stages, layers) gives the least of what follows any beginning, and a search by it gives all starts in order (A*).
+backwards, and what is done once in a step. That is a number of each stage alone, by the layers that it begins and ends
+with. So dynamic programming over (stages, layers) gives the least of what follows any beginning, and a search by it
+gives all starts in order (A*).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
@@ -17,20 +18,19 @@ import numpy as np
 
 from meshwright.pipeline import Kind, Schedule, peaks
 
-from ._layer_costs import LayerCosts
+from ._layer_costs import ONCE, LayerCosts, Links
 
-Message = Callable[[float], float]
 Starts = tuple[int, ...]
 
 
 def in_order(
-    layers: LayerCosts, table: Schedule, room: float, message: Message
+    layers: LayerCosts, table: Schedule, room: float, links: Links
 ) -> Iterator[tuple[float, Schedule, Starts]]:
     """Seconds that a step takes at least, with the table and the layers at which stages but the first begin.
 
     Only stages that fit into `room` bytes a rank are among them. One chunk is on each rank.
     """
-    needs = list(_needs(layers, table, room, message))
+    needs = list(_needs(layers, table, room, links))
     behind = _least_behind(needs)
     waiting: list[tuple[float, int, float, Starts]] = [(float(behind[0][0]), 0, 0.0, ())]
     while waiting:
@@ -55,13 +55,14 @@ def _least_behind(needs: Sequence[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _needs(layers: LayerCosts, table: Schedule, room: float, message: Message) -> Iterator[Any]:
+def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> Iterator[Any]:
     """For each stage the seconds of a step that it needs, by the layers at which it begins and the next one does."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
-    forward, backward, weight = (_sums(x) for x in (layers.forward, layers.backward, layers.weight))
+    forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))
     if any(action.kind is Kind.BACKWARD for row in table.rows for action in row):
         backward, weight = backward + weight, 0.0 * weight
-    way = min((message(nbytes) for nbytes in layers.sent[:-1]), default=0.0)
+    way = min((float(links.message(nbytes)) for nbytes in layers.sent[:-1]), default=0.0)
+    once = links.once(*(_between(layers.summed(name)) for name in ONCE))
     nothing = np.tri(count + 1, dtype=bool)
     for stage, (row, alive) in enumerate(zip(table.rows, peaks(table), strict=True)):
         warm = next(n for n, action in enumerate(row) if action.kind is not Kind.FORWARD)
@@ -70,21 +71,14 @@ def _needs(layers: LayerCosts, table: Schedule, room: float, message: Message) -
         own, own_back, own_weight = (_between(x) for x in (forward, backward, weight))
         first = np.maximum(back[None, :], before[:, None] + warm * own)
         need = first + (m - warm) * own + m * own_back + np.maximum(came_back[:, None], m * own_weight)
-        yield np.where(nothing | (_held(layers, alive) > room), inf, need)
+        yield np.where(nothing | (_held(layers, alive) > room), inf, need + once)
 
 
 def _held(layers: LayerCosts, alive: float) -> Any:
     """Bytes of a stage with so many microbatches, by the layers at which it begins and the next one does."""
-    count = len(layers.whole)
     came = np.array([0.0, *layers.sent])
-    brief = np.zeros((count + 1, count + 1))
-    for begin in range(count):
-        brief[begin, begin + 1 :] = np.maximum.accumulate(layers.brief[begin:])
-    return _between(_sums(layers.static)) + brief + alive * (_between(_sums(layers.held)) + came[:, None])
-
-
-def _sums(numbers: Sequence[float]) -> Any:
-    return np.concatenate([[0.0], np.cumsum(numbers)])
+    between = _between(layers.summed("static")) + layers.brief_between
+    return between + alive * (_between(layers.summed("held")) + came[:, None])
 
 
 def _between(sums: Any) -> Any:

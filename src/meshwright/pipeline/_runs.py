@@ -1,0 +1,89 @@
+"""A table that is run with many times at once: where chunks may begin is thousands of ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._action import Action
+from ._memory import Memory
+from ._schedule import Row, Schedule
+from ._simulate import Times, crossed
+from ._walk import Event, events, needs, walked
+
+
+class _Step(NamedTuple):
+    """An action: its rank, the number of one that takes as long, what it waits for and from where, what waits for it.
+
+    What is on the same rank is in its row, before it.
+    """
+
+    rank: int
+    alike: int
+    waits: tuple[tuple[Event, tuple[int, int]], ...]
+    gives: tuple[Event, ...]
+
+
+class Runs:
+    """A table gone through once. Numbers of chunks may be arrays then, one element for each case.
+
+    >>> from meshwright.pipeline import one_f_one_b
+    >>> runs = Runs(one_f_one_b(2, 4))
+    >>> forward = np.array([1.0, 2.0]), np.array([1.0, 1.0])
+    >>> [float(seconds) for seconds in runs.makespans(Times(forward))]
+    [15.0, 18.0]
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        order = [(rank, action, self._waits(rank, action)) for rank, action in walked(schedule)]
+        awaited = {event for *_, waits in order for event, _ in waits}
+        self._alike: dict[Any, tuple[int, Action]] = {}
+        self._steps = [
+            _Step(
+                rank, self._number(action), waits,
+                tuple(event for atom in action.atoms for event in events(atom) if event in awaited),
+            )
+            for rank, action, waits in order
+        ]  # fmt: skip
+        self._alive = [np.array([*{*_alive(schedule, row)}], dtype=float) for row in schedule.rows]
+
+    def _waits(self, rank: int, action: Action) -> tuple[tuple[Event, tuple[int, int]], ...]:
+        needed = ((event, atom) for atom in action.atoms for event in needs(self.schedule, atom))
+        hops = ((event, crossed(self.schedule, event, atom, rank)) for event, atom in needed)
+        return tuple((event, hop) for event, hop in hops if hop is not None)
+
+    def _number(self, action: Action) -> int:
+        key = tuple((atom.kind, atom.chunk) for atom in action.atoms)
+        return self._alike.setdefault(key, (len(self._alike), action))[0]
+
+    def makespans(self, times: Times) -> Any:
+        """What `simulate` has as the makespan, case by case."""
+        lengths = [times.length(action) for _, action in self._alike.values()]
+        free: list[Any] = [0.0] * self.schedule.ranks
+        ended: dict[Event, Any] = {}
+        for rank, alike, waits, gives in self._steps:
+            start = free[rank]
+            for event, hop in waits:
+                start = np.maximum(start, ended[event] + times.message(*hop))
+            free[rank] = start + lengths[alike]
+            ended.update(dict.fromkeys(gives, free[rank]))
+        return np.maximum.reduce(np.broadcast_arrays(*free))
+
+    def peaks(self, held: Any) -> Any:
+        """The most that each rank (row) holds of microbatches, of which each chunk (row) has `held`, case by case."""
+        return np.array([(alive @ held).max(axis=0) for alive in self._alive])
+
+
+def _alive(schedule: Schedule, row: Row) -> Iterator[tuple[int, ...]]:
+    """How many microbatches of each chunk a rank holds at once, time by time."""
+    now, one = [0] * schedule.chunks, Memory()
+    for action in row:
+        most = [*now]
+        for atom in action.atoms:
+            change = int(one.change(schedule, atom))
+            now[atom.chunk] += change
+            most[atom.chunk] += max(change, 0)
+        yield tuple(most)

@@ -1,0 +1,48 @@
+"""The tables that a pipeline of a module is chosen from, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from meshwright.pipeline import Runs, ScheduleError, Shape, known
+
+SCHEDULES = {"1F1B": 2**14, "ZB-H1": 2**11, "ZB-1p": 2**8, "ZB-2p": 2**8}
+"""Schedules of one chunk per rank → the chunks times microbatches up to which their tables are made at once."""
+IN_LOOPS = {"Interleaved 1F1B": 2**11, "Interleaved zero bubble": 2**11}
+"""The same of several chunks per rank."""
+IN_A_V = {"ZB-V": 2**9, "V-Half": 2**7, "V-Min": 2**7}
+"""The same of two chunks per rank."""
+CHUNKS = 6
+"""So many chunks a rank may have: the more, the less they have still to gain."""
+
+
+def one_each(ranks: int, microbatches: int) -> list[Runs]:
+    """Tables of one chunk per rank."""
+    found = (_runs(name, ranks, microbatches, 1) for name in SCHEDULES)
+    return [runs for runs in found if runs is not None]
+
+
+def several_each(ranks: int, microbatches: int, layers: int) -> Iterator[Runs]:
+    """Tables of several chunks per rank, each of a layer at least."""
+    for chunks in range(2, most_chunks(ranks, microbatches, layers) + 1):
+        for name in (*IN_LOOPS, *(IN_A_V if chunks == 2 else ())):
+            found = _runs(name, ranks, microbatches, chunks)
+            yield from [] if found is None else [found]
+
+
+def most_chunks(ranks: int, microbatches: int, layers: int) -> int:
+    """The most chunks that a rank has in any of these tables."""
+    return max(1, min(CHUNKS, layers // ranks, max(IN_LOOPS.values()) // (ranks * microbatches)))
+
+
+@lru_cache(maxsize=48)
+def _runs(name: str, ranks: int, microbatches: int, chunks: int) -> Runs | None:
+    """The table, where it is made at once."""
+    how, most = known(name), {**SCHEDULES, **IN_LOOPS, **IN_A_V}[name]
+    if ranks * microbatches * chunks > most or not how.holds(Shape(ranks, microbatches, chunks)):
+        return None
+    try:
+        return Runs(how.make(ranks, microbatches, chunks) if how.takes else how.make(ranks, microbatches))
+    except ScheduleError:
+        return None
