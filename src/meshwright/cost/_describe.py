@@ -18,9 +18,14 @@ from ._errors import CostError
 from ._link import LINKS, Link
 
 WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
-_DEVICES = re.compile(r"(\d+) ?x ?([A-Za-z][\w .-]*?)(?:-(\d+)GB?)?")
-_NODE = re.compile(r"(\d+) per node")
-_NETWORK = re.compile(r"(\d+(?:\.\d+)?)G(?:b/s)?")
+_DEVICES = re.compile(r"(\d+) ?[x×*] ?([A-Za-z][\w .-]*)")
+_WORD = re.compile(r"([- ]?)([^- ]+)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)G(B?)")
+_SOCKET = re.compile(r"sxm\d?|nvl72")
+"""Words of data sheets that do not tell devices apart here."""
+_NODE = re.compile(r"(\d+) ?(?:per node|/ ?node)")
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?) ?([GT])(b/s|bps|bit/s|B/s)?")
+_GIGABITS = {"G": 1.0, "T": 1000.0}
 
 
 def cluster(text: str) -> Cluster:
@@ -50,30 +55,45 @@ def _kind(text: str, word: str) -> Cluster:
     """Devices of one kind."""
     found = _DEVICES.fullmatch(word)
     if found is None:
-        raise _no_toml(text) if Path(text).exists() else _unread(text, word)
-    count, name, size = found.groups()
-    return replace(_usual(name, size), devices=int(count))
+        raise _no_toml(text) if text and Path(text).exists() else _unread(text, word)
+    return replace(_usual(text, found[2]), devices=int(found[1]))
 
 
-def _usual(name: str, size: str | None) -> Cluster:
+def _usual(text: str, written: str) -> Cluster:
     """The device's usual cluster; a size of memory picks the device of that size, or changes it."""
-    if size is None:
-        return cluster_of(name)
-    if f"{name}-{size}GB" in DEVICES:
-        return cluster_of(f"{name}-{size}GB")
-    usual = cluster_of(name)
-    return replace(usual, device=replace(usual.device, memory=int(size) * GIGA))
+    words, size = list[str](), ""
+    for before, word in _WORD.findall(written):
+        number = _SIZE.fullmatch(word)
+        if words and number and (before == "-" or number[2]):  # "A100 80G" might be a network
+            size = _positive(text, word, number[1])
+        elif not _SOCKET.fullmatch(word.casefold()):
+            words.append(word)
+    name = "-".join(words)
+    usual = cluster_of(_known(f"{name}-{size}GB") or _known(name) or written)
+    return replace(usual, device=replace(usual.device, memory=float(size) * GIGA)) if size else usual
+
+
+def _known(name: str) -> str | None:
+    """A device's name as it is written here, in capitals or not."""
+    return {known.casefold().replace(" ", "-"): known for known in DEVICES}.get(name.casefold())
 
 
 def _changed(made: Cluster, text: str, word: str) -> Cluster:
     if found := _NODE.fullmatch(word):
-        return replace(made, per_node=int(found[1]))
+        return replace(made, per_node=int(_positive(text, word, found[1])))
     if found := _NETWORK.fullmatch(word):
         usual = made.outside or Link("", 1.0, 14 * MICRO, reach=0.77)
-        return replace(made, outside=replace(usual, name=f"{found[1]}G", bandwidth=float(found[1]) / 8 * GIGA))
+        bits = float(_positive(text, word, found[1])) * _GIGABITS[found[2]] * (8 if found[3] == "B/s" else 1)
+        return replace(made, outside=replace(usual, name=f"{bits:g}G", bandwidth=bits / 8 * GIGA))
     if word in LINKS:
         return replace(made, outside=LINKS[word])
     raise _unread(text, word)
+
+
+def _positive(text: str, word: str, number: str) -> str:
+    if not float(number):
+        raise CostError(f"a cluster {text!r}", f"{word!r}", "nothing works with none of it", WRITE)
+    return number
 
 
 def _no_toml(text: str) -> CostError:
