@@ -370,7 +370,9 @@ def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, 
     assert repr(plan.layouts["batch_0"]) == "i64[1, 256@tp]"
     assert f"context parallel: in 2 attentions {said}" in plan.explain()
     assert parse_mesh_plan(plan.text()) == plan
-    assert suggest(model, [tokens, tokens], cluster=CLUSTER, ranks=4).config.context == context
+    told = suggest(model, [tokens, tokens], cluster=CLUSTER, ranks=4)
+    assert told.config.context == context
+    assert ("context='ulysses'" in told.text()) == (context == "ulysses")
     wanted, _ = train()
     for losses, program in mw.simulate(lambda: train(plan), 4):
         assert losses == pytest.approx(wanted, abs=1e-5)

@@ -40,6 +40,7 @@ class Suggestion:
         lies += f", split={self.config.split!r}" if self.config.split else ""
         lies += f", way={self.config.way!r}" if self.config.way else ""
         lies += f", zero={self.config.zero}" if self.config.zero else ""
+        lies += f", context={self.config.context!r}" if self.config.context != Parallelism({}).context else ""
         return "\n".join(
             [
                 f"# {str(self.searched).splitlines()[0]}, as predicted",
