@@ -267,13 +267,25 @@ class Keeps(Trainer):
         return found
 
 
+def kept(trainer: Any, found: Tensor) -> Tensor:
+    trainer.last = found
+    return found
+
+
+class HandsOn(Trainer):
+    """One that hands itself on whole."""
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return kept(self, super().loss(out, y))
+
+
 class Counts(Trainer):
     def loss(self, out: Tensor, y: Tensor) -> Tensor:
         self.global_step += 1
         return super().loss(out, y)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Keeps, "last"), (Counts, "global_step")])
+@pytest.mark.parametrize(("kind", "said"), [(Keeps, "last"), (HandsOn, "__dict__"), (Counts, "global_step")])
 def test_a_loss_that_writes_to_its_trainer_is_refused(kind: type[Trainer], said: str) -> None:
     def go() -> None:
         trainer = kind()

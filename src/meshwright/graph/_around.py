@@ -47,6 +47,12 @@ class Place:
     name: str
     only_which: bool = False
 
+    @property
+    def label(self) -> str:
+        """Its name, with what it is an attribute of."""
+        of = self.owner if isinstance(self.owner, type) else type(self.owner)
+        return self.name if isinstance(self.owner, (CellType, dict)) else f"{of.__name__}.{self.name}"
+
     def now(self) -> Any:
         """What is there, without running any code."""
         if isinstance(self.owner, CellType):
@@ -80,7 +86,7 @@ def attribute(owner: Any, name: str) -> Any:
     if name in held:
         return held[name]
     for member in _members(owner, name):
-        if inspect.ismemberdescriptor(member):
+        if inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member):
             return _slot(member, owner)
         return MISSING if isinstance(member, (property, cached_property)) else member
     return MISSING
@@ -185,8 +191,7 @@ class _Reading:
         if path:
             self._attribute(value, path)
         elif not callable(value):
-            for name in getattr(value, "__dict__", {}):
-                self._found(Place(value, name))
+            self._found(Place(value, "__dict__"))
 
     def _attribute(self, owner: Any, path: tuple[str, ...]) -> None:
         self._members(owner, path[:1])

@@ -134,7 +134,7 @@ class _Setting:
 
     def changes(self) -> Iterator[tuple[str, str, str]]:
         if not self.holds():
-            yield self.place.name, _short(self.attribute.value), _short(self.place.now())
+            yield self.place.label, _short(self.attribute.value), _short(self.place.now())
 
     def restore(self) -> None:
         _put_back(self.attribute.value, self.attribute.held)
@@ -158,7 +158,7 @@ class Snapshot:
 
     def read(self) -> Iterator[tuple[str, Any]]:
         """What functions read from around them, by name."""
-        return ((part.place.name, part.attribute.value) for part in self.parts if isinstance(part, _Setting))
+        return ((part.place.label, part.attribute.value) for part in self.parts if isinstance(part, _Setting))
 
     def holds(self) -> bool:
         """True when nothing but tensors has changed."""
