@@ -391,6 +391,32 @@ def test_a_model_that_fits_no_other_way_trains_in_stages(
             torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_stages_whose_weights_are_cut_where_nothing_else_fits_train_as_one_device() -> None:
+    x, y = torch.randn(1024, 998, generator=torch.Generator().manual_seed(1)), torch.zeros(1024, 998)
+    loss = nn.functional.mse_loss
+    torch.manual_seed(0)
+    alone, wanted = Blocks(2, 998), list[float]()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
+
+    def on_rank() -> tuple[list[float], MeshPlan]:
+        torch.manual_seed(0)
+        model = Blocks(2, 998)
+        step = mw.auto(model, torch.optim.AdamW(model.parameters(), lr=0.01), [(x, y)], loss, cluster=machines(14e6))
+        assert step.plan is not None
+        return [step(x, y).item() for _ in range(STEPS)], step.plan
+
+    for losses, plan in mw.simulate(on_rank, 4):
+        assert plan.mesh.sizes == {"pp": 2, "dp": 1, "tp": 2}
+        assert plan.layouts["layers.0.inner.weight"].layout.cut_axes == ("tp",)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 LAYERS = "layers.1", "layers.2", "layers.3"
 
 
