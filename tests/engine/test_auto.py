@@ -13,6 +13,8 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.engine._auto import states_of
+from meshwright.engine._suggest import suggest
+from meshwright.graph import ALWAYS
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import StageError
 from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
@@ -391,6 +393,32 @@ def test_a_model_that_fits_no_other_way_trains_in_stages(
             torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_stages_whose_weights_are_cut_where_nothing_else_fits_train_as_one_device() -> None:
+    x, y = torch.randn(1024, 998, generator=torch.Generator().manual_seed(1)), torch.zeros(1024, 998)
+    loss = nn.functional.mse_loss
+    torch.manual_seed(0)
+    alone, wanted = Blocks(2, 998), list[float]()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
+
+    def on_rank() -> tuple[list[float], MeshPlan]:
+        torch.manual_seed(0)
+        model = Blocks(2, 998)
+        step = mw.auto(model, torch.optim.AdamW(model.parameters(), lr=0.01), [(x, y)], loss, cluster=machines(14e6))
+        assert step.plan is not None
+        return [step(x, y).item() for _ in range(STEPS)], step.plan
+
+    for losses, plan in mw.simulate(on_rank, 4):
+        assert plan.mesh.sizes == {"pp": 2, "dp": 1, "tp": 2}
+        assert plan.layouts["layers.0.inner.weight"].layout.cut_axes == ("tp",)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 LAYERS = "layers.1", "layers.2", "layers.3"
 
 
@@ -427,6 +455,66 @@ def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving
 
     assert wanted[-1] < wanted[0]
     assert mw.simulate(on_rank, 4)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_suggestion_names_the_stages_of_chunks_and_parallelize_lays_them_there() -> None:
+    x, y = torch.ones(4, ODD), torch.zeros(4, ODD)
+    found = suggest(Blocks(), (x, y), nn.functional.mse_loss, ranks=2, cluster=machines(45e6))
+    assert (found.config.split, found.config.way) == (LAYERS, (0, 1, 1, 0))
+    assert "way=(0, 1, 1, 0)" in found.text()
+    assert "microbatches by ZB-V" in found.text()
+
+    def on_rank() -> list[tuple[int, ...]]:
+        model, _ = mw.parallelize(Blocks(), None, found.mesh, found.config)
+        return [p.mesh.process_ids for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert mw.simulate(on_rank, 2)[0] == [(0,), (1,), (1,), (0,)]
+
+
+IN_STAGES = """
+split = ["layers.2"]
+schedule = "ZB-H1"
+microbatches = 4
+zero = {}
+[mesh]
+pp = 2
+dp = 2
+[layouts]
+batch_0 = "f32[16@dp, 64]"
+batch_1 = "f32[16@dp, 64]"
+"""
+
+
+def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is() -> None:
+    """Why the search ends at stage 1 of ZeRO there: 2 is the same program, and 3 holds whole weights and a part."""
+    x, y = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), torch.zeros(16, 64)
+    loss = nn.functional.mse_loss
+    torch.manual_seed(0)
+    alone, wanted = Blocks(4, 64), list[float]()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(alone(x), y)
+        value.backward()
+        optimizer.step()
+        wanted.append(value.item())
+
+    def on_rank(zero: int) -> tuple[list[float], list[tuple[str, str, int | None]]]:
+        torch.manual_seed(0)
+        model = Blocks(4, 64)
+        plan = parse_mesh_plan(IN_STAGES.format(zero))
+        step = mw.auto(model, torch.optim.AdamW(model.parameters(), lr=0.01), [(x, y)], loss, plan=plan)
+        losses = [step(x, y).item() for _ in range(STEPS)]
+        sent = [(str(n.op), n.origin.phase, n.origin.chunk) for n in step.program.nodes]
+        return losses, [one for one in sent if one[0].startswith(("AllGather", "ReduceScatter"))]
+
+    found = {zero: mw.simulate(on_rank, 4, zero)[0] for zero in (1, 2, 3)}
+    for losses, sent in found.values():
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert [op for op, *_ in sent].count("ReduceScatter(dp, dim 0)") == 1
+        assert [op for op, *_ in sent].count("AllGather(dp, dim 0)") == 1
+    assert found[1][1] == found[2][1]
+    assert ("AllGather(dp, dim 0)", "forward", ALWAYS) in found[3][1]
 
 
 def test_a_schedule_whose_chunks_are_elsewhere_is_refused() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,14 @@ from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
 from meshwright.search import _chunk_starts as chunk_starts
 from meshwright.search._at_once import AtOnce, Layers
 from meshwright.search._balance import SHORTER, balance
+from meshwright.search._chain import chain_of
 from meshwright.search._chunk_starts import ChunkStarts
-from meshwright.search._layer_costs import LayerCosts, Links
+from meshwright.search._cuts import CutProblem, Cuts
+from meshwright.search._eliminate import aligned
+from meshwright.search._layer_costs import LayerCosts, Links, layer_costs
+from meshwright.search._pipelines import Pipelines
+from meshwright.search._replicas import Asked, Replicas
+from meshwright.search._saving import Saving
 from meshwright.search._starts import in_order
 from meshwright.search._tables import IN_A_V, IN_LOOPS, SCHEDULES, one_each, several_each
 
@@ -290,3 +298,75 @@ def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: t
 def test_stages_that_are_none_are_refused(line: str, said: str) -> None:
     with pytest.raises(SearchError, match=said):
         parse_mesh_plan(f"{line}\n[mesh]\npp = 2\ndp = 2")
+
+
+class Products(nn.Module):
+    """Two layers, a product each."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def frontier(problem: CutProblem) -> Iterator[Cuts]:
+    """Of all combinations of ways and forms those of which no other takes less time and holds less."""
+    every = tuple(range(len(problem.sizes)))
+    seconds, nbytes = (
+        np.ravel(sum((aligned(table, every) for table in some), np.zeros(problem.sizes)))
+        for some in (problem.tables, problem.held)
+    )
+    order = np.lexsort((nbytes, seconds))
+    least = np.minimum.accumulate(nbytes[order])
+    for n in order[np.concatenate([[True], nbytes[order][1:] < least[:-1]])]:
+        chosen = np.unravel_index(n, problem.sizes)
+        options = {node: ways[chosen[at]] for at, (node, ways) in enumerate(problem.options.items())}
+        forms = {v: each[chosen[problem.number[v]]] for v, each in problem.forms.items()}
+        yield problem.told(Cuts(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
+
+
+def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
+    with torch.device("meta"):
+        program = captured(Products(998), torch.empty(1028, 998))
+    asked = Asked(program, machines("4xA100", 1e9), True, (), 2.0)
+    own = Replicas(asked, 2, 2)
+    links = Links(lambda n: asked.cluster.message(n, False) * (n > 0), lambda n: 0.0 * n)
+    staged: list[tuple[LayerCosts, int]] = []
+    for pieces in asked.pieces(2):
+        saving = Saving(accumulate=pieces)
+        problem, prices = own.problem(saving), replace(own.prices, replicas=1, saving=saving)
+        chain, every = chain_of(program, problem.trains), frontier(problem.holding(replace(prices, alive=2.0)))
+        staged += [(layer_costs(cuts, prices, chain), 2 * pieces) for cuts in every]
+    forms, beside = set[str](), list[float]()
+    for memory in (11e6, 11.5e6, 12e6, 13e6, 14e6, 16e6, 20e6, 26e6, 40e6):
+        asked = Asked(program, machines("4xA100", memory), True, (), 2.0)
+        found = Pipelines([own := Replicas(asked, 2, 2)], 2).best([own])
+        fitting = (balance(layers, 2, count, asked.room, links) for layers, count in staged)
+        best = min((one.seconds for one in fitting if one is not None), default=inf)
+        assert (found is None) == (best == inf)
+        if found is not None:
+            assert found.nbytes <= asked.room
+            beside.append(found.seconds / best)
+            forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
+    assert len(forms) > 1
+    # where the fastest cuts fit under a slower table, none that leave room for a faster one are looked for
+    assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.118, abs=0.01)]
+
+
+def test_what_fits_with_stages_and_cut_weights_alone_is_found() -> None:
+    with torch.device("meta"):
+        program = captured(Blocks(2, 998), torch.empty(1024, 998))
+    small, large = machines("4xA100", 14e6), machines("4xA100", 80e6)
+    with pytest.raises(SearchError):
+        plan_mesh(program, small, 4, stages=1)
+    fast = next(plan for plan in plan_mesh(program, large, 4, stages=2) if plan.tp == 2)
+    assert not any(spec.layout.cut_axes for name, spec in fast.layouts.items() if "weight" in name)
+    assert fast.nbytes > 0.94 * 14e6
+    (plan,) = plan_mesh(program, small, 4)
+    assert plan.mesh.sizes == {"pp": 2, "dp": 1, "tp": 2}
+    assert all("tp" in spec.layout.cut_axes for name, spec in plan.layouts.items() if "weight" in name)
+    assert plan.nbytes <= 0.94 * 14e6

@@ -88,6 +88,12 @@ def balance(
     return Balanced(best.starts, costs, simulate(best.table, costs.times(links)), links)
 
 
+def fits(layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links) -> bool:
+    """Whether stages of one chunk fit into `room` bytes a rank."""
+    tables = (runs.schedule for runs in one_each(stages, microbatches))
+    return any(next(in_order(layers, table, room, links), None) is not None for table in tables)
+
+
 def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
     """Seconds of the mean rank: its work, and what it waits for until a microbatch is there, which had a layer on each
     rank before.

@@ -132,36 +132,51 @@ class CutProblem:
         self.order = order_of(self.sizes, self.tables, MOST)
 
     def saving(self, how: Saving) -> CutProblem:
-        """The same with another stage of ZeRO, which changes nothing but what parameters take."""
-        if how == self.prices.saving:
+        """The same with another stage of ZeRO."""
+        return self.holding(replace(self.prices, saving=how))
+
+    def holding(self, prices: Prices) -> CutProblem:
+        """The same by prices that change nothing but what is held: ZeRO, replicas, how many microbatches are alive."""
+        if prices == self.prices:
             return self
         other = copy(self)
         for name in ("fastest", "_steps"):
             other.__dict__.pop(name, None)
-        other.prices = replace(self.prices, saving=how)
-        other.kept = Kept(self.program, other.prices, self._once)
+        other.prices = prices
+        other.kept = Kept(self.program, prices, self._once)
         other.held = list(other.kept.tables(self.options, self.forms, self.number))
         return other
 
     def within(self, room: float) -> Cuts:
         """The fastest cuts that take no more than `room` bytes, as `cut` has it."""
-        wide = self.fastest
-        if wide.nbytes <= room:
-            return self.told(wide)
-        found = self.solved(DEAR) if self.fewest <= room else None
-        if found is None or found.nbytes > room:
-            least = max(self.fewest, found.nbytes if found else 0.0)
+        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= room else None, self.fewest <= room)
+        if found is None:
+            least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
             raise SearchError(
                 f"a model on {self.prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {least / 1e9:.2f} GB a rank",
                 f"{(least - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
             )  # fmt: skip
-        while found.seconds > wide.seconds * (1 + GAP):
-            byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
-            tried = self.solved(byte)
-            if tried.worth(byte) >= found.worth(byte) * (1 - ENOUGH):
-                break
-            wide, found = (tried, found) if tried.nbytes > room else (wide, tried)
         return self.told(found)
+
+    def best_of(self, fits: Callable[[Cuts], T | None], may: bool = True) -> T | None:
+        """What `fits` makes of the fastest cuts of which it makes something; None where it makes nothing of any.
+
+        Where it makes nothing of the fastest of all, and others `may` do, bytes get a price, as `cut` has it.
+        """
+        wide = self.fastest
+        best = fits(wide)
+        if best is not None or not may:
+            return best
+        narrow = self.solved(DEAR)
+        best = fits(narrow)
+        while best is not None and narrow.seconds > wide.seconds * (1 + GAP):
+            byte = (narrow.seconds - wide.seconds) / (wide.nbytes - narrow.nbytes)
+            tried = self.solved(byte)
+            if tried.worth(byte) >= narrow.worth(byte) * (1 - ENOUGH):
+                break
+            found = fits(tried)
+            wide, narrow, best = (tried, narrow, best) if found is None else (wide, tried, found)
+        return best
 
     @cached_property
     def fastest(self) -> Cuts:
@@ -330,6 +345,6 @@ class CutProblem:
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 """Operators whose form for cut sums writes down what the operator itself does not: never worth it."""
-DEAR, ENOUGH, GAP = 1.0, 1e-9, 1e-3
+DEAR, ENOUGH, GAP = 1e-3, 1e-9, 1e-3
 """Seconds that a byte is worth where nothing else counts; the part of a sum that makes no difference; and how much
 longer than the fastest cuts that do not fit those may take that do, before a better price is looked for."""

@@ -88,10 +88,10 @@ class Kept:
         """Bytes of a value after its conversion, where ranks communicate for that."""
 
         def costs() -> Any:
-            whole = self._in_forms(need, self.nbytes(v))
+            whole = self._in_forms(need, self._alive(v))
             return np.array([[float(collective(a, b) is not None) for b in need] for a in have]) * whole
 
-        return self.once(("sent", have, need, self.nbytes(v), into), costs)
+        return self.once(("sent", have, need, self._alive(v), into), costs)
 
     def _in_forms(self, forms: tuple[Form, ...], nbytes: float) -> Any:
         ranks = self.prices.ranks
@@ -103,7 +103,7 @@ class Kept:
     def _of(self, v: Value) -> float:
         if v in self.given:
             return v.nbytes * self._parameter(v) if v in self.trains else float(v.nbytes)
-        return self.nbytes(v) if v in self.late and v not in self.dropped.values else 0.0
+        return self._alive(v) if v in self.late and v not in self.dropped.values else 0.0
 
     def _parameter(self, v: Value) -> float:
         """Bytes of a parameter, its gradient and state on a rank, per byte of it."""
@@ -134,6 +134,10 @@ class Kept:
     def nbytes(self, v: Value) -> float:
         """Bytes of a whole value: of those that a batch makes, the part that a replica works on at once."""
         return v.nbytes * (1.0 if v in self.given else self.share)
+
+    def _alive(self, v: Value) -> float:
+        """Bytes of a whole value, and, of those that a batch makes, of all that are alive at once."""
+        return self.nbytes(v) * (1.0 if v in self.given else self.prices.alive)
 
     @property
     def share(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ._balance import Balanced, balance
+from ._balance import Balanced, balance, fits
 from ._chain import Chain, chain_of
 from ._cuts import Cuts
 from ._layer_costs import Links, layer_costs
@@ -127,18 +127,33 @@ class Pipelines:
         return replace(own.prices, replicas=own.dp // stages, saving=saving)
 
     def _found(self, c: _Candidate, limit: float) -> Piped | None:
-        own, cluster = c.replicas, c.replicas.of.cluster
-        problem, prices = own.problem(replace(c.saving, zero=0)), self._prices(own, c.stages, c.saving)
-        cuts = problem.told(problem.fastest)
+        """The fastest pipeline of a candidate that takes less than `limit` seconds.
+
+        Cuts take as little memory as they must, by a price of bytes; a stage holds as many microbatches as there are
+        stages. Of all that were tried the fastest is taken, since cuts that take less may leave room for a table.
+        """
+        own, cluster, prices = c.replicas, c.replicas.of.cluster, self._prices(c.replicas, c.stages, c.saving)
         across = c.stages * prices.replicas * own.tp > cluster.per_node
 
         def message(nbytes: Any) -> Any:
             return np.where(np.greater(nbytes, 0), cluster.message(nbytes, across), 0.0)
 
-        layers = layer_costs(cuts, prices, self.chain)
-        stages = balance(layers, c.stages, c.microbatches, own.of.room, Links(message, prices.reduced), limit)
-        if stages is None:
+        links = Links(message, prices.reduced)
+
+        found: list[tuple[Cuts, Balanced]] = []
+
+        def goes(cuts: Cuts) -> Cuts | None:
+            """The cuts where they fit; stages that are faster than all before are found."""
+            shape = layer_costs(problem.told(cuts), prices, self.chain), c.stages, c.microbatches, own.of.room, links
+            stages = balance(*shape, found[-1][1].seconds if found else limit)
+            found.extend([] if stages is None else [(cuts, stages)])
+            return cuts if stages is not None or fits(*shape) else None
+
+        problem = own.problem(replace(c.saving, zero=0)).holding(replace(prices, alive=float(c.stages)))
+        problem.best_of(goes)
+        if not found:
             return None
+        cuts, stages = problem.told(found[-1][0]), found[-1][1]
         split = tuple(self.chain.layers[n] for n in stages.starts)
         way = stages.schedule.ways[0] if len(split) >= c.stages else ()
         how = Pipelining(split, stages.schedule.name, c.microbatches, way)

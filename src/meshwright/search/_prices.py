@@ -20,7 +20,7 @@ class Prices:
     """What the axis is: its ranks, of which `together` share a node; the part of a batch that a rank of it has.
 
     `byte` is what a held byte is worth, in seconds. There are `replicas`, which do what `saving` says. The optimizer
-    has so many `states`, each as large as its parameter.
+    has so many `states`, each as large as its parameter. Of so many microbatches at once results are `alive`.
     """
 
     cluster: Cluster
@@ -31,6 +31,7 @@ class Prices:
     replicas: int = 1
     saving: Saving = NOTHING
     states: float = 2.0
+    alive: float = 1.0
 
     def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
         """Seconds of a conversion, and of its transpose where a gradient comes back.
