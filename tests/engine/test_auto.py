@@ -13,6 +13,7 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.engine._auto import states_of
+from meshwright.graph import live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
 from tests.search.chains import ODD, Blocks
@@ -135,8 +136,8 @@ def wanted() -> list[float]:
     ("ranks", "memory", "saving"),
     [
         (4, 320e3, Saving(1)),
-        (4, 230e3, Saving(3)),
-        (4, 200e3, Saving(3, ("blocks.*",))),
+        (4, 210e3, Saving(3)),
+        (4, 180e3, Saving(3, ("blocks.*",))),
         (1, 400e3, Saving(0, ("blocks.*",), 4)),
     ],
 )
@@ -158,6 +159,24 @@ def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving:
         assert ("recompute" in done) == bool(saving.recompute)
         assert ("merge" in done) == (saving.accumulate > 1)
         assert ("shard_parameters" in done) == (saving.zero == 3)
+
+
+def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:
+    def made() -> Llama:
+        torch.manual_seed(0)
+        return Llama(LlamaConfig(vocab=512, hidden=64, layers=2, heads=1, kv_heads=1, feed_forward=256))
+
+    batch = tuple(torch.randint(512, (1, 1024)) for _ in range(2))
+    plan = mw.plan(made(), batch, cluster="4xA100", ranks=4)[0]
+
+    def on_rank() -> int:
+        model = made()
+        step = mw.auto(model, torch.optim.Adam(model.parameters()), [batch], plan=plan)
+        step(*batch)
+        return live_memory(step.program).peak
+
+    for peak in mw.simulate(on_rank, 4):
+        assert 0.9 * plan.nbytes <= peak <= 1.03 * plan.nbytes
 
 
 @pytest.mark.parametrize("saving", [Saving(0, ("blocks.0",), 2), Saving(1, (), 2)])
