@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
 from meshwright.engine._auto import states_of
-from meshwright.graph import live_memory
+from meshwright.graph import capture, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
 from tests.search.chains import ODD, Blocks
@@ -159,6 +160,20 @@ def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving:
         assert ("recompute" in done) == bool(saving.recompute)
         assert ("merge" in done) == (saving.accumulate > 1)
         assert ("shard_parameters" in done) == (saving.zero == 3)
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_the_memory_that_an_error_names_is_enough_and_less_is_not(saving: bool) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3))), [torch.empty(8, 96, device="meta")]
+    program = capture(model, lambda x: model(x).square().mean(), batch).program
+    with pytest.raises(SearchError) as caught:
+        plan_mesh(program, machines(1e3), 4, saving=saving, stages=1)
+    said = re.fullmatch(r"devices of ([\d.]+) kB .*", caught.value.write)
+    assert said, caught.value
+    named = float(said[1]) * 1e3
+    assert plan_mesh(program, machines(named), 4, saving=saving, stages=1)
+    with pytest.raises(SearchError):
+        plan_mesh(program, machines(0.99 * named), 4, saving=saving, stages=1)
 
 
 def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:

@@ -31,6 +31,7 @@ from ._forms import VARYING, WHOLE, Form, collective, dual
 from ._kept import Kept
 from ._prices import EXPOSED, Prices
 from ._saving import Saving
+from ._units import enough
 from ._ways import Option, call_of, choices, form_of, needs_of, tensors_of
 
 T = TypeVar("T")
@@ -154,8 +155,8 @@ class CutProblem:
         if found is None or found.nbytes > room:
             least = max(self.fewest, found.nbytes if found else 0.0)
             raise SearchError(
-                f"a model on {self.prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {least / 1e9:.2f} GB a rank",
-                f"{(least - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
+                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"it takes {enough(least)} a rank",
+                f"{enough(least - room)} are missing however it is cut", "more ranks, or a smaller batch",
             )  # fmt: skip
         while found.seconds > wide.seconds * (1 + GAP):
             byte = (found.seconds - wide.seconds) / (wide.nbytes - found.nbytes)
@@ -192,6 +193,11 @@ class CutProblem:
     @cached_property
     def _steps(self) -> Elimination:
         return elimination(self.sizes, [*self.tables, *self.held], MOST, self.order)
+
+    @property
+    def smallest_bytes(self) -> float:
+        """The least room in which `within` finds something."""
+        return min(self.fastest.nbytes, self.solved(DEAR).nbytes)
 
     @property
     def fewest(self) -> float:
