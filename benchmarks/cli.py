@@ -137,7 +137,7 @@ TYPED = [
     Line("predict {f}/config.json {f}/plan.toml --cluster 1xH100", 2, "--cluster 2xH100"),
     Line("plan {f}/config.json --cluster 0xH100 --batch 8 --sequence 64", 1, "0 devices"),
     Line("plan {f}/config.json --cluster 99999999999999999999xH100 --batch 8 --sequence 64", 1, "at most"),
-    Line("plan {f}/config.json --cluster 8xh100 --batch 8 --sequence 64", 1, "write: H100"),
+    Line("plan {f}/config.json --cluster 8xh1000 --batch 8 --sequence 64", 1, "write: H100"),
     Line("plan {f}/config.json --cluster 8xH100,400G,100G --batch 8 --sequence 64", 1, "only one"),
     Line("plan {f}/config.json --cluster {f} --batch 8 --sequence 64", 1, "TOML by its name"),
     Line("plan {f}/config.json --cluster {f}/nan.toml --batch 8 --sequence 64", 1, "positive and finite"),

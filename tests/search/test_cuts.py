@@ -65,7 +65,7 @@ def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
         for byte in (0.0, 1e-10):
             priced = replace(prices, byte=byte)
             found = cut(program, priced)
-            assert found.seconds + byte * found.nbytes == pytest.approx(every_cut(program, priced), abs=1e-12)
+            assert found.seconds + byte * found.held == pytest.approx(every_cut(program, priced), abs=1e-12)
 
 
 def llama(layers: int = 2) -> Any:
@@ -106,7 +106,7 @@ def test_what_meets_is_told_and_is_what_megatron_has() -> None:
 def test_less_memory_never_takes_less_time() -> None:
     program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
     free = cut(program, prices)
-    rooms = [free.nbytes * part for part in (1.0, 0.95, 0.9, 0.87, 0.84)]
+    rooms = [free.nbytes * part for part in (1.0, 0.96, 0.93, 0.9, 0.89)]
     found = [cut(program, prices, room) for room in rooms]
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in pairwise(found))
     assert all(c.nbytes <= room for c, room in zip(found, rooms, strict=True))
@@ -214,3 +214,56 @@ def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
         sizes = [x.nbytes for x in given[:3]] + [given[0].nbytes]
         sent = sum(float(prices.cluster.meeting("all-to-all", n / 4, 4, 4)) for n in sizes)
         assert way.seconds == pytest.approx(by_heads + sent)
+
+
+def attention(kv_heads: int, causal: bool = True) -> CutProblem:
+    """Of one sequence, whose queries, keys and values have a gradient."""
+    model = nn.ParameterDict(
+        {name: torch.empty(1, n, 16, 8, device="meta") for name, n in (("q", 8), ("k", kv_heads), ("v", kv_heads))}
+    )
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = (w * x for w in (model["q"], model["k"], model["v"]))
+        shared = kv_heads != 8
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).sum()
+
+    program = capture(model, attend, [torch.empty(1, device="meta")]).program
+    return CutProblem(program, Prices(cluster_of("A100"), 4, 4))
+
+
+def of_queries(problem: CutProblem) -> tuple[Any, Any]:
+    """Attention, and its option with queries alone cut along the sequence."""
+    ((node, ways),) = ((n, w) for n, w in problem.options.items() if "attention" in str(n.op))
+    (way,) = (w for w in ways if w.needs[0].kind == "cut" and w.needs[0].dim == 2 and w.needs[1].kind != "cut")
+    return node, way
+
+
+@pytest.mark.parametrize(("kv_heads", "causal"), [(8, True), (8, False), (2, False), (2, True)])
+def test_keys_and_values_that_are_gathered_are_kept(kv_heads: int, causal: bool) -> None:
+    problem = attention(kv_heads, causal)
+    node, way = of_queries(problem)
+    along = way.needs[0]
+    lying = {v: along if v.dtype == torch.float32 and v.shape else WHOLE for v in problem.forms}
+    gathered = sum(v.nbytes for v in node.ins[1:3])
+    result = node.ins[0].nbytes / 4
+    assert problem.kept.made_at(node, way, lying) == gathered + result
+    together = {v: way.needs[node.ins.index(v)] if v in node.ins else form for v, form in lying.items()}
+    assert problem.kept.made_at(node, way, together) == result
+
+
+def test_what_no_backward_pass_reads_is_not_kept() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        program = capture(model, lambda x: (model(x) + 1.0).sum(), [torch.empty(4, 8)]).program
+    kept = CutProblem(program, Prices(cluster_of("A100"), 2, 2)).kept
+    names = {node.outs[0]: node.op.name().partition(".")[0] for node in program.nodes}
+    assert sorted(names[v] for v in kept.late) == ["aten::gelu", "aten::linear"]
+
+
+def test_operators_that_begin_on_all_ranks_are_no_faster_for_that() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        program = capture(model, lambda x: model(x).sum(), [torch.empty(4, 8)]).program
+    cluster = cluster_of("A100")
+    seconds = cut(program, Prices(cluster, 4, 4)).seconds
+    assert seconds >= 3 * 5 * cluster.device.overhead  # forward and backward of five operators

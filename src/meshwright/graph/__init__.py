@@ -51,6 +51,7 @@ from ._pass import (
 )
 from ._piece import Piece, record_piece
 from ._program import Change, Input, Program, communication, communication_text, count_ops
+from ._read_back import ReadBack
 from ._record import record_forward, record_gradients
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
@@ -98,6 +99,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "ProgramFileError",
+    "ReadBack",
     "Rewrite",
     "RewriteError",
     "Rewriter",

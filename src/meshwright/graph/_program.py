@@ -13,7 +13,8 @@ from typing import Any, Literal
 from meshwright.layout import Spec
 
 from ._layouts import Layouts
-from ._node import Carry, Node, Start, Value, name_of, values_in
+from ._node import Carry, Node, Start, Value, name_of, tensor_dtype, values_in
+from ._read_back import ReadBack, reads_back
 from ._text import node_text, tree_text, type_text
 
 Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
@@ -78,6 +79,21 @@ class Program:
             for v in node.ins:
                 found.setdefault(v, {})[node] = None
         return {v: tuple(nodes) for v, nodes in found.items()}
+
+    @cached_property
+    def trained(self) -> frozenset[Value]:
+        """Values that a gradient comes to where parameters are trained."""
+        given = (i.value for i in self.inputs if i.role == "parameter")
+        found = {v for v in given if tensor_dtype(v).is_floating_point}
+        for node in self.nodes:
+            if not found.isdisjoint(node.ins):
+                found |= {v for v in node.outs if v.is_tensor and tensor_dtype(v).is_floating_point}
+        return frozenset(found)
+
+    @cached_property
+    def reads_back(self) -> Mapping[Node, ReadBack]:
+        """What the backward pass of each operator of a forward pass reads."""
+        return reads_back(self.nodes, self.trained)
 
     @property
     def results(self) -> tuple[Value, ...]:

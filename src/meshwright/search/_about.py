@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.graph import Value
+from meshwright.graph import Node, Value
 
 from ._cuts import BACKWARD, CutProblem
 from ._kept import per_byte
@@ -21,12 +21,16 @@ class About:
             sum(self._fewest(v) for v in parameters if kept.is_cut_by_zero(v) == large) for large in (False, True)
         )
         self._fixed = sum(self._fewest(v) for v in forms if v in kept.given and v not in kept.trains)
-        self._late = sum(self._fewest(v) for v in forms if v in kept.late)
+        self._late = sum(self._fewest(v) for v in forms if v in kept.late) + sum(map(self._inside, plain.options))
 
     def _fewest(self, v: Value) -> float:
         """Bytes of a value in that of its forms in which a rank holds least."""
         is_cut = any(form.kind == "cut" for form in self.plain.forms[v])
         return self.plain.kept.nbytes(v) / (self.plain.prices.ranks if is_cut else 1)
+
+    def _inside(self, node: Node) -> float:
+        """Bytes inside an operator, under the option that holds least."""
+        return self.plain.kept.fewest_inside(node, self.plain.options[node])
 
     def nbytes(self, saving: Saving) -> float:
         """No more bytes than any cuts take."""
@@ -45,5 +49,6 @@ class About:
             plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
             seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)
             freed = sum(self._fewest(v) for v in dropped.values if v in plain.kept.late)
+            freed += sum(self._inside(n) for n in plain.options if dropped.layer(n) is not None)
             self._again[recompute] = seconds / (1 + BACKWARD), freed
         return self._again[recompute]

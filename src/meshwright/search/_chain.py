@@ -7,7 +7,7 @@ at one of them, and the loss is made behind the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,7 +30,7 @@ class Chain:
     why_not: str = ""
 
 
-def chain_of(program: Program, trains: set[Value]) -> Chain:
+def chain_of(program: Program, trains: Set[Value]) -> Chain:
     """The chain of a captured forward pass with its loss; a gradient comes to the values in `trains`."""
     layers = blocks_of(program)
     lists = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
@@ -45,7 +45,7 @@ def chain_of(program: Program, trains: set[Value]) -> Chain:
 class _Followed:
     program: Program
     layers: Sequence[str]
-    trains: set[Value]
+    trains: Set[Value]
     of_node: dict[Node, int] = field(default_factory=dict[Node, int])
     of_value: dict[Value, int] = field(default_factory=dict[Value, int])
 

@@ -31,6 +31,7 @@ from ._forms import VARYING, WHOLE, Form, collective, dual
 from ._kept import Kept
 from ._prices import EXPOSED, Prices
 from ._saving import Saving
+from ._units import enough
 from ._ways import Option, call_of, choices, form_of, needs_of, tensors_of
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ class Meeting:
 class Cuts:
     """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value.
 
-    Where not all could be looked at, the best may take less by `gap`, a part of a bound that nothing goes below.
+    `held` is the part of the bytes that is a sum over values, which are what is searched for. Where not all could be
+    looked at, the best may take less by `gap`, a part of a bound that nothing goes below.
     """
 
     seconds: float
@@ -77,6 +79,7 @@ class Cuts:
     forms: Mapping[Value, Form] = field(repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
     gap: float = 0.0
+    held: float = 0.0
 
     def worth(self, byte: float) -> float:
         """Seconds, and those that bytes are worth."""
@@ -153,8 +156,8 @@ class CutProblem:
         if found is None:
             least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
             raise SearchError(
-                f"a model on {self.prices.ranks} ranks of {room / 1e9:.2f} GB", f"it takes {least / 1e9:.2f} GB a rank",
-                f"{(least - room) / 1e9:.2f} GB are missing however it is cut", "more ranks, or a smaller batch",
+                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"it takes {enough(least)} a rank",
+                f"{enough(least - room)} are missing however it is cut", "more ranks, or a smaller batch",
             )  # fmt: skip
         return self.told(found)
 
@@ -191,14 +194,25 @@ class CutProblem:
         nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
-        total = nbytes + self.kept.passing(forms)
+        total = nbytes + self.kept.passing(options, forms) + self.kept.beside(forms)
         return Cuts(
-            value - byte * nbytes, total, self.program, options, forms, gap=value / bound - 1 if bound > 0 else 0.0
+            value - byte * nbytes,
+            total,
+            self.program,
+            options,
+            forms,
+            gap=value / bound - 1 if bound > 0 else 0.0,
+            held=nbytes,
         )
 
     @cached_property
     def _steps(self) -> Elimination:
         return elimination(self.sizes, [*self.tables, *self.held], MOST, self.order)
+
+    @property
+    def smallest_bytes(self) -> float:
+        """The least room in which `within` finds something."""
+        return min(self.fastest.nbytes, self.solved(DEAR).nbytes)
 
     @property
     def fewest(self) -> float:
@@ -256,14 +270,15 @@ class CutProblem:
         """By the operator's rule; without one it runs on whole values."""
         work = work_of(node)
         device, share = self.prices.cluster.device, self.kept.share
-        whole = device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
-        whole *= self._times(node) * self.prices.saving.accumulate
+        times = self._times(node) * self.prices.saving.accumulate
+        begun = device.overhead * times if work.nbytes else 0.0
+        whole = times * device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
         operands, made = tensors_of(node.ins), tensors_of(node.outs)
         yield Option((WHOLE,) * len(operands), (WHOLE,) * len(made), whole)
         call = call_of(node)
         if call is None or len(call.bound.outs) != len(made):
             return
-        ways = list(self._by_rule(node, call, whole))
+        ways = list(self._by_rule(node, call, whole, begun))
         yield from ways
         if "ulysses" in call.rule.alternatives:
             yield from exchanged(node, ways, self.prices.ranks, self._exchange)
@@ -272,7 +287,7 @@ class CutProblem:
         """Seconds in which an operator's operand or result is cut along another dim, in all pieces of a batch."""
         return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
 
-    def _by_rule(self, node: Node, call: Call, whole: float) -> Iterator[Option]:
+    def _by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
         operands = tensors_of(node.ins)
         given: list[Value | None] = call.operands(node.args, node.kwargs)
         name = node.op.name() if isinstance(node.op, Operator) else ""
@@ -283,7 +298,7 @@ class CutProblem:
             if needs is not None:
                 gives = zip(choice.outs, call.bound.outs, strict=True)
                 forms = tuple(form_of(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
-                divided = whole / self.prices.ranks if choice.factor is not None else whole
+                divided = begun + (whole - begun) / self.prices.ranks if choice.factor is not None else whole
                 yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
 
     def _times(self, node: Node) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.graph import Node, Program, Value, looked_at, tensor_dtype
+from meshwright.graph import Node, Program, ReadBack, Value, looked_at
 from meshwright.layout import hint
 
 from ._eliminate import Table
@@ -45,19 +45,23 @@ class Kept:
     ) -> Iterator[Table]:
         """Bytes of values in their forms: parameters with gradients and states, and results that are kept.
 
-        What is made again is kept where it was sent to be what it is, since nothing is sent again; and so is what was
-        gathered of a parameter, but in stage 3 of ZeRO.
+        What an operator's backward pass reads of an operand is what the operator was sent, beside what others have of
+        it. What is made again is kept where it was sent to be what it is, since nothing is sent again; and so is what
+        was gathered of a parameter, but in stage 3 of ZeRO.
         """
         for v, forms in forms_of.items():
             yield Table((number[v],), self._in_forms(forms, self._of(v)))
         for n, (node, ways) in enumerate(options.items()):
+            if self.reads[node].inside and self.dropped.layer(node) is None:
+                key = "inside", id(ways), self.reads[node]
+                yield Table((n,), self.once(key, lambda at=node, of=ways: np.array([self._inside(at, w) for w in of])))
             for place, v in enumerate(tensors_of(node.outs)):
                 if self._is_sent_out(v):
                     given = tuple(option.gives[place] for option in ways)
                     costs = self._sent(v, given, forms_of[v], into=True)
                     yield from [Table((n, number[v]), costs)] if costs.any() else []
             for place, v in enumerate(tensors_of(node.ins)):
-                if self._is_sent_in(v, node):
+                if self._is_sent_in(v, node, place):
                     needed = tuple(option.needs[place] for option in ways)
                     costs = self._sent(v, forms_of[v], needed)
                     yield from [Table((number[v], n), costs)] if costs.any() else []
@@ -66,9 +70,11 @@ class Kept:
         """Bytes that live from a node on until the backward pass: its results, and what is sent for it."""
         made, read = tensors_of(node.outs), tensors_of(node.ins)
         pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
-        pairs += [(v, forms[v], need) for v, need in zip(read, option.needs, strict=True) if self._is_sent_in(v, node)]
+        needs = enumerate(zip(read, option.needs, strict=True))
+        pairs += [(v, forms[v], need) for n, (v, need) in needs if self._is_sent_in(v, node, n)]
         sent = sum(float(self._sent(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
-        return sent + sum(self.held(v, forms[v]) for v in made)
+        inside = 0.0 if self.dropped.layer(node) else self._inside(node, option)
+        return sent + inside + sum(self.held(v, forms[v]) for v in made)
 
     def held(self, v: Value, form: Form) -> float:
         """Bytes that a rank holds of a value for long."""
@@ -78,11 +84,19 @@ class Kept:
         """Whether what is sent to make a value is kept, though it could be made again."""
         return v in self.late and v in self.dropped.values
 
-    def _is_sent_in(self, v: Value, node: Node) -> bool:
-        """Whether what a node is sent of a value is kept."""
+    def _is_sent_in(self, v: Value, node: Node, place: int) -> bool:
+        """Whether what a node is sent of an operand is kept."""
         if v in self.given:
             return v in self.trains and self.prices.saving.zero != 3
-        return v in self.trains and self.dropped.layer(node) is not None
+        return place in self.reads[node].ins or (v in self.trains and self.dropped.layer(node) is not None)
+
+    def fewest_inside(self, node: Node, ways: Sequence[Option]) -> float:
+        """Bytes inside an operator under the option that holds least."""
+        return min(self._inside(node, way) for way in ways) if self.reads[node].inside else 0.0
+
+    def _inside(self, node: Node, way: Option) -> float:
+        """Bytes of what an operator's backward pass reads and nothing else knows; ranks that have parts share it."""
+        return self.reads[node].inside * self.share / (self.prices.ranks if is_cut(way) else 1)
 
     def _sent(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...], into: bool = False) -> Any:
         """Bytes of a value after its conversion, where ranks communicate for that."""
@@ -114,18 +128,47 @@ class Kept:
         """Whether ZeRO cuts a parameter: small ones stay whole."""
         return prod(map(hint, v.shape)) >= LEAST
 
-    def passing(self, forms: Mapping[Value, Form]) -> float:
+    def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> float:
         """Bytes that live for a while: of the layer that is made again, of gathered parameters."""
         gathered = [v.nbytes / self._ranks(forms[v]) for v in self.given & self.trains & forms.keys()]
         two = 2 * max(gathered, default=0.0) if self.prices.saving.zero == 3 else 0.0
-        return max(self.of_layers(forms).values(), default=0.0) + two
+        return max(self.of_layers(options, forms).values(), default=0.0) + two
 
-    def of_layers(self, forms: Mapping[Value, Form]) -> Mapping[str, float]:
+    def beside(self, forms: Mapping[Value, Form]) -> float:
+        """Bytes of gradients on their way, above the room of an update: the loss makes several of its largest operand.
+
+        They are made while all is kept; gradients of parameters and what an update makes come when that is gone.
+        """
+        later = most = 0.0
+        for read, kept, inside in self._way_back:
+            most = max(most, inside * self.share + sum(self.nbytes(v) / self._ranks(forms[v]) for v in read) - later)
+            later += sum(self.held(v, forms[v]) for v in kept)
+        return max(0.0, most - sum(self._updated(v) / self._ranks(forms[v]) for v in self.given & self.trains))
+
+    @cached_property
+    def _way_back(self) -> list[tuple[tuple[Value, ...], tuple[Value, ...], int]]:
+        """Of each operator, the last first: what has gradients while it runs backward, what it kept, bytes inside."""
+        own, late, found = self.trains - self.given, self.late, list[tuple[tuple[Value, ...], tuple[Value, ...], int]]()
+        for node, read in reversed([*self.reads.items()]):
+            around = tuple(v for v in dict.fromkeys((*node.ins, *node.outs)) if v in own)
+            found.append((around, tuple(v for v in node.outs if v in late), read.inside))
+        return found
+
+    def _updated(self, v: Value) -> float:
+        """Bytes of a whole parameter's gradient, and of what its update makes."""
+        saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
+        _, gradient, state = saving.parameter(self.prices.replicas)
+        return v.nbytes * (gradient + UPDATE * state)
+
+    def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Mapping[str, float]:
         """Bytes of each layer that is made again, while it is."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
             if v in self.late:
                 layers[layer] = layers.get(layer, 0.0) + self.nbytes(v) / self._ranks(forms[v])
+        for node, option in options.items() if layers else ():
+            if (layer := self.dropped.layer(node)) is not None and self.reads[node].inside:
+                layers[layer] = layers.get(layer, 0.0) + self._inside(node, option)
         return layers
 
     def _ranks(self, form: Form) -> int:
@@ -155,17 +198,35 @@ class Kept:
 
     @cached_property
     def late(self) -> set[Value]:
-        """Results that have memory of their own, and a gradient: what a backward pass may need."""
-        views = {v for node in self.program.nodes for v, _ in looked_at(node)}
-        return {v for v in self.trains if v not in views and v not in self.given}
+        """Results whose memory a backward pass reads, or layers that are made again begin with."""
+        views = {v: x for node in self.program.nodes for v, x in looked_at(node)}
+        found, made = set[Value](), {v for node in self.program.nodes for v in node.outs}
+        for v in self._read():
+            root = v
+            while root in views:
+                root = views[root]
+            found.add(root)
+        return found & made
+
+    def _read(self) -> Iterator[Value]:
+        for node, read in self.reads.items():
+            ins, outs = tensors_of(node.ins), tensors_of(node.outs)
+            yield from (ins[n] for n in read.ins)
+            yield from (outs[n] for n in read.outs)
+            if self.dropped.layer(node) is not None:
+                yield from (v for v in ins if v not in self.dropped.values)
 
     @cached_property
-    def trains(self) -> set[Value]:
+    def reads(self) -> Mapping[Node, ReadBack]:
+        """What each operator's backward pass reads."""
+        return self.program.reads_back
+
+    @cached_property
+    def trains(self) -> frozenset[Value]:
         """Values that a gradient comes to."""
-        found = {
-            i.value for i in self.program.inputs if i.role == "parameter" and tensor_dtype(i.value).is_floating_point
-        }
-        for node in self.program.nodes:
-            if not found.isdisjoint(node.ins):
-                found |= {v for v in node.outs if v.is_tensor and tensor_dtype(v).is_floating_point}
-        return found
+        return self.program.trained
+
+
+def is_cut(way: Option) -> bool:
+    """Whether ranks have parts of what an operator works on."""
+    return any(form.kind == "cut" for form in (*way.needs, *way.gives))

@@ -159,7 +159,7 @@ class _Costs:
                 self.rows["shared"][at] += part if n else 0.0
 
     def _add_made_again(self) -> None:
-        layers = self.kept.of_layers(self.cuts.forms)
+        layers = self.kept.of_layers(self.cuts.options, self.cuts.forms)
         number = {layer: n for n, layer in enumerate(self.chain.layers)}
         for layer, nbytes in layers.items():
             at = number.get(layer, 0)

@@ -20,7 +20,7 @@ def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
     """
     kept = Kept(cuts.program, prices, _anew)
     base = sum(kept.held(v, cuts.forms[v]) for v in kept.given if v in cuts.forms)
-    base += kept.passing(cuts.forms) - max(kept.of_layers(cuts.forms).values(), default=0.0)
+    base += kept.passing(cuts.options, cuts.forms) - max(kept.of_layers(cuts.options, cuts.forms).values(), default=0.0)
     now, at, points = base, 0.0, [(0.0, base)]
     for took, more in _changes(cuts, kept):
         at, now = at + took, now + more
@@ -31,7 +31,7 @@ def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
 
 def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
     """Seconds of each operator with the bytes that are more or less behind it."""
-    layers, made = kept.of_layers(cuts.forms), dict[Node, float]()
+    layers, made = kept.of_layers(cuts.options, cuts.forms), dict[Node, float]()
     for node, option in cuts.options.items():
         made[node] = kept.made_at(node, option, cuts.forms)
         yield option.seconds * _forward(node, kept), made[node]

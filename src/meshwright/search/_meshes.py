@@ -65,9 +65,20 @@ def plan_mesh(
     if pipelines is not None and stages is None:
         piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
         found += [] if piped is None else [_of_pipeline(asked, piped)]
+    if not found and stages in (None, 1):
+        raise _least(replicas).nothing()
     if not found:
         raise errors[-1]
     return tuple(sorted(found, key=lambda plan: plan.seconds))
+
+
+def _least(replicas: Sequence[Replicas]) -> Replicas:
+    """Those of which a rank holds least."""
+    first, *others = sorted(replicas, key=lambda own: own.at_least)
+    for own in others:
+        if own.at_least < first.fewest and own.fewest < first.fewest:
+            first = own
+    return first
 
 
 def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:

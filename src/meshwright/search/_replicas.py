@@ -19,6 +19,7 @@ from ._errors import SearchError
 from ._even_pieces import Evenly, evenly
 from ._prices import Prices
 from ._saving import NOTHING, Saving, blocks_of, patterns_of
+from ._units import enough
 
 PIECES = 256
 """So many pieces of a batch are looked at."""
@@ -103,19 +104,17 @@ class Replicas:
         if plain.fastest.nbytes <= room or not self.of.saving:
             return plain.within(room), NOTHING
         best: tuple[float, Cuts, Saving] | None = None
-        errors = list[SearchError]()
         for about, saving in self._in_order():
             if best is not None and about * (1 + CLOSE) >= best[0]:
                 break
             try:
                 cuts = self.problem(saving).within(room)
-            except SearchError as error:
-                errors.append(error)
+            except SearchError:
                 continue
             seconds = cuts.seconds + self.sync(cuts, saving)
             best = (seconds, cuts, saving) if best is None or seconds < best[0] else best
         if best is None:
-            raise self._nothing(errors[-1] if errors else None)
+            raise self.nothing()
         return best[1:]
 
     def _in_order(self) -> list[tuple[float, Saving]]:
@@ -152,14 +151,31 @@ class Replicas:
             for zero in range((4 if pieces == 1 else 2) if self.dp > 1 else 1):
                 yield from (Saving(zero, again, pieces) for again in self.of.layers)
 
-    def _nothing(self, nearest: SearchError | None) -> SearchError:
-        fewest, why_not = min(map(self.about.nbytes, self._savings())), self.of.evenly.why_not
-        room = self.of.room
-        found = nearest.found if nearest else f"it takes {fewest / 1e9:.2f} GB a rank"
-        why = nearest.why if nearest else f"{(fewest - room) / 1e9:.2f} GB are missing however it is cut"
+    @cached_property
+    def at_least(self) -> float:
+        """Bytes that nothing goes below."""
+        return min(map(self.about.nbytes, self._savings() if self.of.saving else [NOTHING]))
+
+    @cached_property
+    def fewest(self) -> float:
+        """Bytes of a rank under the plan that takes least: a device that may hold as much is enough."""
+        found, ways = inf, self._savings() if self.of.saving else [NOTHING]
+        for about, saving in sorted(((self.about.nbytes(s), s) for s in ways), key=lambda way: way[0]):
+            if about >= found:
+                break
+            found = min(found, self.problem(saving).smallest_bytes)
+        return found
+
+    def nothing(self) -> SearchError:
+        """What to say where nothing fits: how much is missing."""
+        why_not, room, least = self.of.evenly.why_not, self.of.room, self.fewest
         return SearchError(
-            f"a model on {self.dp} replicas of {self.tp} ranks of {room / 1e9:.2f} GB", found,
-            f"{why}, with ZeRO, with layers made again, "
-            + (f"and pieces of the batch will not do: {why_not}" if why_not else "and with the batch in pieces"),
-            "more ranks, or a smaller batch",
+            f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
+            f"{enough(room)}",
+            f"it takes {enough(least)} a rank",
+            f"{enough(least - room)} are missing however it is cut"
+            + (", with ZeRO, with layers made again, " if self.of.saving else "")
+            + (("and pieces of the batch will not do: " + why_not if why_not else "and with the batch in pieces")
+               if self.of.saving else ""),
+            f"devices of {enough(least / USABLE)} (libraries hold some), more ranks, or a smaller batch",
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil, floor, log10
+
 
 def seconds(x: float) -> str:
     """Seconds with a unit of the right size.
@@ -52,3 +54,14 @@ def parameters(number: float) -> str:
 def count(x: float) -> str:
     """A number of things, with its thousands apart; an average may be none of whole ones."""
     return f"{x:,.0f}" if x == round(x) else f"{x:,.4g}"
+
+
+def enough(nbytes: float) -> str:
+    """Bytes with a unit of the right size, in four digits, rounded up: where that much is, it is enough.
+
+    >>> enough(20_052_100.0), enough(1.5e9), enough(12.0)
+    ('20.06 MB', '1.5 GB', '12 bytes')
+    """
+    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if nbytes >= s), (1.0, "bytes"))
+    digits = 3 - floor(log10(max(nbytes / size, 1.0)))
+    return f"{ceil(nbytes / size * 10**digits - 1e-9) / 10**digits:.10g} {unit}"
