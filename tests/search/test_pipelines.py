@@ -331,7 +331,7 @@ def frontier(problem: CutProblem) -> Iterator[Cuts]:
 
 def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
     with torch.device("meta"):
-        program = captured(Products(998), torch.empty(1028, 998))
+        program = captured(Products(998), torch.empty(2056, 998))
     asked = Asked(program, machines("4xA100", 1e9), True, (), 2.0)
     own = Replicas(asked, 2, 2)
     links = Links(lambda n: asked.cluster.message(n, False) * (n > 0), lambda n: 0.0 * n)
@@ -354,7 +354,7 @@ def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
             forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
     assert len(forms) > 1
     # where the fastest cuts fit under a slower table, none that leave room for a faster one are looked for
-    assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.118, abs=0.01)]
+    assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.0125, abs=0.001)]
 
 
 def test_what_fits_with_stages_and_cut_weights_alone_is_found() -> None:
