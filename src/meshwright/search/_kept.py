@@ -12,6 +12,7 @@ import numpy as np
 
 from meshwright.graph import Node, Program, ReadBack, Value, looked_at
 from meshwright.layout import hint
+from meshwright.passes import Bucket
 
 from ._eliminate import Table
 from ._forms import Form, collective
@@ -129,10 +130,17 @@ class Kept:
         return prod(map(hint, v.shape)) >= LEAST
 
     def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> float:
-        """Bytes that live for a while: of the layer that is made again, of gathered parameters."""
-        gathered = [v.nbytes / self._ranks(forms[v]) for v in self.given & self.trains & forms.keys()]
-        two = 2 * max(gathered, default=0.0) if self.prices.saving.zero == 3 else 0.0
-        return max(self.of_layers(options, forms).values(), default=0.0) + two
+        """Bytes that live for a while: of the layer that is made again, of parameters and gradients on their way."""
+        cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
+        whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
+        row = max(max(whole, default=0.0), min(Bucket.bytes, sum(whole)))
+        return max(self.of_layers(options, forms).values(), default=0.0) + self._rows * row
+
+    @property
+    def _rows(self) -> int:
+        """Buckets that are alive at once: of gradients, or gathered; what is made again was gathered before, too."""
+        saving = self.prices.saving
+        return {2: 1, 3: 2 if saving.recompute else 1}.get(saving.zero, 0)
 
     def beside(self, forms: Mapping[Value, Form]) -> float:
         """Bytes of gradients on their way, above the room of an update: the loss makes several of its largest operand.
