@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -26,20 +28,28 @@ AGAIN = Saving(0, ("layers.*",))
 """Layers that are made again."""
 
 
+def trained_alone(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> list[float]:
+    """The losses of steps on one device."""
+    losses: list[float] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
 def alone(subject: Subject) -> list[float]:
     """The losses of one device."""
     torch.manual_seed(0)
-    model = subject.make().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses: list[float] = []
-    for seed in range(STEPS):
-        inputs, wanted = subject.batch(seed)
-        loss = model(inputs, wanted) if subject.loss is None else subject.loss(model(inputs), wanted)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    model, batches = subject.make().eval(), map(subject.batch, count())
+
+    def loss() -> Tensor:
+        inputs, wanted = next(batches)
+        return model(inputs, wanted) if subject.loss is None else subject.loss(model(inputs), wanted)
+
+    return trained_alone(torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
 def machines(memory: float) -> Cluster:
@@ -420,14 +430,9 @@ def test_a_model_that_fits_no_other_way_trains_in_stages(
         losses = [step(x, y).item() for _ in range(STEPS)]
         return losses, {name: mw.unshard_dtensor(p.detach()) for name, p in own.named_parameters()}, step.plan
 
-    alone, wanted = model(), list[float]()
+    alone = model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(alone(x), y)
-        value.backward()
-        optimizer.step()
-        wanted.append(value.item())
+    wanted = trained_alone(optimizer, lambda: loss(alone(x), y))
     for losses, weights, plan in mw.simulate(on_rank, ranks):
         assert plan.pipeline is not None
         assert plan.pipeline.stages == ranks
@@ -441,14 +446,9 @@ def test_stages_whose_weights_are_cut_where_nothing_else_fits_train_as_one_devic
     x, y = torch.randn(1024, 998, generator=torch.Generator().manual_seed(1)), torch.zeros(1024, 998)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
-    alone, wanted = Blocks(2, 998), list[float]()
+    alone = Blocks(2, 998)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(alone(x), y)
-        value.backward()
-        optimizer.step()
-        wanted.append(value.item())
+    wanted = trained_alone(optimizer, lambda: loss(alone(x), y))
 
     def on_rank() -> tuple[list[float], MeshPlan]:
         torch.manual_seed(0)
@@ -481,13 +481,7 @@ def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving
     torch.manual_seed(0)
     alone = Blocks(4, 12)
     optimizer = torch.optim.SGD(alone.parameters(), lr=1.0)
-    wanted = list[float]()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(alone(x), y)
-        value.backward()
-        optimizer.step()
-        wanted.append(value.item())
+    wanted = trained_alone(optimizer, lambda: loss(alone(x), y))
     plan = mw.plan(Blocks(4, 12), (x, y), loss, ranks=4, stages=2)[0]
     changed = parse_mesh_plan(replace(plan, pipeline=how, saving=saving).text())
 
@@ -534,14 +528,9 @@ def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is(
     x, y = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), torch.zeros(16, 64)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
-    alone, wanted = Blocks(4, 64), list[float]()
+    alone = Blocks(4, 64)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(alone(x), y)
-        value.backward()
-        optimizer.step()
-        wanted.append(value.item())
+    wanted = trained_alone(optimizer, lambda: loss(alone(x), y))
 
     def on_rank(zero: int) -> tuple[list[float], list[tuple[str, str, int | None]]]:
         torch.manual_seed(0)
@@ -618,14 +607,9 @@ def test_a_weight_around_layers_lies_on_its_stage_as_the_plan_says(wide: str) ->
         losses = [step(x, y).item() for _ in range(STEPS)]
         return losses, repr(laid.spec), laid.mesh.process_ids, last.mesh.process_ids
 
-    alone, wanted = model(), list[float]()
+    alone = model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(alone(x), y)
-        value.backward()
-        optimizer.step()
-        wanted.append(value.item())
+    wanted = trained_alone(optimizer, lambda: loss(alone(x), y))
     for losses, laid, first, last in mw.simulate(on_rank, 4):
         assert (laid, first, last) == (wide, (0, 1), (2, 3))
         assert losses == pytest.approx(wanted, rel=1e-5)
