@@ -48,7 +48,14 @@ class Prices:
 
     def _one(self, have: Form, need: Form, nbytes: float) -> float:
         kind = collective(have, need)
-        return 0.0 if kind is None else float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
+        if kind is None:
+            return self._own_part(nbytes) if need.kind == "cut" and have.kind != "cut" else 0.0
+        return float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
+
+    def _own_part(self, nbytes: float) -> float:
+        """Seconds in which a rank copies its part of a value that it has whole."""
+        device = self.cluster.device
+        return device.overhead + 2 * nbytes / self.ranks / device.bandwidth
 
     def reduced(self, nbytes: Numbers) -> Any:
         """Seconds in which replicas bring gradients of so many bytes together, and what ZeRO keeps apart."""
