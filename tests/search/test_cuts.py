@@ -65,7 +65,7 @@ def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
         for byte in (0.0, 1e-10):
             priced = replace(prices, byte=byte)
             found = cut(program, priced)
-            assert found.seconds + byte * found.held == pytest.approx(every_cut(program, priced), abs=1e-12)
+            assert found.worth(byte) == pytest.approx(every_cut(program, priced), abs=1e-12)
 
 
 def llama(layers: int = 2) -> Any:

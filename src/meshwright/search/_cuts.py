@@ -82,8 +82,8 @@ class Cuts:
     held: float = 0.0
 
     def worth(self, byte: float) -> float:
-        """Seconds, and those that bytes are worth."""
-        return self.seconds + byte * self.nbytes
+        """Seconds, and those that the bytes are worth which are searched for."""
+        return self.seconds + byte * self.held
 
     def of(self, v: Value) -> Form:
         """How a value of the model or of the batch should lie from the start: as all its uses need it."""
@@ -173,7 +173,7 @@ class CutProblem:
         narrow = self.solved(DEAR)
         best = fits(narrow)
         while best is not None and narrow.seconds > wide.seconds * (1 + GAP):
-            byte = (narrow.seconds - wide.seconds) / (wide.nbytes - narrow.nbytes)
+            byte = (narrow.seconds - wide.seconds) / (wide.held - narrow.held)
             tried = self.solved(byte)
             if tried.worth(byte) >= narrow.worth(byte) * (1 - ENOUGH):
                 break
