@@ -72,11 +72,15 @@ class Decoder:
     def size(self, n: Any) -> Any:
         return self.numbers[n] if isinstance(n, str) else number(n)
 
-    def _spec(self, mesh: Any, dtype: Any, sizes: Any, layout: Any) -> Spec:
+    def _spec(self, mesh: Any, dtype: Any, sizes: Any, layout: Any, strides: Any = None) -> Spec:
         kind = _kind(dtype)
         if not isinstance(kind, torch.dtype):
             raise DataError(f"a spec has the dtype {dtype!r}")
-        return Spec(item(self.meshes, mesh), self._layout(layout), [self.size(n) for n in row(sizes)], kind)
+        shape = [self.size(n) for n in row(sizes)]
+        steps = None if strides is None else [self.size(n) for n in row(strides)]
+        if steps is not None and len(steps) != len(shape):
+            raise DataError(f"a spec has {len(shape)} sizes and {len(steps)} strides")
+        return Spec(item(self.meshes, mesh), self._layout(layout), shape, kind, steps)
 
     def _layout(self, data: Any) -> Layout:
         dims, partial, varying = row(data)

@@ -29,7 +29,7 @@ from ._rank_numbers import Length, Offset, RankPlace
 from ._text import node_text
 from .torch_hooks import Operator, known_hint
 
-FORMAT = 1
+FORMAT = 2
 """Programs of this format, and of those before, can be read."""
 
 Names = Mapping[Callable[..., Any], str]
@@ -126,7 +126,8 @@ class Encoder:
         found = self.specs.get(spec)
         if found is None:
             sizes = [self.size(n) for n in spec.shape]
-            row = [self._mesh(spec.mesh), kind_text(spec.dtype), sizes, self._layout(spec.layout)]
+            strides = None if spec.strides is None else [self.size(n) for n in spec.strides]
+            row = [self._mesh(spec.mesh), kind_text(spec.dtype), sizes, self._layout(spec.layout), strides]
             self.specs[spec] = found = len(self.spec_rows)
             self.spec_rows.append(row)
         return found

@@ -156,6 +156,17 @@ class Recorder(Modes):
             self.recording.note(op, args, {}, out)
         return out
 
+    def _part(self, given: Input) -> Tensor:
+        """Return a fake local part of an input, with the memory format that its spec says."""
+        v, spec = given.value, given.spec
+        if spec is None:
+            return torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)
+        shape = self.carrier.local_shape(spec)
+        if spec.new.order is None:
+            return torch.empty(shape, dtype=tensor_dtype(v), device=v.device)
+        strides = spec.local_strides(self.carrier.rank)
+        return torch.empty_strided(shape, strides, dtype=tensor_dtype(v), device=v.device)
+
     def add(self, given: Input, requires_grad: bool = False) -> Any:
         """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol."""
         v = given.value
@@ -163,8 +174,7 @@ class Recorder(Modes):
             self.recording.add_number(self._symbols[v], "size", given.name, given.source)
             return self._symbols[v]
         with unrecorded(), self.mode:
-            shape = v.shape if given.spec is None else self.carrier.local_shape(given.spec)
-            x = torch.empty(shape, dtype=tensor_dtype(v), device=v.device)
+            x = self._part(given)
         x.requires_grad_(requires_grad)
         self.recording.add_input(x, given.role, given.name, given.spec, given.source)
         if given.spec is None:

@@ -1,12 +1,22 @@
 """Meshes, placements and layouts: where every element of a tensor lives. Nothing here communicates."""
 
 from ._errors import LayoutError, MeshError, MeshwrightError, PlacementError
-from ._layout import Dim, Layout, Product, axes_of, layout_of, placements_of, replicated
+from ._layout import (
+    Dim,
+    Layout,
+    Product,
+    axes_of,
+    layout_of,
+    placements_of,
+    replicated,
+    without_trivial_axes,
+)
 from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
 from ._mesh import ProcessMesh
 from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ._size import hint, identity
 from ._spec import Spec, parse_spec
+from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, whole_of
 from ._text import parse_layout, read_dtype, write_dtype
 from ._where import module_path, user_frame, user_line, user_place
 
@@ -26,12 +36,16 @@ __all__ = [
     "Replicate",
     "Shard",
     "Spec",
+    "Strides",
     "axes_of",
     "chunk",
+    "contiguous_strides",
     "cut",
+    "dense_strides",
     "expand_products",
     "hint",
     "identity",
+    "is_contiguous",
     "layout_of",
     "local_length",
     "local_ranges",
@@ -45,5 +59,7 @@ __all__ = [
     "user_frame",
     "user_line",
     "user_place",
+    "whole_of",
+    "without_trivial_axes",
     "write_dtype",
 ]

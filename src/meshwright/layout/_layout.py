@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._errors import LayoutError, PlacementError
@@ -138,6 +138,29 @@ class Layout:
         """The pending and varying axes in text, such as ` +ep +cp:max ~dp`."""
         pending = "".join(f" +{a}" + ("" if op == "sum" else f":{op}") for a, op in self.partial)
         return pending + "".join(f" ~{a}" for a in self.varying)
+
+
+def without_trivial_axes(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout without the mesh axes of size 1, on which every role is the same.
+
+    >>> without_trivial_axes(Layout((("dp", "tp"), ()), varying=("cp",)), {"dp": 2, "tp": 1, "cp": 1})
+    [@dp, :]
+    """
+
+    def real(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for a in axes if sizes[a] > 1)
+
+    dims: list[Dim] = []
+    for dim in layout.dims:
+        factors = dim.factors if isinstance(dim, Product) else None
+        dims.append(real(axes_of(dim)) if factors is None else Product(tuple((n, real(axes)) for n, axes in factors)))
+    partial = tuple((a, op) for a, op in layout.partial if sizes[a] > 1)
+    return Layout(tuple(dims), partial, real(layout.varying))
+
+
+def parts_of(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Return what decides which numbers each rank holds: the layout without its trivial and its varying axes."""
+    return replace(without_trivial_axes(layout, sizes), varying=())
 
 
 def replicated(ndim: int) -> Layout:

@@ -10,43 +10,89 @@ from weakref import WeakValueDictionary
 import torch
 
 from ._errors import LayoutError
-from ._layout import Layout, Product, axes_of, placements_of
+from ._layout import Layout, Product, axes_of, parts_of, placements_of
 from ._local import Range, cut, local_ranges, local_shape
 from ._mesh import ProcessMesh
 from ._placement import Placement
 from ._size import hint, identity
-from ._text import parse_sized, write_dims, write_dtype
+from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, memory_order, strides_like
+from ._text import parse_sized, read_strides, write_dims, write_dtype, write_strides
 
 
 class Spec:
-    """Mesh, layout, global shape and dtype of a tensor; immutable, and one object for one content.
+    """Mesh, layout, global shape, dtype and global strides of a tensor; immutable, and one object for one content.
 
-    Being one object makes comparing specs an identity test, which eager dispatch lives on.
+    `strides` are those of the whole tensor, None if it is contiguous. They decide, the same on every rank, what a call
+    aliases and what it copies. The local part of a dense tensor has its dims in the same order in memory.
+
+    Two specs are equal if they are the same object, so that eager dispatch compares them by identity.
 
     Raises LayoutError when the layout does not fit the shape or names an axis that the mesh lacks.
     """
 
-    __slots__ = ("__weakref__", "_dual", "_shapes", "dtype", "layout", "mesh", "shape")
+    __slots__ = ("__weakref__", "_dual", "_order", "_shapes", "dtype", "layout", "mesh", "shape", "strides")
     _known: ClassVar[WeakValueDictionary[Any, Spec]] = WeakValueDictionary()
 
     mesh: ProcessMesh
     layout: Layout
     shape: torch.Size
     dtype: torch.dtype
+    strides: Strides | None
     _shapes: dict[int, tuple[int, ...]]
     _dual: Spec | None
+    _order: tuple[int, ...] | None
 
-    def __new__(cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    def __new__(
+        cls,
+        mesh: ProcessMesh,
+        layout: Layout,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+    ) -> Spec:
         shape = tuple(shape)
-        key = (mesh, layout, shape if _is_plain(shape) else tuple(map(identity, shape)), dtype)
+        strides = None if strides is None or is_contiguous(shape, strides) else tuple(strides)
+        key = (mesh, layout, _identities(shape), dtype, None if strides is None else _identities(strides))
         found = cls._known.get(key)
         if found is None:
             _check(mesh, layout, shape)
             found = object.__new__(cls)
             found.mesh, found.layout, found.shape, found.dtype = mesh, layout, torch.Size(shape), dtype
+            found.strides = strides
+            found._order = None if strides is None else memory_order(shape, strides)
             found._shapes, found._dual = {}, None
             cls._known[key] = found
         return found
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the whole tensor fills one block of memory, in any order of its dims."""
+        return self.strides is None or self._order is not None
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The dims from the outermost to the innermost in memory; None if the tensor is contiguous or not dense."""
+        return self._order
+
+    @property
+    def full_strides(self) -> Strides:
+        """The strides of the whole tensor."""
+        return contiguous_strides(self.shape) if self.strides is None else self.strides
+
+    @property
+    def new(self) -> Spec:
+        """The spec of a new tensor like this one, as `torch.empty_like` makes it: the same unless this one has gaps."""
+        return self if self.is_dense else self.with_strides(strides_like(self.shape, self.full_strides))
+
+    @property
+    def contiguous(self) -> Spec:
+        """The spec of a contiguous tensor that is otherwise the same."""
+        return self.with_strides(None)
+
+    def local_strides(self, rank: int) -> Strides:
+        """Return the strides of what `rank` holds of a new tensor like this one."""
+        shape, order = self.local_shape(rank), self.new._order
+        return contiguous_strides(shape) if order is None else dense_strides(shape, order)
 
     @property
     def ndim(self) -> int:
@@ -69,7 +115,10 @@ class Spec:
     @property
     def concrete(self) -> Spec:
         """The spec with the hints of symbolic sizes in their place."""
-        return self if _is_plain(self.shape) else Spec(self.mesh, self.layout, list(map(hint, self.shape)), self.dtype)
+        if _is_plain(self.shape):
+            return self
+        strides = None if self.strides is None else list(map(hint, self.strides))
+        return Spec(self.mesh, self.layout, list(map(hint, self.shape)), self.dtype, strides)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what `rank` holds; a rank outside the mesh holds nothing, written as a leading 0."""
@@ -108,34 +157,53 @@ class Spec:
         return Spec(self.mesh, self.layout, sizes, self.dtype)
 
     def with_layout(self, layout: Layout) -> Spec:
-        return Spec(self.mesh, layout, self.shape, self.dtype)
+        """Return the spec of the same tensor in another layout. The tensor is contiguous where a local part changes."""
+        if layout == self.layout:
+            return self
+        sizes = self.mesh.sizes
+        keeps = self.strides is not None and parts_of(layout, sizes) == parts_of(self.layout, sizes)
+        return Spec(self.mesh, layout, self.shape, self.dtype, self.strides if keeps else None)
 
     def with_dtype(self, dtype: torch.dtype) -> Spec:
-        return self if dtype is self.dtype else Spec(self.mesh, self.layout, self.shape, dtype)
+        """Return the spec of the same tensor in another dtype."""
+        return self if dtype is self.dtype else Spec(self.mesh, self.layout, self.shape, dtype, self.strides)
+
+    def with_strides(self, strides: Sequence[int] | None) -> Spec:
+        """Return the spec of the same tensor with other strides."""
+        same = strides is None and self.strides is None
+        return self if same else Spec(self.mesh, self.layout, self.shape, self.dtype, strides)
 
     def dual(self) -> Spec:
-        """The spec of the gradient."""
+        """Return the spec of the gradient. A gradient has the strides of its tensor, unless that has gaps."""
         if self._dual is None:
-            self._dual = self.with_layout(self.layout.dual())
+            strides = self.strides if self.is_dense else None
+            self._dual = Spec(self.mesh, self.layout.dual(), self.shape, self.dtype, strides)
         return self._dual
 
     def __repr__(self) -> str:
-        return write_dtype(self.dtype) + write_dims(self.shape, self.layout)
+        return write_dtype(self.dtype) + write_dims(self.shape, self.layout) + write_strides(self.strides)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spec, (self.mesh, self.layout, tuple(self.shape), self.dtype)
+        return Spec, (self.mesh, self.layout, tuple(self.shape), self.dtype, self.strides)
 
 
 def parse_spec(text: str, mesh: ProcessMesh) -> Spec:
-    """The spec written as `f32[8@dp, 1024] +tp`, on `mesh`.
+    """Return the spec that is written as `f32[8@dp, 1024] +tp`, on `mesh`.
+
+    The strides of a tensor that is not contiguous come last: `f32[8@dp, 4] strides (1, 8)`.
 
     Raises LayoutError for text that is not a spec, naming the place.
     """
+    text, strides = read_strides(text)
     dtype, shape, layout = parse_sized(text)
-    return Spec(mesh, layout, shape, dtype)
+    return Spec(mesh, layout, shape, dtype, strides)
+
+
+def _identities(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return sizes if _is_plain(sizes) else tuple(map(identity, sizes))
 
 
 def _is_plain(shape: tuple[Any, ...]) -> bool:

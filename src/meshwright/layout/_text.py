@@ -48,6 +48,26 @@ def write_dims(shape: Sequence[int], layout: Layout) -> str:
     return f"[{dims}]{layout.marks()}"
 
 
+_STRIDES = re.compile(r"(?P<rest>.*\S)\s+strides\s*\((?P<strides>\s*\d+\s*(?:,\s*\d+\s*)*),?\s*\)\s*")
+
+
+def write_strides(strides: Sequence[int] | None) -> str:
+    """Return the strides in text, such as ` strides (1, 8)`; an empty text for None."""
+    return "" if strides is None else f" strides ({', '.join(map(str, strides))})"
+
+
+def read_strides(text: str) -> tuple[str, tuple[int, ...] | None]:
+    """Split the text of a spec into what comes before its strides, and the strides, None if there are none.
+
+    >>> read_strides("f32[8@dp, 4] +tp strides (1, 8)")
+    ('f32[8@dp, 4] +tp', (1, 8))
+    """
+    found = _STRIDES.fullmatch(text)
+    if found is None:
+        return text, None
+    return found["rest"], tuple(int(n) for n in found["strides"].split(","))
+
+
 def parse_layout(text: str) -> Layout:
     """The layout written as `[@dp, :, @tp@cp] +ep`; sizes and a dtype may stand there too.
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec
 
 from ._dist_tensor import DistTensor, FakeDistTensor, stamp
-from ._local import spec_of, whole_local, write_into
+from ._errors import OperationError
+from ._local import spec_of, spec_of_whole, whole_local, write_into
+from ._plan import of_one_node
 from ._tree import map_tensors, tensors_in
 from ._whole import call_whole, put_back
 from .torch_hooks import no_interception, shares_storage
@@ -25,7 +28,10 @@ from .torch_hooks import no_interception, shares_storage
 
 @dataclass(slots=True)
 class Source:
-    """Where a view comes from: the base, the call that made it, which result it is, and the base's version then."""
+    """The origin of a view: the base, the call that made it, which result it is, and the base's version at that time.
+
+    `single` is False for a view that torch lets nobody write to: one of several views of one autograd node.
+    """
 
     base: DistTensor
     func: Any
@@ -33,6 +39,7 @@ class Source:
     kwargs: Any
     at: int
     version: int
+    single: bool = True
 
 
 class DistView(DistTensor):
@@ -49,18 +56,29 @@ class DistView(DistTensor):
         _refresh(self._outer)
 
 
-def as_view(x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int) -> DistTensor:
-    """`x`, the result number `at` of a call that takes a view of `base`, made a view of it.
+def as_view(
+    x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int, single: bool = True
+) -> DistTensor:
+    """Return `x`, the result number `at` of a call that takes a view of `base`, made a view of it.
 
-    A fake tensor stays what it is: programs do not write.
+    A fake tensor stays as it is: programs do not write. Elements that share memory get memory of their own, so that
+    the view can be read again; torch refuses to write to them, by their spec.
     """
     if type(x) is FakeDistTensor:
         return x
-    view: Any = x
+    with no_interception():
+        view: Any = stamp(x.clone(), x._spec) if _overlaps(x) else x
     view.__class__ = DistView
-    view._source = Source(base, func, args, kwargs, at, version_of(base))
+    view._source = Source(base, func, args, kwargs, at, version_of(base), single)
     view._outer = view
     return view
+
+
+def base_of(x: DistTensor) -> DistTensor:
+    """Return the tensor whose memory `x` is a view of, if `x` has memory of its own; else `x`."""
+    while isinstance(x, DistView):
+        x = x._outer._source.base
+    return x
 
 
 def version_of(x: Tensor) -> int:
@@ -78,6 +96,7 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     like = next(t._spec for t, _ in done.pairs if isinstance(t, DistTensor))
     made: dict[int, Tensor] = {id(w): t for t, w in done.pairs}
     results = list(tensors_in(done.out))
+    single = not of_one_node(results)
     for at, r in enumerate(results):
         if id(r) in made:
             continue
@@ -85,21 +104,25 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
             made[id(r)] = r
             continue
         with no_interception():
-            spec = Spec(like.mesh, replicated(r.dim()), r.shape, r.dtype)
+            spec = spec_of_whole(r, like.mesh)
             base = next((t for t, w in done.gathered() if shares_storage(r, w)), None)
-        made[id(r)] = stamp(r, spec)
-        if base is not None:
-            as_view(stamp(r, spec), base, func, args, kwargs, at)
+        out = stamp(r, spec)
+        made[id(r)] = out if base is None else as_view(out, base, func, args, kwargs, at, single)
     return map_tensors(lambda r: made[id(r)], done.out)
 
 
-def break_view(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """The results of a view call whose operand had to move, made views of that operand."""
+def break_view(out: Any, func: Any, args: Any, kwargs: Any, single: bool) -> Any:
+    """Return the results of a view call whose operand had to move, made views of that operand."""
     base = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
-    for at, r in enumerate(list(tensors_in(out))):
-        if isinstance(r, DistTensor):
-            as_view(r, base, func, args, kwargs or {}, at)
-    return out
+    at = count()
+
+    def viewed(r: Tensor) -> Tensor:
+        number = next(at)
+        if not isinstance(r, DistTensor):
+            return r
+        return as_view(r, base, func, args, kwargs or {}, number, single)
+
+    return map_tensors(viewed, out)
 
 
 def before_call(views: Sequence[DistView]) -> list[int]:
@@ -135,10 +158,37 @@ def _refresh(view: DistView) -> None:
     now = version_of(source.base)
     if now == source.version:
         return
+    if not source.single:
+        raise _several(source, "a view whose base, or another view of it, was written to")
     done = call_whole(source.func, source.args, source.kwargs)
     new = list(tensors_in(done.out))[source.at]
     write_into(view, stamp(new, _whole_spec_of(new, view)))
     source.version = now
+
+
+def check_writable(x: Tensor) -> None:
+    """Raise OperationError if `x` is a view that cannot be written to; called before anything is written."""
+    if not isinstance(x, DistView):
+        return
+    source = x._outer._source
+    if not source.single and torch.is_grad_enabled():
+        raise _several(source, "a write to a view")
+    if 0 in source.base._spec.full_strides:
+        raise OperationError(
+            "a write to a view", f"a view of {source.base._spec!r}, of which several elements share memory",
+            "the view has memory of its own on this rank, and one value cannot be written to several elements",
+            "a write to a tensor that was not expanded, or x.clone() before the view is made",
+        )  # fmt: skip
+    check_writable(source.base)
+
+
+def _several(source: Source, found: str) -> OperationError:
+    name = getattr(source.func, "__name__", str(source.func))
+    return OperationError(
+        found, f"one of several views that {name} made of {source.base._spec!r}",
+        "autograd allows no write in place to one of several views of one call, nor to their base",
+        f"x.narrow or x.select in place of {name}, or the writes under torch.no_grad() before {name} is called",
+    )  # fmt: skip
 
 
 def _write_back(view: DistView) -> None:
@@ -155,11 +205,12 @@ def _write_back(view: DistView) -> None:
     put_back(source.base, whole)
     if isinstance(source.base, DistView):
         _write_back(source.base._outer)
-    source.version = version_of(source.base)
+    if source.single:
+        source.version = version_of(source.base)
 
 
 def _overlaps(x: Tensor) -> bool:
-    """True when two elements of `x` may lie at one place in memory."""
+    """True if two elements of `x` may share memory."""
     reach = 0
     for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and step <= reach:

@@ -103,7 +103,11 @@ def _captured(
         spec = spec_of(x)
         shape, dtype = (spec.shape, spec.dtype) if spec is not None else (x.shape, x.dtype)
         dtype = floats if floats is not None and dtype in _CAST else dtype
-        inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
+        strides = strides_of(x) if spec is None else spec.strides
+        if strides is None:
+            inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
+        else:
+            inputs.append(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
         return inputs[-1]
 
     nodes: list[Node] = []
@@ -112,6 +116,11 @@ def _captured(
         with operators_recorded(lambda *node: nodes.append(Node(*node))):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
+
+
+def strides_of(x: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a plain tensor; None if it is contiguous, or not strided at all."""
+    return None if x.layout is not torch.strided or x.is_contiguous() else x.stride()
 
 
 def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype] | None:

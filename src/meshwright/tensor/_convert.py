@@ -14,24 +14,35 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._places import is_backward, keep_place
-from .torch_hooks import bare_apply, no_interception
+from .torch_hooks import FakeTensor, bare_apply, no_interception
 
 
 class Move:
-    """A conversion with everything about it known beforehand: the steps, whether they do anything, the transpose."""
+    """A conversion of local parts: its steps, its transpose, and the memory format of its result.
+
+    `is_trivial` says that it changes nothing, not even the gradient: all mesh axes with other roles have size 1.
+    """
 
     def __init__(self, src: Spec, dst: Spec) -> None:
         self.src, self.dst = src, dst
         self.graded = src.dtype.is_floating_point or src.dtype.is_complex
         self.special = any(op != "sum" for s in (src, dst) for _, op in s.layout.partial)
+        self.is_trivial = src.mesh is dst.mesh and _real(src) == _real(dst) and src.strides == dst.strides
 
     @cached_property
     def plan(self) -> Plan:
-        return plan(self.src, self.dst)
+        return plan(self.src.contiguous, self.dst.contiguous)
+
+    @cached_property
+    def arranges(self) -> bool:
+        """True if the steps leave the result in another memory format than `dst` says."""
+        if self.is_relabel:
+            return self.src.strides != self.dst.strides
+        return self.dst.new.order is not None
 
     @cached_property
     def is_relabel(self) -> bool:
@@ -40,7 +51,7 @@ class Move:
 
     @cached_property
     def transpose(self) -> Move:
-        return move(*transposed(self.src, self.dst))
+        return move(*transposed(self.src.contiguous, self.dst.contiguous))
 
     def of_dtype(self, dtype: torch.dtype) -> Move:
         """The same conversion of a tensor of another dtype."""
@@ -51,9 +62,15 @@ class Move:
         return x if self.is_relabel else current().convert(self.plan, x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part after the conversion, from its part `x`; call it with interception off."""
+        """Return this rank's part after the conversion, from its part `x`; call it with interception off."""
         if x.dtype is not self.src.dtype:
             return self.of_dtype(x.dtype)(x)
+        if self.is_trivial:
+            return x
+        out = self._converted(x)
+        return arranged(out, self.dst) if self.arranges else out
+
+    def _converted(self, x: Tensor) -> Tensor:
         if self.special:
             return _special(x, self)
         grad_on = torch.is_grad_enabled()
@@ -65,6 +82,29 @@ class Move:
             return current().convert(self.plan, x)
         with torch.no_grad():
             return _owned(current().convert(self.plan, x))
+
+
+def _real(spec: Spec) -> Layout:
+    return without_trivial_axes(spec.layout, spec.mesh.sizes)
+
+
+def is_arranged(x: Tensor, spec: Spec) -> bool:
+    """True if the local part has the memory format of a new tensor with this spec."""
+    order = spec.new.order
+    return x.is_contiguous() if order is None else x.permute(order).is_contiguous()
+
+
+def arranged(x: Tensor, spec: Spec) -> Tensor:
+    """Return the local part in the memory format of a new tensor with this spec: itself, or a copy."""
+    if is_arranged(x, spec):
+        return x
+    order = spec.new.order
+    if order is None:
+        return x.contiguous()
+    if isinstance(x, FakeTensor):  # a program that is recorded has no writes
+        return x.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
+    strides = dense_strides(x.shape, order)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)  # no view, unlike a permute
 
 
 @lru_cache(maxsize=65536)

@@ -15,19 +15,31 @@ from meshwright.spmd import is_computed, on_new_rule
 
 from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
 from ._absent import Absent
-from ._alias import DistView, after_call, before_call, run_whole
+from ._alias import DistView, after_call, before_call, check_writable, run_whole
 from ._capture import Captured, asks_sizes, capture
 from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
+from ._law import Law
 from ._outside import plan_outside
-from ._plan import Drawn, Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
+from ._plan import (
+    Drawn,
+    Inline,
+    Step,
+    is_constant,
+    leaves_nothing,
+    makes_views,
+    may_alias,
+    plan_call,
+    writes_overlapping,
+    written_inputs,
+)
 from ._registry import DIRECT, HANDLERS
-from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin
+from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
 from ._tree import tensors_in
 from ._whole import tell_whole
-from .torch_hooks import backward_running
+from .torch_hooks import backward_running, shares_storage
 
 HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
@@ -79,9 +91,10 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)
+    out = run(func, types, args, kwargs)
     if key is not None and not recording():
-        _remember(func, args, kwargs, key, run, by_value)
-    return run(func, types, args, kwargs)
+        _remember(func, args, kwargs, key, settled(run), by_value)
+    return out
 
 
 def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: bool) -> None:
@@ -148,7 +161,13 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         return _on_whole(func, str(error).split("\n")[0], failed=True), False
     if is_constant(captured):
         return lambda *_: captured.out, False
-    tensors = tensors_in((args, kwargs))
+    if writes_overlapping(captured):
+        return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
+    tensors = list(tensors_in((args, kwargs)))
+    written = {id(m) for m in written_inputs(captured)}
+    for m, t in zip(captured.inputs, tensors, strict=True):
+        if id(m) in written:
+            check_writable(t)
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):
@@ -200,7 +219,15 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
     if found is captured.nodes:
         return run_graph(captured), True
     plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
-    return run_direct(found, captured.out, plain), False
+    return run_direct(found, captured.out, plain, Law(name_of(func), found, _fresh(captured))), False
+
+
+def _fresh(captured: Captured) -> tuple[bool, ...]:
+    """Return, for each result of a call of several operators, whether it is new although it could alias an argument."""
+    results = list(tensors_in(captured.out))
+    if not any(may_alias(node.op) for node in captured.nodes):
+        return (False,) * len(results)
+    return tuple(not any(r is t or shares_storage(r, t) for t in captured.inputs) for r in results)
 
 
 def _on_whole(func: Any, why: str, failed: bool = False) -> Run:

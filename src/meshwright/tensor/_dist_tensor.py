@@ -135,7 +135,7 @@ class DistTensor(Tensor):
             with no_interception():
                 local = self.detach().clone().requires_grad_(self.requires_grad)
                 grad = None if self.__dict__.get("_is_param") else self.grad
-            found = stamp(local, self._spec)
+            found = stamp(local, self._spec.new)
             if self.__dict__.get("_is_param"):
                 found._is_param = True
             if grad is not None:
@@ -247,7 +247,7 @@ def _mark_tensor(value: Any) -> Any:
         if type(value) is FakeDistTensor:
             return value._spec
     elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
-        return (Tensor, value.shape, value.dtype)
+        return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
     raise _NoSignature
 
 

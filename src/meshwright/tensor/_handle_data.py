@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import swap_tensors
 
+from meshwright.layout import Spec
+
 from ._absent import absent
-from ._convert import convert_local
+from ._alias import base_of, version_of
+from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
@@ -24,7 +28,7 @@ _T: Any = Tensor
 
 _LOCAL = [
     "requires_grad", "is_leaf", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
-    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_version", "_backward_hooks",
+    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_backward_hooks",
     "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
     "dtype", "_base", "volatile", "_cdata", "name", "is_hpu",
 ]  # fmt: skip
@@ -48,6 +52,12 @@ _LOCAL_CALLS: list[Any] = [
 def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Asked of the local tensor."""
     return call_plain(func, types, args, kwargs or {})
+
+
+@handles(_T._version.__get__, numbers=False)
+def _version(func: Any, types: Any, args: Any, kwargs: Any) -> int:
+    """Return how often the tensor's memory was written to; a view's memory is that of its base."""
+    return version_of(base_of(args[0]))
 
 
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
@@ -89,46 +99,48 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     named = any(isinstance(a, (str, torch.device)) for a in given)
     if not isinstance(x, DistTensor) or x._viewing or not named:
         return NotImplemented
-    if x._spec.layout.partial and any(isinstance(a, torch.dtype) for a in given):
-        return NotImplemented  # terms are not rounded before they are added
+    if x._spec.layout.partial and any(isinstance(a, torch.dtype) and a is not x._spec.dtype for a in given):
+        return func(_summed(x), *args[1:], **kwargs)  # terms are not rounded before they are added
     out = call_plain(func, types, args, kwargs)
-    spec = x._spec.with_dtype(plain_dtype(out))
-    return x if out is x else absent(out, spec) if x._away else stamp(out, spec)
-
-
-def plain_dtype(x: Tensor) -> torch.dtype:
+    if out is x:
+        return x
+    spec = x._spec.new
     with no_interception():
-        return x.dtype
+        spec = _formatted(spec, kwargs.get("memory_format")).with_dtype(out.dtype)
+        out = arranged(out, spec)
+    return absent(out, spec) if x._away else stamp(out, spec)
+
+
+def _summed(x: DistTensor) -> DistTensor:
+    """Return `x` without pending terms."""
+    spec = x._spec.new.with_layout(replace(x._spec.layout, partial=())).with_strides(x._spec.new.strides)
+    local = convert_local(x, x._spec, spec)
+    return absent(local, spec) if x._away else stamp(local, spec)
+
+
+def _formatted(spec: Spec, memory_format: torch.memory_format | None) -> Spec:
+    """Return the spec of a new tensor in a memory format of torch's."""
+    if memory_format is None or memory_format is torch.preserve_format:
+        return spec
+    return spec.with_strides(torch.empty(spec.shape, memory_format=memory_format, device="meta").stride())
 
 
 @handles(Tensor.stride, numbers=False)
 def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Strides that the whole tensor would have in the memory order of the parts."""
-    x = args[0]
-    with no_interception():
-        local = x.stride()
-    order = sorted(range(len(local)), key=lambda d: (local[d], -d))
-    strides, step = [0] * len(local), 1
-    for d in order:
-        strides[d] = step
-        step *= max(x.shape[d], 1)
+    """Return the strides of the whole tensor."""
+    strides = args[0]._spec.full_strides
     dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
     return tuple(strides) if dim is None else strides[dim]
 
 
 @handles(Tensor.is_contiguous, numbers=False)
-def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return call_plain(func, types, args, kwargs or {})
-
-
-@handles(Tensor.contiguous)
-def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Decided by the part's own memory: the planner sees only whole tensors that are contiguous."""
-    x = args[0]
-    if x._away:
-        return NotImplemented
-    out = call_plain(func, types, args, kwargs)
-    return x if out is x else stamp(out, x._spec)
+def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+    """True if the whole tensor is contiguous in a memory format of torch's."""
+    spec = args[0]._spec
+    if len(args) == 1 and not kwargs:
+        return spec.strides is None
+    whole = torch.empty_strided(spec.shape, spec.full_strides, device="meta")
+    return func(whole, *args[1:], **(kwargs or {}))
 
 
 def _is_here(x: Tensor) -> bool:
@@ -200,6 +212,21 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         call_plain(getattr(Tensor, name), types, args, kwargs)
     x._spec = new._spec
     return x
+
+
+@handles(Tensor.as_strided, torch.as_strided, torch.ops.aten.as_strided.default)
+def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse what reads memory beside the elements of the tensor: a rank does not hold it."""
+    x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    with no_interception():
+        is_view = x._viewing or x._is_view()
+    if not isinstance(x, DistTensor) or (x._spec.is_dense and not (is_view and at is not None)):
+        return NotImplemented
+    raise OperationError(
+        "as_strided", f"{x._spec!r}, a view" if is_view else repr(x._spec),
+        "as_strided reads the memory of the tensor that this is a view of, and this rank holds other parts of that",
+        "as_strided on the tensor that owns the memory, x.contiguous().as_strided(size, stride), or x[...] by index",
+    )  # fmt: skip
 
 
 def _squeezed_dims(x: Tensor, dim: Any = None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from meshwright.comm import current
 from meshwright.layout import Spec, replicated
 
 from ._absent import absent
-from ._convert import convert_local
+from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._local import spec_of, whole_local
 from ._pending import deferring, flush, forget
@@ -24,9 +24,10 @@ _T: Any = Tensor
 
 
 def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
-    """A local gradient of a tensor with `spec`, as the distributed tensor it is."""
+    """Return the local gradient of a tensor with `spec` as the distributed tensor that it is."""
     with no_interception():
         dual = spec.dual().with_dtype(grad.dtype)
+        grad = arranged(grad, dual)
     out = stamp(grad, dual)
     return absent(out, dual) if current().rank not in spec.mesh else out
 
@@ -136,7 +137,11 @@ def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return grad
     if isinstance(grad, DistTensor):
         return grad
-    return dual_stamp(grad, x._spec)
+    found = dual_stamp(grad, x._spec)
+    if found is not grad:
+        with no_interception():
+            x.grad = found
+    return found
 
 
 @handles(_T.grad.__set__, numbers=False)

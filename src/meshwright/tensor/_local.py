@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, replicated
+from meshwright.layout import ProcessMesh, Spec, replicated
 
+from ._capture import strides_of
 from ._convert import Move, convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._pending import defer_reduction
@@ -22,6 +22,8 @@ def shared_move(x: Tensor, how: Move) -> Tensor:
     Call it with interception off. Only intermediate results that want a gradient are shared: a leaf's reductions are
     put off and added up, and what `x.data` was taken of may be written to without a trace.
     """
+    if how.is_trivial:
+        return x
     if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and x.requires_grad):
         return how(x)
     if x.is_leaf:
@@ -52,17 +54,12 @@ def whole_local(x: Tensor) -> Tensor:
 
 def spec_of(x: Tensor, like: Spec) -> Spec:
     """The spec of `x`; a plain tensor is replicated over the mesh of `like`."""
-    return x._spec if isinstance(x, DistTensor) else Spec(like.mesh, replicated(x.dim()), x.shape, x.dtype)
+    return x._spec if isinstance(x, DistTensor) else spec_of_whole(x, like.mesh)
 
 
-def dense_strides(x: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of a new whole tensor in the memory order of the part `x`; None for the usual order.
-
-    Call it with interception off.
-    """
-    if x.layout is not torch.strided or x.dim() < 2 or x.is_contiguous():
-        return None
-    return torch.empty_like(torch.empty_strided(tuple(shape), x.stride(), device="meta")).stride()
+def spec_of_whole(x: Tensor, mesh: ProcessMesh) -> Spec:
+    """Return the spec of a plain tensor that every rank of `mesh` holds whole."""
+    return Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
 
 
 def write_into(target: DistTensor, new: Tensor) -> DistTensor:
@@ -71,7 +68,7 @@ def write_into(target: DistTensor, new: Tensor) -> DistTensor:
     if new.shape != spec.shape:
         new = new.expand(spec.shape)
     have = spec_of(new, spec)
-    local = convert_local(new, have, spec.with_dtype(have.dtype))
+    local = convert_local(new, have, have.with_layout(spec.layout))
     with no_interception():
         target.copy_(local)
     return target

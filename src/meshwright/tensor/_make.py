@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of, replicated
+from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of
 
 from ._absent import absent, make_absent
-from ._convert import convert_local
+from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
+from ._local import spec_of_whole
 from ._marks import captured_whole
 from .torch_hooks import no_interception, shares_storage, transforming, transforms_paused
 
@@ -35,8 +36,13 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
-    src = Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
-    dst = src.with_layout(layout)
+    src = spec_of_whole(x, mesh)
+    return _placed(x, src, Spec(mesh, layout, src.shape, src.dtype, src.new.strides))
+
+
+def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
+    """Return the plain tensor `x` in the layout and with the strides of `dst`."""
+    mesh = dst.mesh
     if not x.is_leaf and x.requires_grad:
         return present(convert_local(x, src, dst) if current().rank in mesh else x, dst)
     with torch.no_grad():
@@ -52,11 +58,13 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 
 
 def lay(x: Tensor, spec: Spec) -> DistTensor:
-    """`x` itself, a leaf that every rank has whole, turned into this rank's part of it.
+    """Return `x` itself, a leaf that every rank has whole, turned into this rank's part of it.
 
     It stays the same object, so that modules and optimizers that hold it hold the part.
     """
-    new = place(x, spec.mesh, spec.layout)
+    spec = spec.new
+    whole = not isinstance(x, DistTensor)
+    new = _placed(x, spec_of_whole(x, spec.mesh), spec) if whole else _resharded(x, spec)
     is_parameter = isinstance(x, nn.Parameter)
     with no_interception():
         x.data = plain_view(new.detach())
@@ -69,9 +77,14 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
 
 
 def present(local: Tensor, spec: Spec) -> DistTensor:
-    """The distributed tensor with this local part, or without any on a rank outside the mesh; differentiable."""
+    """Return the distributed tensor with this local part, without any on a rank outside the mesh; differentiable.
+
+    A part in another memory format than a new tensor of this spec has is copied.
+    """
+    spec = spec.new
     with no_interception():
         if current().rank in spec.mesh:
+            local = arranged(local, spec)
             return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
         if local.requires_grad:
             return make_absent([spec], [local])[0]
@@ -81,9 +94,10 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
 def from_local(
     local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
 ) -> DistTensor:
-    """The distributed tensor of which `local` is this rank's part; differentiable, no copy.
+    """Return the distributed tensor of which `local` is this rank's part; differentiable.
 
-    Without `shape` all parts are taken to have the shape of this one. Raises LocalShapeError when `local` does not fit.
+    The tensor is contiguous, and shares memory with `local` if that is contiguous too. Without `shape` all parts are
+    taken to have the shape of this one. Raises LocalShapeError when `local` does not fit.
     """
     if captured_whole(local) is not None:
         raise OperationError(
@@ -113,14 +127,19 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
-    dst = Spec(mesh, layout, x._spec.shape, x._spec.dtype)
+    have = x._spec
+    return _resharded(x, have.with_layout(layout) if mesh is have.mesh else Spec(mesh, layout, have.shape, have.dtype))
+
+
+def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
+    """Return `x` under another spec of the same shape."""
     if dst is x._spec:
         return x
     if transforming():
         with transforms_paused():
-            return redistribute(x, mesh, layout)
+            return _resharded(x, dst)
     x._read_again()
-    rank = current().rank
+    rank, mesh = current().rank, dst.mesh
     if rank not in x._spec.mesh and rank not in mesh:
         return make_absent([dst], [x])[0]
     local = convert_local(x, x._spec, dst)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec
 
 from ._absent import link, make_absent
 from ._capture import Captured, Node, autocast_dtype, capture, dtypes_given
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
+from ._local import spec_of_whole
 from ._plan import Drawn, Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
 from ._tree import map_tensors, tensors_in
@@ -97,7 +98,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
     """Results of these shapes without elements, repeated on the mesh as what comes of whole tensors is."""
-    specs = [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in tensors_in(out)]
+    specs = [spec_of_whole(t, like.mesh) for t in tensors_in(out)]
     made = iter(make_absent(specs, tensors))
     return map_tensors(lambda _: next(made), out)
 
@@ -107,7 +108,7 @@ def _without_elements(
     dtypes: Sequence[torch.dtype] | None,
 ) -> Any:  # fmt: skip
     results = list(tensors_in(captured.out))
-    specs = list(known or [Spec(like.mesh, replicated(t.dim()), t.shape, t.dtype) for t in results])
+    specs = list(known or [spec_of_whole(t, like.mesh) for t in results])
     if dtypes is not None:
         specs = [s.with_dtype(dtype) for s, dtype in zip(specs, dtypes, strict=True)]
     real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}

@@ -13,13 +13,13 @@ from meshwright.comm import Carrier, current
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
 from meshwright.spmd import Alternative, Call, RuleError, describe, drawn_rule, refined
 
-from ._capture import Captured, Node, taken_apart
+from ._capture import Captured, Node, strides_of, taken_apart
 from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
 from ._tree import map_leaves, map_tensors, tensors_in
-from .torch_hooks import Operator, shares_storage
+from .torch_hooks import Operator, no_interception, shares_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,14 @@ class Ref:
 class Step:
     """One operator on local tensors: what its operands become first, and what its results are.
 
-    `moves[k]` is (tensor argument, how it becomes what the operator needs). `direct` tells that the caller's own
-    function may be called on the (converted) arguments, since nothing but operands changes; `broken` that results are
-    views of an operand that had to move; `grown` that results have sizes of their own, which numbers may decide.
-    `context` is how attention goes here, None for what is not attention.
+    Attributes:
+        moves: Pairs of a tensor argument's number and the conversion that it needs.
+        direct: True if the caller's own function may be called, since nothing but operands changes.
+        broken: True if the results are views of an operand that has to move.
+        single: True unless autograd makes such results by one node.
+        grown: True if a result has a dim that is no dim of an operand; values may decide its size.
+        fresh: Per result, True if it is a new tensor although the schema lets it alias an argument.
+        context: The algorithm of attention along a sharded sequence; None for other operators.
     """
 
     node: Node
@@ -49,7 +53,9 @@ class Step:
     form: Callable[..., Any] | None
     ins: tuple[Spec | None, ...]
     broken: bool
+    single: bool
     grown: bool
+    fresh: tuple[bool, ...]
     context: Context | None = None
 
     def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,7 +165,7 @@ def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | 
 
 def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
     found = specs.get(id(x))
-    return found if found is not None else Spec(mesh, replicated(x.dim()), x.shape, x.dtype)
+    return found if found is not None else Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
 
 
 def _writes_elsewhere(node: Node, call: Call) -> bool:
@@ -187,10 +193,11 @@ def _step(
     if [lay.ndim for lay in layouts] != [r.dim() for r in results]:
         return None
     mesh = next(s.mesh for s in ins if s is not None)
-    outs = tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(layouts, results, strict=True))
+    outs = tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in zip(layouts, results, strict=True))
     form = call.rule.forms[decision.form] if decision.form else None
     if form is None and call.rule.guard is not None and any(leaves_nothing(s) for s in (*decision.ins, *outs)):
         form = call.rule.guard
+    broken = _breaks_view(node, operands, ins, decision)
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(
         node=node,
@@ -202,9 +209,25 @@ def _step(
         sizes=sizes,
         form=form,
         ins=decision.ins,
-        broken=_breaks_view(node, operands, ins, decision),
+        broken=broken,
+        single=not (broken and len(results) > 1 and _in_one_node(node)),
         grown=_grown(call, results),
+        fresh=fresh_results(node),
     )
+
+
+def fresh_results(node: Node) -> tuple[bool, ...]:
+    """Return, for each result, whether it is a new tensor although the schema lets it alias an argument."""
+    results = list(tensors_in(node.out))
+    if not may_alias(node.op):
+        return (False,) * len(results)
+    given = list(tensors_in((node.args, node.kwargs)))
+    return tuple(not any(r is t or shares_storage(r, t) for t in given) for r in results)
+
+
+def may_alias(op: Operator) -> bool:
+    """True if the schema lets a result alias an argument that the operator does not write to."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
 def _grown(call: Call, results: Sequence[Tensor]) -> bool:
@@ -232,9 +255,27 @@ def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Sp
     moved = [
         x
         for x, have, need in zip(operands, ins, decision.ins, strict=True)
-        if x is not None and have is not None and need is not None and not move(have, need).is_relabel
+        if x is not None and have is not None and need is not None and not move(have, need).is_trivial
     ]
     return any(shares_storage(x, r) for x in moved for r in tensors_in(node.out))
+
+
+def of_one_node(results: Sequence[Tensor]) -> bool:
+    """True if autograd made several of the results by one node; torch lets nobody write to such views."""
+    with no_interception():
+        nodes = [r.grad_fn for r in results if r.grad_fn is not None]
+    return len({id(n) for n in nodes}) < len(nodes)
+
+
+def _in_one_node(node: Node) -> bool:
+    """True if autograd makes several results of the operator by one node; found by a call that wants gradients."""
+
+    def wanting(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+
+    with torch.enable_grad():
+        kwargs = {k: map_tensors(wanting, v) for k, v in node.kwargs.items()}
+        return of_one_node(list(tensors_in(node.op(*map_tensors(wanting, node.args), **kwargs))))
 
 
 def plan_call(
@@ -265,7 +306,8 @@ def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | 
     results = list(tensors_in(node.out))
     if decision is None or len(decision.outs) != len(results):
         return None
-    return Drawn(tuple(Spec(mesh, lay, r.shape, r.dtype) for lay, r in zip(decision.outs, results, strict=True)))
+    layouts = zip(decision.outs, results, strict=True)
+    return Drawn(tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in layouts))
 
 
 def _is_whole_call(captured: Captured) -> bool:
@@ -292,6 +334,25 @@ def _unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh)
 def is_written(op: Operator) -> bool:
     """True for an operator that writes to one of its operands."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+
+
+def writes_overlapping(captured: Captured) -> bool:
+    """True if the call writes to an argument of which several elements share memory; torch refuses most such calls."""
+    return any(0 in x.stride() and x.numel() for x in written_inputs(captured))
+
+
+def written_inputs(captured: Captured) -> list[Tensor]:
+    """Return the call's arguments, as the capture names them, that it writes to."""
+    written = {id(t) for n in captured.nodes for t in _written(n)}
+    return [x for x in captured.inputs if id(x) in written]
+
+
+def _written(node: Node) -> list[Tensor]:
+    """Return the tensors that the node writes to, by its schema."""
+    names = {a.name for a in node.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    positions = zip(node.op._schema.arguments, node.args, strict=False)
+    given = [v for a, v in positions if a.name in names] + [v for k, v in node.kwargs.items() if k in names]
+    return list(tensors_in(given))
 
 
 def makes_views(captured: Captured) -> bool:

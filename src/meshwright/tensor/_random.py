@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, is_contiguous
 
 from ._absent import make_absent
-from ._convert import convert_local
+from ._convert import arranged, convert_local
 from ._counter import DISTRIBUTIONS, Counted, draw_bits, is_counted
 from ._dist_tensor import DistTensor, local_rank, stamp
 from ._errors import RandomSourceError
-from ._local import dense_strides, whole_spec
+from ._local import spec_of_whole
 from ._marks import as_one
 from ._per_rank import PerRank
 from .torch_hooks import no_interception
@@ -65,7 +65,7 @@ class Draw:
     like: Mapping[str, Any] | None = None
 
     def empty(self, x: Tensor) -> Tensor:
-        """What is filled, where `x` has the shape."""
+        """Return the tensor that is filled, where `x` has the shape and the memory format."""
         return x if self.like is None else torch.empty_like(x, **self.like)
 
     def fill(self, x: Tensor) -> Tensor:
@@ -93,26 +93,29 @@ class Draw:
         return convert_local(out, part, part.with_layout(spec.layout)) if spec.layout.partial else out
 
 
-def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> Tensor:
-    """This rank's part, under `spec`, of what is drawn for a whole tensor like `x`."""
+def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
+    """Return this rank's part of what is drawn for a whole tensor like `x` in the layout of `spec`, and its spec.
+
+    Torch fills a tensor in the order of its memory, so the whole tensor has the global strides of `x`.
+    """
     dtype = (draw.like or {}).get("dtype") or spec.dtype
     source = drawing_by()
-    if source == "counter" and is_counted(draw.name, dtype):
-        return draw.count(_empty(x, spec, current().local_shape(spec)), spec)
-    if source == "rank":
-        return draw.fill(_empty(x, spec, current().local_shape(spec)))
-    whole = draw.fill(_empty(x, spec, spec.shape))
-    if x._away:
-        return whole
-    return convert_local(whole, whole_spec(spec).with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
+    if source == "torch" or (source == "counter" and not is_counted(draw.name, dtype)):
+        whole = draw.fill(_empty_strided(spec.shape, x._spec.full_strides, spec.dtype, x.device))
+        have = spec_of_whole(whole, spec.mesh)
+        need = Spec(spec.mesh, spec.layout, spec.shape, whole.dtype, have.strides).new
+        return (whole if x._away else convert_local(whole, have, need)), need
+    rank = current().rank
+    part = _empty_strided(spec.local_shape(rank), spec.local_strides(rank), spec.dtype, x.device)
+    part = draw.count(part, spec) if source == "counter" else draw.fill(part)
+    return arranged(part, spec), spec.new.with_dtype(part.dtype)
 
 
-def _empty(x: DistTensor, spec: Spec, shape: Sequence[int]) -> Tensor:
-    """A tensor of this shape in the memory order of `x`."""
-    strides = dense_strides(x, shape)
-    if strides is None:
-        return torch.empty(tuple(shape), dtype=spec.dtype, device=x.device)
-    return torch.empty_strided(tuple(shape), strides, dtype=spec.dtype, device=x.device)
+def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor; a program that is recorded has `empty` where the tensor is contiguous."""
+    if is_contiguous(shape, strides):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
 
 
 def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -121,7 +124,7 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
         return NotImplemented
     with no_interception():
-        local = _drawn(x, x._spec, Draw(func.__name__.split(".")[0], tuple(rest), kwargs))
+        local, _ = _drawn(x, x._spec, Draw(func.__name__.split(".")[0], tuple(rest), kwargs))
         if not x._away:
             x.copy_(local)
     return x
@@ -150,8 +153,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     spec = _joined(x._spec)
     with no_interception():
-        local = _drawn(x, spec, draw)
-        spec = spec.with_dtype(local.dtype)
+        local, spec = _drawn(x, spec, draw)
     return make_absent([spec], [x])[0] if x._away else stamp(local, spec)
 
 
@@ -178,12 +180,12 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return x.copy_(dropout(func, types, (x, p), {}))
     spec = _joined(x._spec)
     with no_interception():
-        mask = _drawn(x, spec, Draw("dropout", (p,)))
+        mask, drawn = _drawn(x, spec, Draw("dropout", (p,)))
     if x._away:
         return make_absent([spec], [x])[0]
     if spec is not x._spec:
         x = stamp(convert_local(x, x._spec, spec), spec)
-    return x * stamp(mask, spec.with_dtype(mask.dtype))
+    return x * stamp(mask, drawn)
 
 
 def _joined(spec: Spec) -> Spec:

@@ -15,6 +15,7 @@ from ._alias import break_view, run_whole
 from ._capture import Captured, Node, autocast_dtype, is_raised
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
+from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
 from ._tree import map_tensors, tensors_in
@@ -23,22 +24,39 @@ from .torch_hooks import call_plain, no_interception, view_replay
 _NOTHING: dict[str, Any] = {}
 
 
-def run_direct(outs: Sequence[Spec], out: Any, plain: bool) -> Run:
-    """The caller's own function does right on the local tensors: only stamp what it returns.
+def run_direct(outs: Sequence[Spec], out: Any, plain: bool, law: Law) -> Run:
+    """Return the run of a call that is right on the local tensors: the caller's own function, its results stamped.
 
-    `plain` tells that there are plain tensors among the arguments, which might be returned as they are.
+    `plain` says that there are plain tensors among the arguments, which might be returned as they are.
     """
-    if isinstance(out, Tensor) and not plain:
-        return _run_direct_one(outs[0])
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         found = call_plain(func, types, args, kwargs or _NOTHING)
-        if plain:
-            with no_interception():
-                found = _own(found, list(tensors_in((args, kwargs))))
+        with no_interception():
+            found = law.apply(found, list(tensors_in((args, kwargs))))
         return _stamp_all(found, outs)
 
-    return run
+    return _Direct(run, outs[0], law) if isinstance(out, Tensor) and not plain else run
+
+
+class _Direct:
+    """The run of a call with one result, which is simpler once its law is settled."""
+
+    def __init__(self, run: Run, spec: Spec, law: Law) -> None:
+        self.run, self.law, self.simple = run, law, _run_direct_one(spec)
+
+    def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return (self.simple if self.law.is_plain else self.run)(func, types, args, kwargs)
+
+    @property
+    def settled(self) -> Run:
+        """The run to keep after the first call."""
+        return self.simple if self.law.is_plain else self.run if self.law.settled else self
+
+
+def settled(run: Run) -> Run:
+    """Return the run to keep after a first call."""
+    return getattr(run, "settled", run)
 
 
 def _run_direct_one(spec: Spec) -> Run:
@@ -68,16 +86,18 @@ def _typed(spec: Spec, t: Tensor) -> Spec:
 
 
 def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
-    """One operator: its operands converted, then the caller's function, the operator, or its second form."""
+    """Return the run of one operator: its operands converted, then the caller's function, the operator, or its form."""
     places = _places(args, kwargs)
+    law = Law(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
-        return _run_foreign(step, places)
+        return _run_foreign(step, places, law)
     if step.direct and not step.moves:
-        return run_direct(step.outs, step.node.out, any(not isinstance(t, DistTensor) for t in tensors_in(args)))
+        plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
+        return run_direct(step.outs, step.node.out, plain, law)
     if step.direct:
-        return _run_moved(step) if places is None else _run_flat(step, places)
+        return _run_moved(step, law) if places is None else _run_flat(step, places, law)
     sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
-    return _run_sized(step, _SIZED[func]) if sized else _run_local(step, places)
+    return _run_sized(step, _SIZED[func], law) if sized else _run_local(step, places, law)
 
 
 def _places(args: Any, kwargs: Any) -> tuple[int, ...] | None:
@@ -95,7 +115,7 @@ def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -
     return tensors
 
 
-def _run_moved(step: Step) -> Run:
+def _run_moved(step: Step, law: Law) -> Run:
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -103,26 +123,26 @@ def _run_moved(step: Step) -> Run:
             tensors = _moved(step, None, args, kwargs)
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
-            out = _own(func(*local_args, **local_kwargs), tensors)
+            out = law.apply(func(*local_args, **local_kwargs), tensors)
         return finish(out, func, args, kwargs)
 
     return run
 
 
-def _run_foreign(step: Step, places: tuple[int, ...] | None) -> Run:
+def _run_foreign(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
     """A user's operator sees plain tensors: what it saves for its backward pass must meet plain gradients there."""
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
             tensors = [plain_view(t) for t in _moved(step, places, args, kwargs)]
-            out = _own(_computed(step, tensors), tensors)
+            out = law.apply(_computed(step, tensors), tensors)
         return finish(out, func, args, kwargs)
 
     return run
 
 
-def _run_flat(step: Step, places: tuple[int, ...]) -> Run:
+def _run_flat(step: Step, places: tuple[int, ...], law: Law) -> Run:
     finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -131,7 +151,7 @@ def _run_flat(step: Step, places: tuple[int, ...]) -> Run:
             for at, how in moves:
                 local[at] = shared_move(local[at], how)
             named = dict(zip(kwargs, local[len(args) :], strict=True)) if kwargs else _NOTHING
-            out = _own(func(*local[: len(args)], **named), local)
+            out = law.apply(func(*local[: len(args)], **named), local)
         return finish(out, func, args, kwargs)
 
     return run
@@ -143,7 +163,7 @@ def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
 
     def many(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = _stamp_all(out, specs)
-        return break_view(out, func, args, kwargs) if step.broken else out
+        return break_view(out, func, args, kwargs, step.single) if step.broken else out
 
     if not isinstance(step.node.out, Tensor) or step.broken:
         return many
@@ -159,24 +179,13 @@ def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
     return one
 
 
-def _own(out: Any, inputs: Sequence[Any]) -> Any:
-    """`out` with any result that is a plain input object replaced by a view of it, so that stamping spares inputs."""
-    if type(out) is Tensor:
-        for x in inputs:
-            if x is out:
-                return out.view_as(out)
-        return out
-    known = {id(t) for t in inputs if not isinstance(t, DistTensor)}
-    return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out
-
-
-def _run_local(step: Step, places: tuple[int, ...] | None) -> Run:
+def _run_local(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
     finish, raised = _finisher(step), _raising(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
             tensors = raised(_moved(step, places, args, kwargs))
-            out = _own(_like(step.node.out, _computed(step, tensors)), tensors)
+            out = law.apply(_like(step.node.out, _computed(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
     return run
@@ -216,11 +225,15 @@ _SIZED = {
 """Functions that do, on local tensors, what `f(tensor, local sizes)` does."""
 
 
-def _run_sized(step: Step, local: Any) -> Run:
+def _run_sized(step: Step, local: Any, law: Law) -> Run:
     finish, spec = _finisher(step), step.outs[0]
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return finish(call_plain(local, types, (args[0], current().local_shape(spec)), _NOTHING), func, args, kwargs)
+        out = call_plain(local, types, (args[0], current().local_shape(spec)), _NOTHING)
+        if law.apply is not own:
+            with no_interception():
+                out = law.apply(out, args[:1])
+        return finish(out, func, args, kwargs)
 
     return run
 
@@ -280,16 +293,12 @@ def run_graph(captured: Captured) -> Run:
     return run
 
 
-_IN_ANY_MEMORY: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-"""What does the same for tensors in another memory order than those that were captured, which had no gaps."""
-
-
 def _run_node(node: Node, known: dict[int, Tensor]) -> None:
     args, kwargs = map_tensors(lambda t: known[id(t)], (node.args, node.kwargs))
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "meta":
         kwargs = {**kwargs, "device": next(iter(known.values())).device}
-    out = _IN_ANY_MEMORY.get(node.op, node.op)(*args, **kwargs)
+    out: Any = node.op(*args, **kwargs)
     for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
         known[id(meta)] = real
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import whole_of
+
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import RanWholeWarning
-from ._local import dense_strides, whole_spec
+from ._local import whole_spec
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception
 
@@ -58,23 +61,41 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
 
 
 def _whole(t: Tensor) -> Tensor:
-    """The whole tensor, in the memory order that the parts have."""
+    """Return the whole tensor with its global strides; in memory of its own unless the part is the whole tensor."""
     if not isinstance(t, DistTensor):
         return t
-    out = convert_local(t, t._spec, whole_spec(t._spec))
+    spec = t._spec
+    out = convert_local(t, spec, whole_spec(spec))
     with no_interception():
-        if whole_spec(t._spec) is t._spec:
+        if whole_spec(spec) is spec:
             return plain_view(out)
-        if t._spec.layout.is_replicated:
-            return out.clone()
-        strides = dense_strides(t, out.shape)
-        if strides is not None:
-            out = torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
-        return out
+        if spec.strides is not None:
+            return _with_strides(out, spec.strides)
+        return out.clone() if spec.layout.is_replicated else out
+
+
+def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a copy of `x` with these strides; differentiable."""
+    if 0 in strides:
+        return _Overlapping.apply(x, strides)  # pyright: ignore[reportReturnType] - torch's stub: anything
+    return whole_of(x, strides)
+
+
+class _Overlapping(torch.autograd.Function):
+    """A copy of which several elements share memory; each element has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strides: Sequence[int]) -> Tensor:
+        return whole_of(x, strides)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
 
 
 def put_back(t: DistTensor, whole: Tensor) -> None:
     """Writes the whole value into the parts of `t`."""
-    local = convert_local(whole, whole_spec(t._spec), t._spec)
+    have = whole_spec(t._spec).contiguous
+    local = convert_local(whole, have, have.with_layout(t._spec.layout))
     with no_interception():
         t.copy_(local)

@@ -1,0 +1,142 @@
+"""The law of results: a local result has the shape, the memory format and the aliases that its spec says.
+
+Torch decides on the local part of a tensor what it would decide otherwise on the whole one: `contiguous` returns its
+argument if that is contiguous, and so does `reshape`. What the whole tensor does was found when the call was captured,
+so here the local result is made to agree with it.
+
+    shape          always equal; checked in the first calls of a plan, in every call while `checked_results` is on
+    aliases        an operator whose schema says that its result may alias an argument is checked in every call
+    memory format  checked in the first calls; if one differs, in every call from then on
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import Spec
+
+from ._convert import arranged, is_arranged
+from ._dist_tensor import DistTensor
+from ._errors import LocalShapeError
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import FakeTensor, shares_storage
+
+Apply = Callable[[Any, Sequence[Any]], Any]
+"""`apply(result, arguments)` returns the local results of a call, made to agree with their specs."""
+
+
+class _Always:
+    """True while every call is checked."""
+
+    on = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
+
+
+@contextmanager
+def checked_results() -> Generator[None]:
+    """Inside, the local results of every call are checked for their shapes; by default those of first calls are.
+
+    The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans that are known already
+    are not checked: enter it before the first call.
+    """
+    before, _Always.on = _Always.on, True
+    try:
+        yield
+    finally:
+        _Always.on = before
+
+
+class Law:
+    """What the local results of one plan must be; `apply` makes them so.
+
+    `fresh[k]` says that result k is a new tensor although the operator's schema lets it alias an argument.
+    """
+
+    def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool]) -> None:
+        self.name, self.outs, self.fresh = name, outs, fresh
+        self.settled = False
+        self._seen: set[Any] = set()
+        self._arranges = False
+        self.apply: Apply = self._checked
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing has to be checked or changed any more."""
+        return self.settled and self.apply is own
+
+    def _checked(self, out: Any, inputs: Sequence[Any]) -> Any:
+        out = self._mended(out, inputs)
+        results = list(tensors_in(out))
+        rank = current().rank
+        if results and len(results) == len(self.outs):
+            for k, (x, spec) in enumerate(zip(results, self.outs, strict=True)):
+                self._check_shape(k, x, spec, rank)
+            self._settle(rank)
+        return out
+
+    def _check_shape(self, k: int, x: Tensor, spec: Spec, rank: int) -> None:
+        if rank in spec.mesh and not isinstance(x, FakeTensor) and tuple(x.shape) != spec.local_shape(rank):
+            raise LocalShapeError(
+                f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
+                f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
+                "please report this call: the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+            )  # fmt: skip
+
+    def _settle(self, rank: int) -> None:
+        """Stop checking once every shape of a local result was checked; simulated ranks share the plan."""
+        if any(spec.is_symbolic for spec in self.outs):
+            self.settled = True
+            return
+        ranks = self.outs[0].mesh.process_ids if current().kind == "simulated" else (rank,)
+        self._seen.add(self._shapes(rank))
+        self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
+        if self.settled:
+            self.apply = self._mended if self._arranges or any(self.fresh) else own
+
+    def _shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(spec.local_shape(rank) for spec in self.outs)
+
+    def _mended(self, out: Any, inputs: Sequence[Any]) -> Any:
+        out = self._copied(out, inputs) if any(self.fresh) else own(out, inputs)
+        return self._arranged(out)
+
+    def _copied(self, out: Any, inputs: Sequence[Any]) -> Any:
+        left = iter(self.fresh)
+        given = [t for t in inputs if isinstance(t, Tensor)]
+
+        def copied(x: Tensor) -> Tensor:
+            aliases = next(left, False) and any(x is t or shares_storage(x, t) for t in given)
+            return x.clone() if aliases else x
+
+        return own(map_tensors(copied, out), inputs)
+
+    def _arranged(self, out: Any) -> Any:
+        left = iter(self.outs)
+
+        def put(x: Tensor) -> Tensor:
+            spec = next(left, None)
+            if spec is None or not spec.is_dense or spec.is_symbolic or x.layout is not torch.strided:
+                return x
+            if isinstance(x, DistTensor) or x.dim() != spec.ndim or is_arranged(x, spec):
+                return x
+            self._arranges = True
+            return arranged(x, spec)
+
+        return map_tensors(put, out)
+
+
+def own(out: Any, inputs: Sequence[Any]) -> Any:
+    """Return `out` with any result that is a plain argument replaced by a view of it, so that stamping spares it."""
+    if type(out) is Tensor:
+        for x in inputs:
+            if x is out:
+                return out.view_as(out)
+        return out
+    known = {id(t) for t in inputs if isinstance(t, Tensor) and not isinstance(t, DistTensor)}
+    return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out
