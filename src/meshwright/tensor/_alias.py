@@ -115,6 +115,7 @@ def break_view(out: Any, func: Any, args: Any, kwargs: Any, single: bool) -> Any
     """Return the results of a view call whose operand had to move, made views of that operand."""
     base = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
     at = count()
+    single = single or not (torch.is_grad_enabled() and base.requires_grad)
 
     def viewed(r: Tensor) -> Tensor:
         number = next(at)

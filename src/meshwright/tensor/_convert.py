@@ -7,7 +7,7 @@ any number of derivatives is right by construction.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -65,14 +65,8 @@ class Move:
         """Return this rank's part after the conversion, from its part `x`; call it with interception off."""
         if x.dtype is not self.src.dtype:
             return self.of_dtype(x.dtype)(x)
-        if self.is_trivial:
-            return x
-        out = self._converted(x)
-        return arranged(out, self.dst) if self.arranges else out
-
-    def _converted(self, x: Tensor) -> Tensor:
-        if self.special:
-            return _special(x, self)
+        if self.rare is not None:
+            return self.rare(x)
         grad_on = torch.is_grad_enabled()
         if grad_on and self.graded and x.requires_grad:
             return _convert(x, self)
@@ -82,6 +76,17 @@ class Move:
             return current().convert(self.plan, x)
         with torch.no_grad():
             return _owned(current().convert(self.plan, x))
+
+    @cached_property
+    def rare(self) -> Callable[[Tensor], Tensor] | None:
+        """The conversion where it is more than its steps; None where it is not."""
+        if self.is_trivial:
+            return lambda x: x
+        steps = partial(_special, how=self) if self.special else None
+        if not self.arranges:
+            return steps
+        bare = steps or move(self.src, self.dst.with_strides(self.src.strides if self.is_relabel else None))
+        return lambda x: arranged(bare(x), self.dst)
 
 
 def _real(spec: Spec) -> Layout:

@@ -218,8 +218,7 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
         return run_identity(captured), False
     if found is captured.nodes:
         return run_graph(captured), True
-    plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
-    return run_direct(found, captured.out, plain, Law(name_of(func), found, _fresh(captured))), False
+    return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), False
 
 
 def _fresh(captured: Captured) -> tuple[bool, ...]:

@@ -97,7 +97,14 @@ class Law:
         self._seen.add(self._shapes(rank))
         self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
         if self.settled:
-            self.apply = self._mended if self._arranges or any(self.fresh) else own
+            self.apply = self._settled()
+
+    def _settled(self) -> Apply:
+        if self._arranges:
+            return self._mended
+        if self.fresh == (True,):
+            return unshared
+        return self._mended if any(self.fresh) else own
 
     def _shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return tuple(spec.local_shape(rank) for spec in self.outs)
@@ -108,13 +115,7 @@ class Law:
 
     def _copied(self, out: Any, inputs: Sequence[Any]) -> Any:
         left = iter(self.fresh)
-        given = [t for t in inputs if isinstance(t, Tensor)]
-
-        def copied(x: Tensor) -> Tensor:
-            aliases = next(left, False) and any(x is t or shares_storage(x, t) for t in given)
-            return x.clone() if aliases else x
-
-        return own(map_tensors(copied, out), inputs)
+        return own(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
 
     def _arranged(self, out: Any) -> Any:
         left = iter(self.outs)
@@ -129,6 +130,14 @@ class Law:
             return arranged(x, spec)
 
         return map_tensors(put, out)
+
+
+def unshared(out: Any, inputs: Sequence[Any]) -> Any:
+    """Return `out`, one tensor, as a copy if it shares memory with an argument."""
+    for x in inputs:
+        if isinstance(x, Tensor) and (x is out or shares_storage(x, out)):
+            return out.clone()
+    return out
 
 
 def own(out: Any, inputs: Sequence[Any]) -> Any:

@@ -24,16 +24,18 @@ from .torch_hooks import call_plain, no_interception, view_replay
 _NOTHING: dict[str, Any] = {}
 
 
-def run_direct(outs: Sequence[Spec], out: Any, plain: bool, law: Law) -> Run:
+def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law) -> Run:
     """Return the run of a call that is right on the local tensors: the caller's own function, its results stamped.
 
-    `plain` says that there are plain tensors among the arguments, which might be returned as they are.
+    Plain tensors among the arguments might be returned as they are.
     """
+    plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
+    flat = not kwargs and _places(args, kwargs) is not None
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         found = call_plain(func, types, args, kwargs or _NOTHING)
         with no_interception():
-            found = law.apply(found, list(tensors_in((args, kwargs))))
+            found = law.apply(found, args if flat else list(tensors_in((args, kwargs))))
         return _stamp_all(found, outs)
 
     return _Direct(run, outs[0], law) if isinstance(out, Tensor) and not plain else run
@@ -92,8 +94,7 @@ def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
     if step.node.op.namespace != "aten":
         return _run_foreign(step, places, law)
     if step.direct and not step.moves:
-        plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
-        return run_direct(step.outs, step.node.out, plain, law)
+        return run_direct(step.outs, step.node.out, args, kwargs, law)
     if step.direct:
         return _run_moved(step, law) if places is None else _run_flat(step, places, law)
     sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
