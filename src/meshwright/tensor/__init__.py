@@ -1,5 +1,6 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
+from . import _compile as _compile
 from . import _dispatch as _dispatch
 from . import _transforms as _transforms
 from ._absent import absent
@@ -8,6 +9,7 @@ from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
+    CompileError,
     LocalShapeError,
     MixedMeshError,
     OperationError,
@@ -33,6 +35,7 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "CompileError",
     "Context",
     "Decided",
     "Decision",

@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch._dynamo import exc, symbolic_convert, trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -128,6 +129,22 @@ def _below(function: Any) -> list[Any]:
     """The classes of that class with a forward function of their own."""
     below = [c for sub in function.__subclasses__() for c in (sub, *_below(sub))]
     return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
+
+
+GraphError: type[Exception] = exc.UncapturedHigherOrderOpError
+"""The error of `torch.compile` that reaches the user unchanged, also out of `torch.cond` and its like."""
+
+SkipFrame: type[Exception] = exc.SkipFrame
+"""Raised while `torch.compile` traces a function: the function runs as plain Python."""
+
+
+def compile_trace() -> Any:
+    """Return the trace that `torch.compile` is making in this thread, or None."""
+    return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+leave_untraced: Callable[[str], None] = trace_rules.add
+"""`leave_untraced("package.name")`: `torch.compile` calls the functions of this package and never traces them."""
 
 
 TRANSFORMS: set[str] = set()
