@@ -9,13 +9,14 @@
 | `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
+| `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | forward mode is a state of the process, and each simulated rank needs its own |
 """  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,36 @@ from torch import Tensor
 # the backends themselves, and stores that type checkers know
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 
-__all__ = ["Backend", "PrefixStore", "Store", "TCPStore", "default_store", "open_backend"]
+__all__ = [
+    "Backend",
+    "ForwardState",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_store",
+    "forward_ad",
+    "open_backend",
+]
+
+
+class ForwardState(NamedTuple):
+    """The part of torch's forward mode that is one for all threads: the level, and how deep `torch.func.jvp` is in."""
+
+    level: int
+    nesting: int
+
+    @staticmethod
+    def now() -> ForwardState:
+        """Return the state of the process."""
+        return ForwardState(forward_ad._current_level, eager_transforms.JVP_NESTING)
+
+    def set(self) -> None:
+        """Make this the state of the process."""
+        forward_ad._current_level, eager_transforms.JVP_NESTING = self
 
 
 class Work(Protocol):

@@ -17,6 +17,7 @@ from ._errors import (
     PlainInBackwardError,
     RandomSourceError,
     RanWholeWarning,
+    TraceError,
 )
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
@@ -50,6 +51,7 @@ __all__ = [
     "RanWholeWarning",
     "RandomSourceError",
     "Source",
+    "TraceError",
     "absent",
     "attending_by",
     "bucket_of",

@@ -13,7 +13,15 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec
 from meshwright.spmd import is_computed, on_new_rule
 
-from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
+from . import (
+    _functions,
+    _handle_data,
+    _handle_forward,
+    _handle_gradients,
+    _handle_lists,
+    _handle_random,
+    _handle_values,
+)
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, asks_sizes, capture
@@ -29,11 +37,17 @@ from ._tree import tensors_in
 from ._whole import tell_whole
 from .torch_hooks import backward_running
 
-HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
+
+
+def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    """Carry out the call by its plan, which is made if the signature `key` is new."""
+    plan = PLANS.get(key)
+    return plan(func, types, args, kwargs) if plan is not None else dispatch(func, types, args, kwargs, key)
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:

@@ -18,11 +18,12 @@ from meshwright.layout import Placement, ProcessMesh, Spec
 from ._errors import PickleError
 from ._tree import leaves_in
 from .torch_hooks import (
-    TRANSFORMS,
     FakeTensor,
     backward_running,
     checkpoint_compares,
     interception_on,
+    jit_tracing,
+    modes_active,
     no_interception,
     transforming,
 )
@@ -55,14 +56,26 @@ class DistTensor(Tensor):
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch
     """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
-    _transformed: Run
-    """Carries out a call inside a transform of `torch.func`."""
+    _observed: Run
+    """Carry out a call inside a transform of `torch.func`, a dispatch mode or a trace."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if TRANSFORMS and transforming():
-            return DistTensor._transformed(func, types, args, kwargs)
-        key = _short_signature(func, args) if not kwargs and len(args) < 3 else signature(func, args, kwargs)
+        if transforming() or modes_active() or jit_tracing():
+            return DistTensor._observed(func, types, args, kwargs)
+        key = None
+        if not kwargs:
+            if len(args) == 2:
+                a, b = args
+                if type(a) is DistTensor:
+                    if type(b) is DistTensor:
+                        key = (func, a._spec, b._spec)
+                    elif b is None or type(b) is int:
+                        key = (func, a._spec, b)
+            elif len(args) == 1 and type(args[0]) is DistTensor:
+                key = (func, args[0]._spec)
+        if key is None:
+            key = signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
@@ -166,20 +179,6 @@ def stamp(local: Tensor, spec: Spec) -> DistTensor:
 def plain_view(x: Tensor) -> Tensor:
     """The local tensor under a plain torch.Tensor object; call it with interception off."""
     return x.as_subclass(Tensor) if type(x) is not Tensor else x
-
-
-def _short_signature(func: Any, args: Any) -> Any:
-    """The signature of a call of one or two arguments, where most of them are distributed tensors."""
-    if len(args) == 2:
-        a, b = args
-        if type(a) is DistTensor:
-            if type(b) is DistTensor:
-                return func, a._spec, b._spec
-            if b is None or type(b) is int:
-                return func, a._spec, b
-    elif len(args) == 1 and type(args[0]) is DistTensor:
-        return func, args[0]._spec
-    return signature(func, args, None)
 
 
 _MARKS: dict[type, Any] = {float: float, complex: complex}

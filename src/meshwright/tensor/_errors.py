@@ -39,6 +39,10 @@ class CompileError(MeshwrightError, GraphError):
         self.asked, self.found, self.why, self.write = asked, found, why, write
 
 
+class TraceError(MeshwrightError, RuntimeError):
+    """A trace of torch met a distributed tensor."""
+
+
 class RandomSourceError(MeshwrightError, ValueError):
     """A source of random numbers was asked for that does not exist."""
 

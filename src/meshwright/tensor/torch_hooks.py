@@ -21,6 +21,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
@@ -147,11 +148,17 @@ leave_untraced: Callable[[str], None] = trace_rules.add
 """`leave_untraced("package.name")`: `torch.compile` calls the functions of this package and never traces them."""
 
 
-TRANSFORMS: set[str] = set()
-"""How transforms of `torch.func` were begun in this process: to ask whether one is at work takes time."""
-
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside a transform of `torch.func`, in this thread."""
+
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Number of dispatch modes that see the operators of this thread."""
+
+jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""True inside `torch.jit.trace`, in this thread."""
+
+graph_tracing: Callable[[], Any] = proxy_tensor.get_proxy_mode
+"""The mode by which `make_fx` records operators, or None outside of it."""
 
 transforms_paused = temporarily_clear_interpreter_stack
 """Context in which tensors are computed as they are outside of all transforms."""
@@ -162,16 +169,21 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+MAKE_DUAL: Any = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
+"""What `forward_ad.make_dual` calls."""
+
+UNPACK_DUAL: Any = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
+"""What `forward_ad.unpack_dual` calls."""
+
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
+
+
 _INTO = {
     eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),
     functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
 }
 """What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
-_BEGIN = {
-    eager_transforms: ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"),
-    functorch_vmap: ("_vmap_increment_nesting",),
-}
-"""What begins a transform."""
 
 
 def tell_transforms(entering: Callable[[Any], Any]) -> None:
@@ -179,13 +191,6 @@ def tell_transforms(entering: Callable[[Any], Any]) -> None:
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: own(entering(x), *rest)
-
-    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any) -> Any:
-            TRANSFORMS.add(name)
-            return own(*args)
-
-        return begin
 
     forward = eager_transforms._jvp_with_argnums
 
@@ -203,9 +208,6 @@ def tell_transforms(entering: Callable[[Any], Any]) -> None:
     for module, names in _INTO.items():
         for name in names:
             setattr(module, name, taking(getattr(module, name)))
-    for module, names in _BEGIN.items():
-        for name in names:
-            setattr(module, name, noting(name, getattr(module, name)))
 
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
