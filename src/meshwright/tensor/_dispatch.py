@@ -35,7 +35,7 @@ from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from ._whole import tell_whole
-from .torch_hooks import backward_running
+from .torch_hooks import SCRIPTED, Operator, backward_running, below_autograd, call_plain, is_batched, is_dense
 
 HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
@@ -58,8 +58,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
             PLANS[key] = direct
         return direct(func, types, args, kwargs)
     kwargs = kwargs or {}
+    if _is_below(func):
+        return call_plain(func, types, args, kwargs)
     handler = HANDLERS.get(func)
     tensors = list(tensors_in((args, kwargs)))
+    if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
+        raise _batched(func, tensors)
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
     if isinstance(kwargs.get("out"), DistTensor):
@@ -70,6 +74,28 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     if views:
         after_call(views, before, out)
     return out
+
+
+def _is_below(func: Any) -> bool:
+    """True for an operator that a dispatch mode of the user carries out inside a backward pass, on local parts."""
+    return isinstance(func, Operator) and backward_running() != -1 and below_autograd()
+
+
+def _or_below(run: Run) -> Run:
+    """Return `run` of an operator, which a dispatch mode may call on local parts as well."""
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
+
+    return chosen
+
+
+def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
+    specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
+    return OperationError(
+        f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
+        "fix: torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; gradcheck without check_batched_grad",
+    )  # fmt: skip
 
 
 def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
@@ -89,7 +115,11 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
-    if any(isinstance(t, Absent) for t in tensors):
+    if isinstance(func, SCRIPTED):
+        run, by_value = _on_whole(func, "TorchScript runs in C++"), False
+    elif not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
+        run, by_value = _on_whole(func, "an operand is sparse or nested"), False
+    elif any(isinstance(t, Absent) for t in tensors):
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)
@@ -102,6 +132,8 @@ def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: b
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
+    if isinstance(func, Operator):
+        run = _or_below(run)
     exact = exact_signature(func, args, kwargs) if by_value or key in _VALUED else None
     if exact is not None and exact[1]:
         _VALUED.add(key)

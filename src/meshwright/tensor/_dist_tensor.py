@@ -22,6 +22,7 @@ from .torch_hooks import (
     backward_running,
     checkpoint_compares,
     interception_on,
+    is_dense,
     jit_tracing,
     modes_active,
     no_interception,
@@ -239,13 +240,16 @@ def _mark_other(value: Any) -> Any:
 
 
 def _mark_tensor(value: Any) -> Any:
-    """A plain tensor counts by shape and dtype, but inside a backward pass it has to be looked at each time."""
+    """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
+
+    Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is looked at again.
+    """
     if isinstance(value, DistTensor):
         if value._away:
             return ("away", value._spec)
         if type(value) is FakeDistTensor:
             return value._spec
-    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
+    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter) and is_dense(value):
         return (Tensor, value.shape, value.dtype)
     raise _NoSignature
 

@@ -18,7 +18,15 @@ from ._local import whole_local, whole_spec
 from ._registry import DIRECT
 from ._tree import map_tensors, tensors_in
 from ._whole import tell_whole
-from .torch_hooks import call_plain, graph_tracing, jit_tracing, tell_transforms, transforming, transforms_paused
+from .torch_hooks import (
+    call_plain,
+    graph_tracing,
+    jit_tracing,
+    tell_scripts,
+    tell_transforms,
+    transforming,
+    transforms_paused,
+)
 
 NAME = "torch.func"
 WHY = "its transforms see plain tensors"
@@ -26,9 +34,10 @@ WHY = "its transforms see plain tensors"
 
 def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return `func(*args, **kwargs)`, called inside a transform, a dispatch mode or a trace."""
-    if func in DIRECT:
+    if func in DIRECT and transforming():
         return call_plain(func, types, args, kwargs or {})
-    _check_traced(func, args, kwargs)
+    if func not in DIRECT:
+        _check_traced(func, args, kwargs)
     if transforming():
         return _inside(func, args, kwargs or {})
     return planned(func, types, args, kwargs, signature(func, args, kwargs))
@@ -61,6 +70,27 @@ def _entering(x: Any) -> Any:
     return _Wholes(x).plain(x) if isinstance(x, DistTensor) else x
 
 
+def _check_functional(x: Any) -> None:
+    """Raise OperationError for a distributed argument of `torch.func.functionalize`."""
+    if isinstance(x, DistTensor):
+        raise OperationError(
+            f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
+            "it writes into the memory of its arguments, and there the tensor is a whole copy",
+            "fix: call the function without functionalize, which changes no result",
+        )  # fmt: skip
+
+
+def _check_scripted(module: Any) -> None:
+    """Raise TraceError for a module with distributed parameters or buffers, before it becomes TorchScript."""
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(x, DistTensor):
+            raise TraceError(
+                f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
+                "TorchScript runs in C++, which sees the local part only",
+                "fix: call the module without torch.jit.script; torch.compile and mw.to_static take such modules",
+            )  # fmt: skip
+
+
 class _Wholes:
     """Distributed tensors of a tree beside their whole values, which take part in autograd."""
 
@@ -86,4 +116,5 @@ class _Wholes:
 
 
 DistTensor._observed = staticmethod(_observed)
-tell_transforms(_entering)
+tell_transforms(_entering, _check_functional)
+tell_scripts(_check_scripted)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from threading import local
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
+from torch.jit import _recursive
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
@@ -180,14 +181,17 @@ is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batch
 
 
 _INTO = {
-    eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),
+    eager_transforms: ("_wrap_for_grad",),
     functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
 }
 """What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
 
 
-def tell_transforms(entering: Callable[[Any], Any]) -> None:
-    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins."""
+def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[Any], None]) -> None:
+    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins.
+
+    `functionalize` calls `check_functional(x)` first.
+    """
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: own(entering(x), *rest)
@@ -203,12 +207,66 @@ def tell_transforms(entering: Callable[[Any], Any]) -> None:
     def backward_of(outputs: Any, inputs: Any, seeds: Any = None, *rest: Any, **how: Any) -> Any:
         return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
 
-    given: dict[str, Any] = {"_jvp_with_argnums": forward_of, "_autograd_grad": backward_of}
+    functional = eager_transforms._wrap_functional_tensor
+
+    def functional_of(x: Any, *rest: Any) -> Any:
+        check_functional(x)
+        return functional(x, *rest)
+
+    given: dict[str, Any] = {
+        "_wrap_functional_tensor": functional_of,
+        "_jvp_with_argnums": forward_of,
+        "_autograd_grad": backward_of,
+    }
     eager_transforms.__dict__.update(given)
     for module, names in _INTO.items():
         for name in names:
             setattr(module, name, taking(getattr(module, name)))
 
+
+def tell_scripts(check: Callable[[Any], None]) -> None:
+    """From now on `torch.jit.script` calls `check(module)` before it takes the parameters of a module."""
+    own = _recursive.create_script_module
+
+    def create(module: Any, *args: Any, **kwargs: Any) -> Any:
+        check(module)
+        return own(module, *args, **kwargs)
+
+    _recursive.create_script_module = create
+
+
+Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(own, args, kwargs)`; NotImplemented leaves the call to torch's function `own`."""
+
+
+def offer_call(owner: Any, name: str, handler: Offered) -> None:
+    """From now on `owner.name(*args, **kwargs)` is offered to `handler` first.
+
+    For functions in C++ that take tensors and ask no `__torch_function__`.
+    """
+    own = getattr(owner, name)
+    is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
+
+    @wraps(own)
+    def offered(*args: Any, **kwargs: Any) -> Any:
+        out = handler(own, args, kwargs) if interception_on() else NotImplemented
+        return own(*args, **kwargs) if out is NotImplemented else out
+
+    setattr(owner, name, staticmethod(offered) if is_static else offered)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
+    return x.layout is torch.strided and not x.is_nested and not is_batched(x)
+
+
+SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
+"""Functions of TorchScript."""
+
+below_autograd: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradCPU
+)
+"""True while an operator runs that autograd has already seen: in a dispatch mode, say."""
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
 """What `torch.utils.checkpoint` compares recomputed tensors by."""
