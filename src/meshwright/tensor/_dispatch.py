@@ -35,7 +35,7 @@ from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin
 from ._tree import tensors_in
 from ._whole import tell_whole
-from .torch_hooks import SCRIPTED, Operator, backward_running, below_autograd, call_plain, is_batched, is_dense
+from .torch_hooks import SCRIPTED, Operator, backward_running, call_plain, is_batched, is_dense, seen_below_autograd
 
 HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
@@ -78,7 +78,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
 
 def _is_below(func: Any) -> bool:
     """True for an operator that a dispatch mode of the user carries out inside a backward pass, on local parts."""
-    return isinstance(func, Operator) and backward_running() != -1 and below_autograd()
+    return isinstance(func, Operator) and seen_below_autograd()
 
 
 def _or_below(run: Run) -> Run:

@@ -20,12 +20,12 @@ from ._tree import leaves_in
 from .torch_hooks import (
     FakeTensor,
     backward_running,
-    checkpoint_compares,
     interception_on,
     is_dense,
     jit_tracing,
     modes_active,
     no_interception,
+    seen_below_autograd,
     transforming,
 )
 
@@ -86,7 +86,7 @@ class DistTensor(Tensor):
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable in C, either
         if not interception_on():
             return _LOCAL_SHAPE(self)
-        if not checkpoint_compares():
+        if not seen_below_autograd():
             return self._spec.shape
         with no_interception():
             return _LOCAL_SHAPE(self)

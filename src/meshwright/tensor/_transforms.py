@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._dispatch import name_of, planned
@@ -22,6 +23,7 @@ from .torch_hooks import (
     call_plain,
     graph_tracing,
     jit_tracing,
+    offer_call,
     tell_scripts,
     tell_transforms,
     transforming,
@@ -91,6 +93,14 @@ def _check_scripted(module: Any) -> None:
             )  # fmt: skip
 
 
+def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a TorchScript function on whole tensors; its C++ code sees local parts only."""
+    script, *rest = args
+    if not any(isinstance(t, DistTensor) for t in tensors_in((rest, kwargs))):
+        return NotImplemented
+    return DistTensor.__torch_function__(script, (DistTensor,), tuple(rest), kwargs)
+
+
 class _Wholes:
     """Distributed tensors of a tree beside their whole values, which take part in autograd."""
 
@@ -118,3 +128,4 @@ class _Wholes:
 DistTensor._observed = staticmethod(_observed)
 tell_transforms(_entering, _check_functional)
 tell_scripts(_check_scripted)
+offer_call(torch.jit.ScriptFunction, "__call__", _scripted)

@@ -176,7 +176,7 @@ MAKE_DUAL: Any = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stu
 UNPACK_DUAL: Any = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
 """What `forward_ad.unpack_dual` calls."""
 
-is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
 """True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
 
 
@@ -207,7 +207,7 @@ def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[
     def backward_of(outputs: Any, inputs: Any, seeds: Any = None, *rest: Any, **how: Any) -> Any:
         return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
 
-    functional = eager_transforms._wrap_functional_tensor
+    functional = vars(eager_transforms)["_wrap_functional_tensor"]
 
     def functional_of(x: Any, *rest: Any) -> Any:
         check_functional(x)
@@ -263,21 +263,27 @@ def is_dense(x: torch.Tensor) -> bool:
 SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
 """Functions of TorchScript."""
 
-below_autograd: Callable[[], bool] = partial(
-    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradCPU
-)
-"""True while an operator runs that autograd has already seen: in a dispatch mode, say."""
-
 _META_EXTRACTOR = _default_meta_extractor.__code__
 """What `torch.utils.checkpoint` compares recomputed tensors by."""
 
 
-def checkpoint_compares() -> bool:
-    """True when the caller's caller is the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
+_ENGINE = _engine_run_backward.__code__
 
-    It noted the shapes of local tensors in the forward pass, where interception was off, and asks again here.
+
+def seen_below_autograd() -> bool:
+    """True if code that runs below autograd asks, which is to see the local part.
+
+    These are a `__torch_dispatch__` that runs inside the backward pass of this thread, where torch does not keep
+    interception off, and the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
     """
-    return backward_running() != -1 and sys._getframe(2).f_code is _META_EXTRACTOR
+    if backward_running() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code is _META_EXTRACTOR or frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def view_replay() -> Any:
