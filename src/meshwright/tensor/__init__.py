@@ -2,6 +2,7 @@
 
 from . import _compile as _compile
 from . import _dispatch as _dispatch
+from . import _questions as _questions
 from . import _sparse as _sparse
 from . import _transforms as _transforms
 from ._absent import absent

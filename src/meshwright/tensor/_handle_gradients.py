@@ -273,7 +273,7 @@ def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
 
 
 @handles(_T.grad_fn.__get__, numbers=False)
-def _grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     node = call_plain(func, types, args, kwargs or {})
     x = args[0]
     if node is None or node.name() != _HookedNode.NAME:

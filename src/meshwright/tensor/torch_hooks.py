@@ -155,6 +155,9 @@ transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of dispatch modes that see the operators of this thread."""
 
+function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009 - not in torch's stubs
+"""Number of function modes that see the calls of this thread."""
+
 jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """True inside `torch.jit.trace`, in this thread."""
 
