@@ -26,6 +26,7 @@ from ._carrier import Carrier, Receive, check_message
 from ._current import current, use
 from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement, missing
 from ._forward_mode import SharedLevel
+from ._profiler import one_profiler
 from ._reduce import reduce
 from .torch_hooks import ForwardState
 
@@ -399,8 +400,9 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         for rank in range(ranks)
     ]
     world.threads = threads
-    level = SharedLevel(_rank_in(world), world.wait, world.release, lambda: world.failure is not None)
-    with level.installed():
+    rank_here = _rank_in(world)
+    level = SharedLevel(rank_here, world.wait, world.release, lambda: world.failure is not None)
+    with level.installed(), one_profiler(rank_here):
         for thread in threads:
             thread.start()
         _run(world, threads)

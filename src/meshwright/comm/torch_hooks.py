@@ -9,6 +9,7 @@
 | `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
+| `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | the profiler is one for the process, and two threads that use it crash it |
 | `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | forward mode is a state of the process, and each simulated rank needs its own |
 """  # noqa: E501 - a table's rows are lines
 
@@ -26,10 +27,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d
 
 __all__ = [
+    "PROFILER",
+    "PROFILER_STARTS",
+    "PROFILER_STOP",
     "Backend",
     "ForwardState",
     "PrefixStore",
@@ -39,6 +43,12 @@ __all__ = [
     "forward_ad",
     "open_backend",
 ]
+
+
+PROFILER = profiler
+"""The module whose functions start and stop torch's profiler, which is one for all threads of a process."""
+PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
+PROFILER_STOP = "_disable_profiler"
 
 
 class ForwardState(NamedTuple):
