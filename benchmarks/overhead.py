@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,13 @@ from torch import Tensor, nn
 
 RANKS, HIDDEN, HEADS, TOKENS = 4, 64, 4, (2, 16)
 BLOCK_GOAL, ADD_GOAL, FIRST_GOAL_US = 1.4, 3.5, 1000.0
+QUESTION_GOALS = {"x.dtype": 2.0, "x.size(0)": 2.0}
+QUESTIONS = (
+    *QUESTION_GOALS, "x.shape", "x.ndim", "x.dim()", "x.numel()", "x.nbytes", "x.itemsize", "x.element_size()",
+    "x.device", "x.layout", "x.requires_grad", "x.is_leaf", "x.is_cuda", "x.grad_fn", "x.is_floating_point()",
+    "x.detach()", "x.requires_grad_()",
+)  # fmt: skip
+"""Attributes and methods that need no rule; those with a goal come first."""
 AXES = (1, 2, 3, 4)
 WORLD = 2 ** max(AXES)
 
@@ -208,6 +216,32 @@ def add_times(quick: bool) -> dict[str, list[float]]:
     return in_turns(candidates, *((10, 500) if quick else (60, 2000)))
 
 
+def question_ratios(quick: bool) -> dict[str, dict[str, float]]:
+    """Return the time of each question about a tensor over a plain tensor's, in turns: ours and DTensor's."""
+    from torch.distributed import tensor
+
+    import meshwright as mw
+
+    whole = torch.randn(4 * RANKS, 4)
+    mesh = mw.ProcessMesh(np.arange(RANKS), dim_names=["tp"])
+    tensors = {
+        "plain": whole[:4].clone(),
+        "ours": mw.shard_tensor(whole, mesh, [mw.Shard(0)]),
+        "dtensor": tensor.distribute_tensor(whole, _device_mesh((RANKS,)), [tensor.Shard(0)]),
+    }
+    found: dict[str, dict[str, float]] = {"ours": {}, "dtensor": {}}
+    for question in QUESTIONS:
+        ask = {name: timeit.Timer(question, globals={"x": x}) for name, x in tensors.items()}
+        times: dict[str, list[float]] = {name: [] for name in ask}
+        with _no_gc():
+            for _ in range(10 if quick else 40):
+                for name, timer in ask.items():
+                    times[name].append(timer.timeit(1000 if quick else 4000))
+        for name, ratios in found.items():
+            ratios[question] = ratio(times, name, "plain")
+    return found
+
+
 # --- first calls -------------------------------------------------------------------------------------------------
 
 
@@ -269,18 +303,21 @@ def run(quick: bool = False) -> dict[str, Any]:
         first = first_by_axes(quick)
         block, fused = block_times(quick)
         add = add_times(quick)
+        questions = question_ratios(quick)
     value, added = ratio(block, "ours", "plain"), ratio(add, "ours", "plain")
+    cheap = all(questions["ours"][name] <= goal for name, goal in QUESTION_GOALS.items())
     quick_enough = max(first["ours"].values()) <= FIRST_GOAL_US and is_linear(first["ours"])
     return {
         "name": "overhead",
         "value": value,
         "goal": BLOCK_GOAL,
-        "ok": value <= BLOCK_GOAL and added <= ADD_GOAL and quick_enough,
+        "ok": value <= BLOCK_GOAL and added <= ADD_GOAL and quick_enough and cheap,
         "rival": {
             "dtensor_block": ratio(block, "dtensor", "plain as dtensor"),
             "dtensor_add": ratio(add, "dtensor", "plain"),
             "dtensor_first_us": first["dtensor"],
             "dtensor_fused_attention": fused,
+            "dtensor_questions": questions["dtensor"],
         },
         "details": {
             "block_over_local_size_plain": ratio(block, "ours", "plain local"),
@@ -288,6 +325,8 @@ def run(quick: bool = False) -> dict[str, Any]:
             "add": added,
             "add_goal": ADD_GOAL,
             "add_us": {name: round(statistics.median(t) * 1e6, 2) for name, t in add.items()},
+            "questions": questions["ours"],
+            "question_goals": QUESTION_GOALS,
             "first_us": first["ours"],
             "first_goal_us": FIRST_GOAL_US,
             "first_linear": is_linear(first["ours"]),

@@ -23,9 +23,12 @@ from meshwright.layout import user_frame, user_place
 
 from ._call import Call, Group, clash, is_pairwise
 from ._carrier import Carrier, Receive, check_message
-from ._current import use
+from ._current import current, use
 from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement, missing
+from ._forward_mode import SharedLevel
+from ._profiler import one_profiler
 from ._reduce import reduce
+from .torch_hooks import ForwardState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,7 +76,7 @@ class _World:
         self.over.acquire()
         self.pending: list[Call | None] = [None] * size
         self.ended = [False] * size
-        self.random = [torch.default_generator.get_state()] * size
+        self.torch_state = [_TorchState.now()] * size
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
         self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
@@ -135,7 +138,7 @@ class _World:
     def end(self, rank: int) -> None:
         """`rank` is done: the baton goes on, or the world is over."""
         self.ended[rank] = True
-        self.random[rank] = torch.default_generator.get_state()
+        self.torch_state[rank] = _TorchState.now()
         following = self._next(rank)
         if following is None and not all(self.ended):
             self.fail(None, self._stuck())
@@ -152,15 +155,23 @@ class _World:
         if self.failure is None:
             self.failure = (rank, error)
 
+    def wait(self, rank: int, call: Call) -> None:
+        """Let other ranks run until `release(rank)`; `call` is what an error says the rank waits in."""
+        self._wait(rank, call)
+
+    def release(self, rank: int) -> None:
+        """Let a rank that waits run again, once it gets the baton."""
+        self.pending[rank] = None
+
     def _wait(self, rank: int, call: Call) -> None:
         self.pending[rank] = call
         following = self._next(rank)
         if following is None:
             raise self._stuck()
-        self.random[rank] = torch.default_generator.get_state()
+        self.torch_state[rank] = _TorchState.now()
         self._give(following)
         self.turns[rank].acquire()
-        torch.default_generator.set_state(self.random[rank])
+        self.torch_state[rank].set()
         if self.failure is not None:
             raise Abandoned
 
@@ -218,6 +229,21 @@ class _World:
         sent = [f"rank {address.source} calls {call}" for address, box in self.boxes.items() for call, _ in box]
         more = f", and {len(sent) - _SHOWN_MESSAGES} more" if len(sent) > _SHOWN_MESSAGES else ""
         return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
+
+
+class _TorchState(NamedTuple):
+    """The state that torch keeps once per process and that each rank has of its own."""
+
+    random: Tensor
+    forward: ForwardState
+
+    @staticmethod
+    def now() -> _TorchState:
+        return _TorchState(torch.default_generator.get_state(), ForwardState.now())
+
+    def set(self) -> None:
+        torch.default_generator.set_state(self.random)
+        self.forward.set()
 
 
 class Simulated(Carrier):
@@ -374,15 +400,28 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         for rank in range(ranks)
     ]
     world.threads = threads
-    for thread in threads:
-        thread.start()
-    _run(world, threads)
-    torch.default_generator.set_state(world.random[0])
+    rank_here = _rank_in(world)
+    level = SharedLevel(rank_here, world.wait, world.release, lambda: world.failure is not None)
+    with level.installed(), one_profiler(rank_here):
+        for thread in threads:
+            thread.start()
+        _run(world, threads)
+    torch.default_generator.set_state(world.torch_state[0].random)
     return cast(list[T], results)
 
 
 class _Inside(threading.local):
     rank = False
+
+
+def _rank_in(world: _World) -> Callable[[], int | None]:
+    """Return a function that gives the calling rank of `world`, or None for another thread."""
+
+    def rank() -> int | None:
+        here = current() if _inside.rank else None
+        return here.rank if isinstance(here, Simulated) and here._world is world else None
+
+    return rank
 
 
 _inside = _Inside()
@@ -393,7 +432,7 @@ def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) ->
     world.turns[rank].acquire()
     try:
         if world.failure is None:
-            torch.default_generator.set_state(world.random[rank])
+            world.torch_state[rank].set()
             _inside.rank = True
             with mood.entered(), use(Simulated(rank, world)):
                 body(rank)

@@ -9,13 +9,15 @@
 | `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
+| `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | the profiler is one for the process, and two threads that use it crash it |
+| `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | forward mode is a state of the process, and each simulated rank needs its own |
 """  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,45 @@ from torch import Tensor
 # the backends themselves, and stores that type checkers know
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
+from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d
 
-__all__ = ["Backend", "PrefixStore", "Store", "TCPStore", "default_store", "open_backend"]
+__all__ = [
+    "PROFILER",
+    "PROFILER_STARTS",
+    "PROFILER_STOP",
+    "Backend",
+    "ForwardState",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_store",
+    "forward_ad",
+    "open_backend",
+]
+
+
+PROFILER = profiler
+"""The module whose functions start and stop torch's profiler, which is one for all threads of a process."""
+PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
+PROFILER_STOP = "_disable_profiler"
+
+
+class ForwardState(NamedTuple):
+    """The part of torch's forward mode that is one for all threads: the level, and how deep `torch.func.jvp` is in."""
+
+    level: int
+    nesting: int
+
+    @staticmethod
+    def now() -> ForwardState:
+        """Return the state of the process."""
+        return ForwardState(forward_ad._current_level, eager_transforms.JVP_NESTING)
+
+    def set(self) -> None:
+        """Make this the state of the process."""
+        forward_ad._current_level, eager_transforms.JVP_NESTING = self
 
 
 class Work(Protocol):

@@ -1,6 +1,9 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
+from . import _compile as _compile
 from . import _dispatch as _dispatch
+from . import _questions as _questions
+from . import _sparse as _sparse
 from . import _transforms as _transforms
 from ._absent import absent
 from ._context import Context, attending_by, context
@@ -8,6 +11,7 @@ from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
+    CompileError,
     LocalShapeError,
     MixedMeshError,
     OperationError,
@@ -15,6 +19,7 @@ from ._errors import (
     PlainInBackwardError,
     RandomSourceError,
     RanWholeWarning,
+    TraceError,
 )
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
@@ -33,6 +38,7 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "CompileError",
     "Context",
     "Decided",
     "Decision",
@@ -47,6 +53,7 @@ __all__ = [
     "RanWholeWarning",
     "RandomSourceError",
     "Source",
+    "TraceError",
     "absent",
     "attending_by",
     "bucket_of",

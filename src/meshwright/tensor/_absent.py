@@ -40,10 +40,18 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shapes: Any, *inputs: Tensor) -> Any:
+        ctx.shapes = shapes
         ctx.like = [(i.shape, i.dtype, i.device) for i in inputs]
         outs = tuple(torch.empty(s, dtype=d, device=inputs[0].device) for s, d in shapes)
         ctx.mark_non_differentiable(*[o for o in outs if not (o.is_floating_point() or o.is_complex())])
         return outs
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        device = ctx.like[0][2]
+        made = [torch.zeros(s, dtype=d, device=device) if d.is_floating_point or d.is_complex else None
+                for s, d in ctx.shapes]  # fmt: skip
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -23,7 +23,7 @@ from ._local import spec_of, spec_of_whole, whole_local, write_into
 from ._plan import of_one_node
 from ._tree import map_tensors, tensors_in
 from ._whole import call_whole, put_back
-from .torch_hooks import no_interception, shares_storage
+from .torch_hooks import is_dense, no_interception, shares_storage
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def version_of(x: Tensor) -> int:
 def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` on the whole tensors; results are replicated, and views of gathered arguments are views still.
 
-    A sparse result is a plain tensor, the whole one on every rank: layouts speak of dense memory.
+    A sparse or nested result is a plain tensor, the same on every rank: layouts divide dense memory.
     """
     done = call_whole(func, args, kwargs)
     like = next(t._spec for t, _ in done.pairs if isinstance(t, DistTensor))
@@ -100,7 +100,7 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for at, r in enumerate(results):
         if id(r) in made:
             continue
-        if r.layout is not torch.strided:
+        if not is_dense(r):
             made[id(r)] = r
             continue
         with no_interception():

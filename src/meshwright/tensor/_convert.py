@@ -18,7 +18,7 @@ from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._places import is_backward, keep_place
-from .torch_hooks import FakeTensor, bare_apply, no_interception
+from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception
 
 
 class Move:
@@ -68,7 +68,7 @@ class Move:
         if self.rare is not None:
             return self.rare(x)
         grad_on = torch.is_grad_enabled()
-        if grad_on and self.graded and x.requires_grad:
+        if self.graded and ((grad_on and x.requires_grad) or forward_mode()):
             return _convert(x, self)
         if self.is_relabel:
             return x
@@ -127,6 +127,13 @@ class _Convert(torch.autograd.Function):
         return x.detach() if out is x else _owned(out)  # a view would keep `x`, which may keep it
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        (tangent, *_) = tangents
+        with no_interception():
+            out = ctx.how.of_dtype(tangent.dtype)(tangent)
+        return out.view_as(out) if out is tangent else out
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if type(grad) is Tensor:
@@ -168,7 +175,7 @@ def _special(x: Tensor, how: Move) -> Tensor:
     src, dst = how.src, how.dst
     x, src = (x / _ranks(src), _sum_for_average(src)) if _ranks(src) > 1 else (x, _sum_for_average(src))
     after = _sum_for_average(dst)
-    graded = how.graded and x.requires_grad and torch.is_grad_enabled()
+    graded = how.graded and ((x.requires_grad and torch.is_grad_enabled()) or forward_mode())
     if graded:
         x, src = _joined_by_gathering(x, src)
     if src is not after:

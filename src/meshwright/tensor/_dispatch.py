@@ -13,7 +13,15 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec
 from meshwright.spmd import is_computed, on_new_rule
 
-from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
+from . import (
+    _functions,
+    _handle_data,
+    _handle_forward,
+    _handle_gradients,
+    _handle_lists,
+    _handle_random,
+    _handle_values,
+)
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, check_writable, run_whole
 from ._capture import Captured, asks_sizes, capture
@@ -39,13 +47,28 @@ from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
 from ._tree import tensors_in
 from ._whole import tell_whole
-from .torch_hooks import backward_running, shares_storage
+from .torch_hooks import (
+    SCRIPTED,
+    Operator,
+    backward_running,
+    call_plain,
+    is_batched,
+    is_dense,
+    seen_below_autograd,
+    shares_storage,
+)
 
-HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
+
+
+def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    """Carry out the call by its plan, which is made if the signature `key` is new."""
+    plan = PLANS.get(key)
+    return plan(func, types, args, kwargs) if plan is not None else dispatch(func, types, args, kwargs, key)
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -56,8 +79,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
             PLANS[key] = direct
         return direct(func, types, args, kwargs)
     kwargs = kwargs or {}
+    if _is_below(func):
+        return call_plain(func, types, args, kwargs)
     handler = HANDLERS.get(func)
     tensors = list(tensors_in((args, kwargs)))
+    if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
+        raise _batched(func, tensors)
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
     if isinstance(kwargs.get("out"), DistTensor):
@@ -68,6 +95,28 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     if views:
         after_call(views, before, out)
     return out
+
+
+def _is_below(func: Any) -> bool:
+    """True for an operator that a dispatch mode of the user carries out inside a backward pass, on local parts."""
+    return isinstance(func, Operator) and seen_below_autograd()
+
+
+def _or_below(run: Run) -> Run:
+    """Return `run` of an operator, which a dispatch mode may call on local parts as well."""
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
+
+    return chosen
+
+
+def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
+    specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
+    return OperationError(
+        f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
+        "fix: torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; gradcheck without check_batched_grad",
+    )  # fmt: skip
 
 
 def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
@@ -87,7 +136,11 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
-    if any(isinstance(t, Absent) for t in tensors):
+    if isinstance(func, SCRIPTED):
+        run, by_value = _on_whole(func, "TorchScript runs in C++"), False
+    elif not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
+        run, by_value = _on_whole(func, "an operand is sparse or nested"), False
+    elif any(isinstance(t, Absent) for t in tensors):
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)
@@ -101,6 +154,8 @@ def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: b
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
+    if isinstance(func, Operator):
+        run = _or_below(run)
     exact = exact_signature(func, args, kwargs) if by_value or key in _VALUED else None
     if exact is not None and exact[1]:
         _VALUED.add(key)

@@ -18,12 +18,14 @@ from meshwright.layout import Placement, ProcessMesh, Spec
 from ._errors import PickleError
 from ._tree import leaves_in
 from .torch_hooks import (
-    TRANSFORMS,
     FakeTensor,
     backward_running,
-    checkpoint_compares,
     interception_on,
+    is_dense,
+    jit_tracing,
+    modes_active,
     no_interception,
+    seen_below_autograd,
     transforming,
 )
 
@@ -55,14 +57,26 @@ class DistTensor(Tensor):
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch
     """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
-    _transformed: Run
-    """Carries out a call inside a transform of `torch.func`."""
+    _observed: Run
+    """Carry out a call inside a transform of `torch.func`, a dispatch mode or a trace."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if TRANSFORMS and transforming():
-            return DistTensor._transformed(func, types, args, kwargs)
-        key = _short_signature(func, args) if not kwargs and len(args) < 3 else signature(func, args, kwargs)
+        if transforming() or modes_active() or jit_tracing():
+            return DistTensor._observed(func, types, args, kwargs)
+        key = None
+        if not kwargs:
+            if len(args) == 2:
+                a, b = args
+                if type(a) is DistTensor:
+                    if type(b) is DistTensor:
+                        key = (func, a._spec, b._spec)
+                    elif b is None or type(b) is int:
+                        key = (func, a._spec, b)
+            elif len(args) == 1 and type(args[0]) is DistTensor:
+                key = (func, args[0]._spec)
+        if key is None:
+            key = signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
@@ -72,7 +86,7 @@ class DistTensor(Tensor):
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable in C, either
         if not interception_on():
             return _LOCAL_SHAPE(self)
-        if not checkpoint_compares():
+        if not seen_below_autograd():
             return self._spec.shape
         with no_interception():
             return _LOCAL_SHAPE(self)
@@ -168,20 +182,6 @@ def plain_view(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if type(x) is not Tensor else x
 
 
-def _short_signature(func: Any, args: Any) -> Any:
-    """The signature of a call of one or two arguments, where most of them are distributed tensors."""
-    if len(args) == 2:
-        a, b = args
-        if type(a) is DistTensor:
-            if type(b) is DistTensor:
-                return func, a._spec, b._spec
-            if b is None or type(b) is int:
-                return func, a._spec, b
-    elif len(args) == 1 and type(args[0]) is DistTensor:
-        return func, args[0]._spec
-    return signature(func, args, None)
-
-
 _MARKS: dict[type, Any] = {float: float, complex: complex}
 
 
@@ -240,13 +240,16 @@ def _mark_other(value: Any) -> Any:
 
 
 def _mark_tensor(value: Any) -> Any:
-    """A plain tensor counts by shape and dtype, but inside a backward pass it has to be looked at each time."""
+    """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
+
+    Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is looked at again.
+    """
     if isinstance(value, DistTensor):
         if value._away:
             return ("away", value._spec)
         if type(value) is FakeDistTensor:
             return value._spec
-    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
+    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter) and is_dense(value):
         return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
     raise _NoSignature
 

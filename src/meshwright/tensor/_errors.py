@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from meshwright.layout import MeshwrightError
 
+from .torch_hooks import GraphError
+
 
 class MixedMeshError(MeshwrightError, ValueError):
     """Operands of one operation live on different meshes."""
@@ -27,6 +29,18 @@ class AbsentError(MeshwrightError, RuntimeError):
 
 class OperationError(MeshwrightError, RuntimeError):
     """torch refuses the operation for the whole tensors: one device would refuse it too."""
+
+
+class CompileError(MeshwrightError, GraphError):
+    """A function that must be compiled as one graph uses a distributed tensor."""
+
+    def __init__(self, asked: str, found: str, why: str, write: str) -> None:
+        GraphError.__init__(self, asked)
+        self.asked, self.found, self.why, self.write = asked, found, why, write
+
+
+class TraceError(MeshwrightError, RuntimeError):
+    """A trace of torch met a distributed tensor."""
 
 
 class RandomSourceError(MeshwrightError, ValueError):

@@ -20,9 +20,11 @@ from torch.autograd import Function
 
 from meshwright.layout import Spec
 
-from ._dist_tensor import DistTensor
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, plain_view
 from ._errors import PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
+from ._local import spec_of
 from ._make import present
 from .torch_hooks import bare_apply, interception, interception_on, no_interception, tell_functions
 
@@ -68,9 +70,18 @@ def _on_whole(function: Any) -> Any:
         found = found if isinstance(found, tuple) else (found,)
         return tuple(_part(function, g, spec) for g, spec in zip(found, ins, strict=False))
 
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        ins, outs = ctx.meshwright
+        with interception():
+            found = function.jvp(ctx, *[_tangent(t, spec) for t, spec in zip(tangents, ins, strict=True)])
+            several = isinstance(found, tuple)
+            parts = [_tangent_part(t, spec) for t, spec in zip(found if several else (found,), outs, strict=True)]
+        return tuple(parts) if several else parts[0]
+
     in_one: dict[str, Any] = {"forward": forward}
+    forward_mode: dict[str, Any] = {} if function.jvp is Function.jvp else {"jvp": jvp}
     steps: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context} if in_two else in_one
-    methods = {key: staticmethod(step) for key, step in {**steps, name: backward}.items()}
+    methods = {key: staticmethod(step) for key, step in {**steps, name: backward, **forward_mode}.items()}
     return type(function.__name__, (function,), {"__module__": function.__module__, **methods})
 
 
@@ -111,6 +122,23 @@ def _whole(grad: Any, spec: Spec | None) -> Any:
     if spec is None or not isinstance(grad, Tensor) or isinstance(grad, DistTensor):
         return grad
     return dual_stamp(alias_of(grad), spec)
+
+
+def _tangent(tangent: Any, spec: Spec | None) -> Any:
+    """Return a local tangent as the distributed tensor that it is part of."""
+    if spec is None or not isinstance(tangent, Tensor) or isinstance(tangent, DistTensor):
+        return tangent
+    return present(alias_of(tangent), spec.with_dtype(tangent.dtype))
+
+
+def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
+    """Return this rank's part of a tangent that a function gave."""
+    if spec is None or not isinstance(tangent, Tensor):
+        return tangent
+    have = spec_of(tangent, spec)
+    local = convert_local(tangent, have, spec.with_dtype(have.dtype))
+    with no_interception():
+        return plain_view(local)
 
 
 def _part(function: Any, grad: Any, spec: Spec | None) -> Any:

@@ -101,6 +101,8 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
              "is_grads_batched", "materialize_grads")  # fmt: skip
     given = dict(zip(names, args, strict=False)) | kwargs
+    if given.pop("is_grads_batched", False):
+        return _grad_of_each(given)
     outputs = [_summed(o) for o in _as_list(given["outputs"])]
     inputs = _as_list(given["inputs"])
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
@@ -111,6 +113,31 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
     )  # fmt: skip
     return tuple(_returned(g, x, zeros) for g, x in zip(grads, inputs, strict=True))
+
+
+def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Return the gradients for each row of the seeds, stacked: a batch cannot be sent between ranks as one tensor."""
+    outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
+    seeds = _as_seeds(given.get("grad_outputs"), outputs)
+    sizes = [seed.shape[0] for seed in seeds if seed is not None]
+    if not sizes:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    keep = given.get("retain_graph")
+    keep = bool(given.get("create_graph")) if keep is None else keep
+    rows: list[tuple[Tensor | None, ...]] = []
+    for row in range(sizes[0]):
+        seed = [None if s is None else s[row] for s in seeds]
+        again = {**given, "grad_outputs": seed, "retain_graph": keep or row + 1 < sizes[0]}
+        rows.append(_grad(torch.autograd.grad, (), (), again))
+    if not rows:
+        return tuple(x.new_zeros((0, *x.shape)) for x in inputs)
+    return tuple(_stacked(column) for column in zip(*rows, strict=True))
+
+
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows as one tensor; None if the input was not used."""
+    found = [row for row in rows if row is not None]
+    return torch.stack(found) if len(found) == len(rows) else None
 
 
 def _returned(grad: Tensor | None, x: Tensor, zeros: bool) -> Tensor | None:
@@ -251,7 +278,7 @@ def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
 
 
 @handles(_T.grad_fn.__get__, numbers=False)
-def _grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     node = call_plain(func, types, args, kwargs or {})
     x = args[0]
     if node is None or node.name() != _HookedNode.NAME:

@@ -43,6 +43,14 @@ def whole_spec(spec: Spec) -> Spec:
     return spec.with_layout(replicated(spec.ndim))
 
 
+def linear_spec(spec: Spec) -> Spec:
+    """Return `spec` if its derivatives are local, else the spec of the whole value.
+
+    Terms of a maximum, a minimum or a product have no derivatives of their own.
+    """
+    return spec if all(op in ("sum", "avg") for _, op in spec.layout.partial) else whole_spec(spec)
+
+
 def whole_local(x: Tensor) -> Tensor:
     """The whole value of `x` as a plain local tensor on every rank of its mesh."""
     if not isinstance(x, DistTensor):

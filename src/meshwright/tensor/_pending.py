@@ -62,6 +62,10 @@ class _Deferred(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back = ctx.how.transpose.of_dtype(grads[0].dtype)
         with no_interception():

@@ -9,36 +9,96 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meshwright.comm import current
-
-from ._dist_tensor import DistTensor
-from ._errors import OperationError
+from ._dispatch import name_of, planned
+from ._dist_tensor import DistTensor, signature
+from ._errors import OperationError, TraceError
 from ._local import whole_local, whole_spec
 from ._registry import DIRECT
 from ._tree import map_tensors, tensors_in
 from ._whole import tell_whole
-from .torch_hooks import call_plain, forward_mode, tell_transforms, transforms_paused
+from .torch_hooks import (
+    call_plain,
+    graph_tracing,
+    jit_tracing,
+    offer_call,
+    tell_scripts,
+    tell_transforms,
+    transforming,
+    transforms_paused,
+)
 
 NAME = "torch.func"
 WHY = "its transforms see plain tensors"
 
 
-def _inside(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, called inside a transform; what it looks up about a tensor is that of the part."""
-    if func in DIRECT:
+def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func(*args, **kwargs)`, called inside a transform, a dispatch mode or a trace."""
+    if func in DIRECT and transforming():
         return call_plain(func, types, args, kwargs or {})
+    if func not in DIRECT:
+        _check_traced(func, args, kwargs)
+    if transforming():
+        return _inside(func, args, kwargs or {})
+    return planned(func, types, args, kwargs, signature(func, args, kwargs))
+
+
+def _inside(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func(*args, **kwargs)`, called inside a transform, on whole and plain tensors."""
     wholes = _Wholes((args, kwargs))
-    args, kwargs = map_tensors(wholes.plain, (args, kwargs or {}))
+    args, kwargs = map_tensors(wholes.plain, (args, kwargs))
     out = func(*args, **kwargs)
     wholes.check(func)
     return out
 
 
+def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise TraceError inside a trace, which would hold the part of one rank."""
+    tracer = "torch.jit.trace" if jit_tracing() else "make_fx" if graph_tracing() else None
+    if tracer is None:
+        return
+    specs = ", ".join(repr(t._spec) for t in tensors_in((args, kwargs or {})) if isinstance(t, DistTensor))
+    raise TraceError(
+        f"{name_of(func)} inside {tracer}", specs,
+        "the trace would hold the local part and the local sizes of one rank",
+        "fix: trace the plain model and shard it afterwards, or use torch.export.export, or mw.to_static for a step",
+    )  # fmt: skip
+
+
 def _entering(x: Any) -> Any:
     """A tensor as a transform takes it in."""
     return _Wholes(x).plain(x) if isinstance(x, DistTensor) else x
+
+
+def _check_functional(x: Any) -> None:
+    """Raise OperationError for a distributed argument of `torch.func.functionalize`."""
+    if isinstance(x, DistTensor):
+        raise OperationError(
+            f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
+            "it writes into the memory of its arguments, and there the tensor is a whole copy",
+            "fix: call the function without functionalize, which changes no result",
+        )  # fmt: skip
+
+
+def _check_scripted(module: Any) -> None:
+    """Raise TraceError for a module with distributed parameters or buffers, before it becomes TorchScript."""
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(x, DistTensor):
+            raise TraceError(
+                f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
+                "TorchScript runs in C++, which sees the local part only",
+                "fix: call the module without torch.jit.script; torch.compile and mw.to_static take such modules",
+            )  # fmt: skip
+
+
+def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a TorchScript function on whole tensors; its C++ code sees local parts only."""
+    script, *rest = args
+    if not any(isinstance(t, DistTensor) for t in tensors_in((rest, kwargs))):
+        return NotImplemented
+    return DistTensor.__torch_function__(script, (DistTensor,), tuple(rest), kwargs)
 
 
 class _Wholes:
@@ -47,8 +107,6 @@ class _Wholes:
     def __init__(self, tree: Any) -> None:
         with transforms_paused():
             found = {id(t): t for t in tensors_in(tree) if isinstance(t, DistTensor)}
-            for t in found.values():
-                _check_one_at_a_time(t)
             self.pairs = {key: (t, whole_local(t)) for key, t in found.items()}
             self.versions = {key: w._version for key, (_, w) in self.pairs.items()}
         tell_whole(NAME, WHY)
@@ -67,20 +125,7 @@ class _Wholes:
                 )  # fmt: skip
 
 
-def _check_one_at_a_time(t: DistTensor) -> None:
-    """Raises OperationError where another simulated rank would go on while this one is in forward mode."""
-    if (
-        forward_mode()
-        and current().kind == "simulated"
-        and t._spec.mesh.size > 1
-        and whole_spec(t._spec) is not t._spec
-    ):
-        raise OperationError(
-            f"a tensor of other ranks inside {NAME}.jvp, jacfwd or linearize", repr(t._spec),
-            "torch has one forward mode for all threads of a process, and simulated ranks are threads",
-            "mw.reshard(x, mesh, []) before it, vjp or jacrev, or ranks that are processes: torchrun",
-        )  # fmt: skip
-
-
-DistTensor._transformed = staticmethod(_inside)
-tell_transforms(_entering)
+DistTensor._observed = staticmethod(_observed)
+tell_transforms(_entering, _check_functional)
+tell_scripts(_check_scripted)
+offer_call(torch.jit.ScriptFunction, "__call__", _scripted)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from threading import local
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch._dynamo import exc, symbolic_convert, trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -20,6 +21,8 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
+from torch.fx.experimental import proxy_tensor
+from torch.jit import _recursive
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
@@ -130,11 +133,36 @@ def _below(function: Any) -> list[Any]:
     return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
 
 
-TRANSFORMS: set[str] = set()
-"""How transforms of `torch.func` were begun in this process: to ask whether one is at work takes time."""
+GraphError: type[Exception] = exc.UncapturedHigherOrderOpError
+"""The error of `torch.compile` that reaches the user unchanged, also out of `torch.cond` and its like."""
+
+SkipFrame: type[Exception] = exc.SkipFrame
+"""Raised while `torch.compile` traces a function: the function runs as plain Python."""
+
+
+def compile_trace() -> Any:
+    """Return the trace that `torch.compile` is making in this thread, or None."""
+    return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+leave_untraced: Callable[[str], None] = trace_rules.add
+"""`leave_untraced("package.name")`: `torch.compile` calls the functions of this package and never traces them."""
+
 
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside a transform of `torch.func`, in this thread."""
+
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Number of dispatch modes that see the operators of this thread."""
+
+function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009 - not in torch's stubs
+"""Number of function modes that see the calls of this thread."""
+
+jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""True inside `torch.jit.trace`, in this thread."""
+
+graph_tracing: Callable[[], Any] = proxy_tensor.get_proxy_mode
+"""The mode by which `make_fx` records operators, or None outside of it."""
 
 transforms_paused = temporarily_clear_interpreter_stack
 """Context in which tensors are computed as they are outside of all transforms."""
@@ -145,30 +173,31 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+MAKE_DUAL: Any = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
+"""What `forward_ad.make_dual` calls."""
+
+UNPACK_DUAL: Any = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
+"""What `forward_ad.unpack_dual` calls."""
+
+is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
+"""True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
+
+
 _INTO = {
-    eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),
+    eager_transforms: ("_wrap_for_grad",),
     functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
 }
 """What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
-_BEGIN = {
-    eager_transforms: ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"),
-    functorch_vmap: ("_vmap_increment_nesting",),
-}
-"""What begins a transform."""
 
 
-def tell_transforms(entering: Callable[[Any], Any]) -> None:
-    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins."""
+def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[Any], None]) -> None:
+    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins.
+
+    `functionalize` calls `check_functional(x)` first.
+    """
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: own(entering(x), *rest)
-
-    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any) -> Any:
-            TRANSFORMS.add(name)
-            return own(*args)
-
-        return begin
 
     forward = eager_transforms._jvp_with_argnums
 
@@ -181,26 +210,83 @@ def tell_transforms(entering: Callable[[Any], Any]) -> None:
     def backward_of(outputs: Any, inputs: Any, seeds: Any = None, *rest: Any, **how: Any) -> Any:
         return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
 
-    given: dict[str, Any] = {"_jvp_with_argnums": forward_of, "_autograd_grad": backward_of}
+    functional = vars(eager_transforms)["_wrap_functional_tensor"]
+
+    def functional_of(x: Any, *rest: Any) -> Any:
+        check_functional(x)
+        return functional(x, *rest)
+
+    given: dict[str, Any] = {
+        "_wrap_functional_tensor": functional_of,
+        "_jvp_with_argnums": forward_of,
+        "_autograd_grad": backward_of,
+    }
     eager_transforms.__dict__.update(given)
     for module, names in _INTO.items():
         for name in names:
             setattr(module, name, taking(getattr(module, name)))
-    for module, names in _BEGIN.items():
-        for name in names:
-            setattr(module, name, noting(name, getattr(module, name)))
 
+
+def tell_scripts(check: Callable[[Any], None]) -> None:
+    """From now on `torch.jit.script` calls `check(module)` before it takes the parameters of a module."""
+    own = _recursive.create_script_module
+
+    def create(module: Any, *args: Any, **kwargs: Any) -> Any:
+        check(module)
+        return own(module, *args, **kwargs)
+
+    _recursive.create_script_module = create
+
+
+Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(own, args, kwargs)`; NotImplemented leaves the call to torch's function `own`."""
+
+
+def offer_call(owner: Any, name: str, handler: Offered) -> None:
+    """From now on `owner.name(*args, **kwargs)` is offered to `handler` first.
+
+    For functions in C++ that take tensors and ask no `__torch_function__`.
+    """
+    own = getattr(owner, name)
+    is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
+
+    @wraps(own)
+    def offered(*args: Any, **kwargs: Any) -> Any:
+        out = handler(own, args, kwargs) if interception_on() else NotImplemented
+        return own(*args, **kwargs) if out is NotImplemented else out
+
+    setattr(owner, name, staticmethod(offered) if is_static else offered)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
+    return x.layout is torch.strided and not x.is_nested and not is_batched(x)
+
+
+SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
+"""Functions of TorchScript."""
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
 """What `torch.utils.checkpoint` compares recomputed tensors by."""
 
 
-def checkpoint_compares() -> bool:
-    """True when the caller's caller is the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
+_ENGINE = _engine_run_backward.__code__
 
-    It noted the shapes of local tensors in the forward pass, where interception was off, and asks again here.
+
+def seen_below_autograd() -> bool:
+    """True if code that runs below autograd asks, which is to see the local part.
+
+    These are a `__torch_dispatch__` that runs inside the backward pass of this thread, where torch does not keep
+    interception off, and the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
     """
-    return backward_running() != -1 and sys._getframe(2).f_code is _META_EXTRACTOR
+    if backward_running() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code is _META_EXTRACTOR or frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def view_replay() -> Any:

@@ -1,0 +1,153 @@
+"""Attributes and methods of a tensor that need no rule, answered without interception.
+
+`x.dtype` of a distributed tensor through `__torch_function__` costs 25 times a plain tensor's, so the class answers
+itself. Where interception is off, each answer is that of the local part. `torch.Tensor.size(x, 0)` and its like still
+come to `__torch_function__`, which gives the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from ._absent import Absent, FakeAbsent
+from ._dist_tensor import DistTensor, FakeDistTensor
+from ._handle_gradients import grad_fn
+from .torch_hooks import (
+    FakeTensor,
+    backward_running,
+    call_plain,
+    function_modes,
+    interception_on,
+    jit_tracing,
+    modes_active,
+    seen_below_autograd,
+    transforming,
+)
+
+_T: Any = Tensor
+_TYPES = (DistTensor,)
+_DETACH: Any = Tensor.detach
+_NOTHING: dict[str, Any] = {}
+
+LOCAL = [
+    "device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
+    "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "layout",
+    "output_nr", "requires_grad", "retains_grad", "_version",
+]  # fmt: skip
+"""Attributes that the local part has in common with the whole tensor."""
+
+
+def _of_part(name: str) -> property:
+    """Return the attribute of the local part; it is set as before."""
+    own = getattr(_T, name)
+    get = own.__get__
+
+    def answer(x: DistTensor) -> Any:
+        return call_plain(get, _TYPES, (x,), _NOTHING)
+
+    return property(answer, own.__set__)
+
+
+def _called(own: Callable[[Tensor], Any]) -> Callable[[DistTensor], Any]:
+    """Return the method of the local part."""
+
+    def answer(x: DistTensor) -> Any:
+        return call_plain(own, _TYPES, (x,), _NOTHING)
+
+    return answer
+
+
+def _size(x: DistTensor, dim: Any = None) -> Any:
+    if interception_on() and (backward_running() == -1 or not seen_below_autograd()):
+        return x._spec.shape if dim is None else x._spec.shape[dim]
+    return call_plain(_T.size, _TYPES, (x, dim), _NOTHING)
+
+
+def _numel(x: DistTensor) -> int:
+    if interception_on() and (backward_running() == -1 or not seen_below_autograd()):
+        return x._spec.shape.numel()
+    return call_plain(_T.numel, _TYPES, (x,), _NOTHING)
+
+
+def _nbytes(x: DistTensor) -> int:
+    return _numel(x) * x._spec.dtype.itemsize
+
+
+def _dim(x: DistTensor) -> int:
+    return len(x.shape)
+
+
+def _is_floating_point(x: DistTensor) -> bool:
+    return x._spec.dtype.is_floating_point
+
+
+def _is_complex(x: DistTensor) -> bool:
+    return x._spec.dtype.is_complex
+
+
+def _is_signed(x: DistTensor) -> bool:
+    return x._spec.dtype.is_signed
+
+
+def _element_size(x: DistTensor) -> int:
+    return x._spec.dtype.itemsize
+
+
+def _grad_fn(x: DistTensor) -> Any:
+    return grad_fn(_T.grad_fn.__get__, _TYPES, (x,), _NOTHING)
+
+
+def _requires_grad_(x: DistTensor, requires_grad: bool = True) -> DistTensor:
+    return call_plain(_T.requires_grad_, _TYPES, (x, requires_grad), _NOTHING)
+
+
+def _detach(x: DistTensor) -> Tensor:
+    if (
+        type(x) is not DistTensor
+        or not interception_on()
+        or transforming()
+        or modes_active()
+        or jit_tracing()
+        or function_modes()
+    ):
+        return Tensor.detach(x)
+    out: Any = call_plain(_DETACH, _TYPES, (x,), _NOTHING)
+    out.__class__ = DistTensor
+    out._spec = x._spec
+    return out
+
+
+ANSWERS: dict[str, Any] = {
+    "dtype": property(attrgetter("_spec.dtype")),
+    "itemsize": property(attrgetter("_spec.dtype.itemsize")),
+    "ndim": property(_dim),
+    "nbytes": property(_nbytes),
+    "dim": property(attrgetter("_spec.shape.__len__")),
+    "ndimension": property(attrgetter("_spec.shape.__len__")),
+    "size": _size,
+    "numel": _numel,
+    "nelement": _numel,
+    "is_floating_point": _is_floating_point,
+    "is_complex": _is_complex,
+    "is_signed": _is_signed,
+    "element_size": _element_size,
+    "get_device": _called(Tensor.get_device),
+    "is_inference": _called(Tensor.is_inference),
+    "grad_fn": property(_grad_fn),
+    "requires_grad_": _requires_grad_,
+    "detach": _detach,
+    **{name: _of_part(name) for name in LOCAL if hasattr(Tensor, name)},
+}
+"""Name → the class attribute that answers. A method that is a property returns a bound method in C."""
+
+for _name, _answer in ANSWERS.items():
+    setattr(DistTensor, _name, _answer)
+for _class in (FakeDistTensor, FakeAbsent):  # a fake tensor has a device of its own
+    for _name in vars(FakeTensor).keys() & ANSWERS.keys():
+        setattr(_class, _name, vars(FakeTensor)[_name])
+for _name in ("dim", "ndimension"):  # a tensor without dims has an empty part with one dim on a rank outside the mesh
+    setattr(Absent, _name, _dim)

@@ -1,0 +1,35 @@
+"""Sparse and nested tensors beside distributed ones: they are made of whole values, and stay plain.
+
+A layout says how dense memory is divided, so a sparse or nested result is a plain tensor with the same value on every
+rank. Its gradient goes back to the distributed tensors that it was made of. The constructors in C++ take a local part
+for the whole and never ask `__torch_function__`, so each is wrapped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._dist_tensor import DistTensor
+from ._handle_values import everywhere
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import offer_call
+
+
+def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return `own(*args, **kwargs)` of whole values; NotImplemented if no argument is distributed."""
+    if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
+        return NotImplemented
+    args, kwargs = map_tensors(everywhere, (args, kwargs))
+    return own(*args, **kwargs)
+
+
+CONSTRUCTORS = [
+    *[(torch, name) for name in dir(torch) if name.startswith("sparse_") and name.endswith("_tensor")],
+    *[(torch.nested, name) for name in torch.nested.__all__],
+]
+"""Each function that makes a sparse or nested tensor: the module, and its name there."""
+
+for _module, _name in CONSTRUCTORS:
+    offer_call(_module, _name, _of_wholes)
