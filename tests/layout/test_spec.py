@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from math import prod
 
 import pytest
 import torch
@@ -100,10 +99,11 @@ def test_a_part_tells_the_sizes_of_a_symbolic_spec():
     assert spec.of_part((3, 4)) is Spec(MESH, spec.layout, (12, 4), torch.float32)
 
 
-def test_symbolic_pieces_are_equal():
-    n, _ = symbols(8, 6)
-    spec = Spec(MESH, Layout((("x",),)), (n,), torch.float32)
-    local = spec.local_shape(1)
-    assert prod(map(hint, local)) == 4
-    start, length = spec.local_ranges(2)[0]
-    assert (hint(start), hint(length)) == (4, 4)
+@pytest.mark.parametrize("size", [8, 7, 5, 1])
+def test_symbolic_pieces_are_those_of_the_hint(size):
+    (n,) = symbols(size)
+    spec = Spec(MESH, Layout((("x", "y"),)), (n,), torch.float32)
+    for rank in MESH.process_ids:
+        assert tuple(map(hint, spec.local_shape(rank))) == spec.concrete.local_shape(rank)
+        start, length = spec.local_ranges(rank)[0]
+        assert (hint(start), hint(length)) == spec.concrete.local_ranges(rank)[0]

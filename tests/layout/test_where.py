@@ -90,3 +90,19 @@ def test_without_a_module_the_line_is_enough():
         1 / 0  # noqa: B018
     assert user_place(caught.tb) == user_line(caught.tb) != ""
     assert user_line(None) == user_place(None) == ""
+
+
+class Direct(nn.Module):
+    """Calls its part's `forward` itself, so that one frame alone holds the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Inner(module_path)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.part.forward(x)
+
+
+def test_a_forward_that_is_called_itself() -> None:
+    assert Direct()(torch.zeros(())) == "part"
+    assert Inner(module_path).forward(torch.zeros(())) == "Inner"
