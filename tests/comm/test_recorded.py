@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier, Recorded, current, simulate
+from meshwright.layout import ProcessMesh, parse_spec
 
 CPU = torch.device("cpu")
 
@@ -37,3 +38,19 @@ def test_it_plans_for_a_world_of_16384_ranks() -> None:
     group = tuple(range(5000 % 8, 16384, 8))
     assert ranks.all_reduce(weight, "sum", group).shape == weight.shape
     assert ranks.seen.total_received == 2 * 2047 * weight.numel() * 4 // 2048
+
+
+def test_a_rank_knows_its_number_among_those_along_axes() -> None:
+    mesh = ProcessMesh([[0, 1, 2], [3, 4, 5]], ["a", "b"])
+    for rank in range(6):
+        at = mesh.coordinate(rank)
+        ranks = Recorded(rank, 6)
+        assert ranks.place(mesh, ["a", "b"]) == 3 * at["a"] + at["b"]
+        assert ranks.place(mesh, ["b", "a"]) == 2 * at["b"] + at["a"]
+        assert [ranks.place(mesh, [axis]) for axis in ("a", "b")] == [at["a"], at["b"]]
+        assert ranks.place(mesh, []) == 0
+        for axes in (["a", "b"], ["b", "a"], ["b"]):
+            assert mesh.group(rank, axes)[ranks.place(mesh, axes)] == rank
+        spec = parse_spec("f32[5@b, 4@a]", mesh)
+        assert ranks.local_shape(spec) == spec.local_shape(rank)
+        assert [ranks.offset(spec, d) for d in (0, 1)] == [spec.offset(rank, d) for d in (0, 1)]

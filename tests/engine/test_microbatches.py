@@ -9,8 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
-
-from .pipeline_oracle import STEPS, Chain, alone, batch, compare, laid, loss_of
+from tests.pipeline.oracle import STEPS, Chain, alone, batch, compare, laid, loss_of
 
 TABLES = ["GPipe", "1F1B", "Eager 1F1B", "ZB-H1", "ZB-2p"]
 

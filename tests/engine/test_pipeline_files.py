@@ -17,8 +17,7 @@ from meshwright.comm import launch
 from meshwright.engine import DistModel, StaticError
 from meshwright.graph import ProgramFileError
 from meshwright.models import Llama, LlamaConfig
-
-from .pipeline_oracle import Chain, batch, laid, loss_of
+from tests.pipeline.oracle import Chain, batch, laid, loss_of
 
 ROWS, STEPS = 4, 3
 RECOMPUTED = """\

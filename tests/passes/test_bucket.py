@@ -74,6 +74,30 @@ def test_what_is_needed_soon_does_not_wait() -> None:
     assert found.is_equal
 
 
+class Scaled(nn.Module):
+    """A layer cut by columns behind a whole one, and a number that scales its results."""
+
+    def __init__(self, mesh: mw.ProcessMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(mw.shard_tensor(torch.randn(8, 16), mesh, placed(mesh, tp=1)))
+        mw.shard_layer(self, mesh)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.tanh(self.first(x)) @ self.weight * self.scale).square().mean() + y.mean()
+
+
+def test_a_gradient_that_the_backward_pass_goes_on_with_travels_alone() -> None:
+    """The loss and the scale's gradient wait for the update; the gradient of the first layer's results must not."""
+    mesh = mesh_of(tp=2)
+    step = step_of(lambda: Scaled(mesh), mlp_batch(), 2)
+    assert counted(step.programs[0], "backward") == {"AllReduce(tp)": 3}
+    found = after(step, Bucket())
+    assert counted(found.program, "backward") == {"AllReduce(tp)": 2}
+    assert found.is_equal
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gathers_and_scatters_of_any_dim(dim: int) -> None:
     step = gathered(dim)

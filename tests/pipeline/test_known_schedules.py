@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from contextlib import suppress
 
 import pytest
@@ -124,3 +125,10 @@ def test_zero_bubble_with_times_at_random() -> None:
         p, m = rng.randint(2, 5), rng.randint(1, 9)
         f, b, w = (tuple(rng.choice((0.05, 0.7, 1.0, 3.0)) for _ in range(p)) for _ in range(3))
         check(zero_bubble("ZB", p, m, rng.choice((1.0, float(p), 2.0 * p)), Times(f, b, w, transfer=rng.random())))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_schedule_names_its_source(name: str) -> None:
+    assert re.fullmatch(r"arXiv \d{4}\.\d{5}|sail-sg, DualPipe cut in half", KNOWN[name].source)
+    assert KNOWN[name].times in ("any", "F=B=W", "B+W=2F")
+    assert KNOWN[name].takes in ("", "chunks", "slices")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +70,55 @@ def test_every_operation(op, other):
     here, there = parse_spec(f"f64[5, 4] +x:{op}", LINE), parse_spec("f64" + other, LINE)
     check(plan(here, there))
     check(plan(there, here))
+
+
+ROLES = ("R", "S0", "S1", "sum", "avg", "max", "min", "prod")
+
+
+def laid(mesh: ProcessMesh, *roles: str) -> Layout:
+    """The layout in which each axis of the mesh has its role."""
+    cuts: list[tuple[str, ...]] = [(), ()]
+    partial: list[tuple[str, str]] = []
+    for axis, role in zip(mesh.dim_names, roles, strict=True):
+        if role.startswith("S"):
+            cuts[int(role[1])] += (axis,)
+        elif role != "R":
+            partial.append((axis, role))
+    return Layout(tuple(cuts), tuple(partial))
+
+
+@pytest.mark.parametrize("first", ROLES)
+def test_two_axes_of_any_types(first):
+    """Also where operations do not commute: those of the axis that comes first in the layout are joined first.
+
+    Every pair of types becomes every other; each test takes an eighth of all pairs of pairs.
+    """
+    layouts = [laid(SQUARE, *roles) for roles in product(ROLES, ROLES)]
+    specs = [Spec(SQUARE, layout, (5, 4), torch.float64) for layout in layouts]
+    for at, (src, dst) in enumerate(product(specs, specs)):
+        mixed = len({op for spec in (src, dst) for _, op in spec.layout.partial}) > 1
+        if src.layout == laid(SQUARE, first, "R") or (mixed and (at * 7) % 64 == ROLES.index(first)):
+            check(plan(src, dst))
+
+
+@pytest.mark.parametrize(("x", "y"), [p for p in product(ROLES[3:], ROLES[3:]) if p[0] != p[1]])
+def test_terms_of_two_operations_mean_the_value(x, y):
+    """A product's neutral terms are ones: they must neither be added up nor be scaled."""
+    dst = Spec(SQUARE, laid(SQUARE, x, y), (5, 4), torch.float64)
+    for src in ("[5, 4]", "[5@y, 4]", "[5@x, 4@y]"):
+        check(plan(parse_spec("f64" + src, SQUARE), dst))
+        check(plan(dst, parse_spec("f64" + src, SQUARE)))
+
+
+CUBE = ProcessMesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["x", "y", "z"])
+
+
+def test_any_cuts_of_three_axes():
+    """Boxes begin and end anywhere in what a rank holds."""
+    cuts = [laid(CUBE, *roles) for roles in product(("R", "S0", "S1"), repeat=3)]
+    for at, (src, dst) in enumerate(product(cuts, cuts)):
+        if at % 5 == 0:
+            check(plan(*(Spec(CUBE, layout, (9, 8), torch.int64) for layout in (src, dst))))
 
 
 def inner(spec: Spec, x: dict[int, torch.Tensor], y: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
 from hypothesis import given, settings
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks import reshard as figure
 from meshwright.comm import current, simulate
-from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.reshard import AllGather, Exchange, Plan, execute, lower_bound, plan
+from meshwright.layout import ProcessMesh, Spec, parse_layout, parse_spec
+from meshwright.reshard import AllGather, Exchange, Plan, ReshardError, execute, lower_bound, plan
 
 from .oracle import conversions
 
@@ -168,3 +171,60 @@ def test_large_meshes_are_planned_in_no_time():
     made = plan(parse_spec("f32[4096@x, 4096@y] +z", mesh), parse_spec("f32[4096@z, 4096@x]", mesh))
     assert made.rounds == 2
     assert made.received(5) > 0
+
+
+WIDE = ProcessMesh(torch.arange(132).reshape(3, 11, 4).numpy(), ["x", "y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("40@y, 6", "40, 6"),
+        ("40@y, 6", "40@z, 6@x"),
+        ("40, 6 +y", "40@x, 6"),
+        ("40, 6 +y +x", "40, 6@z"),
+        ("40@z@y, 6", "40, 6 +x"),
+        ("40@x, 6 +z", "40@z, 6@x"),
+    ],
+)
+def test_a_few_ranks_of_a_large_mesh_decide(monkeypatch, src, dst):
+    """The same plan is chosen where all ranks are asked."""
+    module = import_module("meshwright.reshard._plan")
+    specs = [parse_spec(_spec(side), WIDE) for side in (src, dst)]
+    few = module._plan.__wrapped__(*specs, None)
+    assert max(few.received(r) for r in module._examples(few)) == few.busiest
+    monkeypatch.setattr(module, "SMALL_MESH", 1000)
+    assert module._plan.__wrapped__(*specs, None).steps == few.steps
+
+
+def symbolic(hinted: int) -> torch.SymInt:
+    shapes = ShapeEnv()
+    return shapes.create_symintnode(shapes.create_symbol(hinted, source=ConstantSource("n")), hint=hinted)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("[@x, :]", "[:, :]"), ("[:, @x]", "[:, :]"), ("[:, :] +x", "[@x, :]"), ("[:, :]", "[@x, :]")],
+)
+def test_a_plan_of_a_symbolic_size_is_that_of_its_hint(src, dst):
+    n = symbolic(8)
+    specs = [Spec(LINE, parse_layout(text), (n, 4), torch.float32) for text in (src, dst)]
+    made = plan(*specs)
+    assert made.steps == plan(*(spec.concrete for spec in specs)).steps
+    assert made.src is specs[0]
+    assert made.dst is specs[1]
+    assert made.specs[-1] is specs[1]
+
+
+def test_a_step_that_names_sizes_is_refused_for_a_symbolic_one():
+    n = symbolic(8)
+    src = Spec(LINE, parse_layout("[:, 2 * 4@x]"), (n, 8), torch.float32)
+    with pytest.raises(ReshardError, match="speaks of sizes"):
+        plan(src, src.with_layout(parse_layout("[:, @x]")))
+
+
+def test_a_symbolic_tensor_goes_to_another_mesh():
+    n, there = symbolic(8), ProcessMesh([4, 5], ["a"])
+    src = Spec(LINE, parse_layout("[@x, :]"), (n, 4), torch.float32)
+    dst = Spec(there, parse_layout("[@a, :]"), (n, 4), torch.float32)
+    assert plan(src, dst).steps == (Exchange(dst),)

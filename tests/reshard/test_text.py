@@ -111,3 +111,9 @@ def test_an_exchange_names_its_mesh() -> None:
         parse_step("Exchange(f32[8@x] on ProcessMesh([x=2]))", MESH)
     text = "Exchange(f32[8@x] on ProcessMesh([x=2], ranks=[2, 3]))"
     assert repr(parse_step(text, MESH)) == text
+
+
+def test_a_lone_name_is_an_axis_even_if_it_is_an_operation() -> None:
+    assert parse_step("AllReduce(max)") == AllReduce(("max",))
+    assert parse_step("AllReduce(max max)") == AllReduce(("max",), "max")
+    assert repr(AllReduce(("max",))) == "AllReduce(max sum)"

@@ -192,8 +192,12 @@ expand: x(), [4]
 repeat: x(4, 5), [2, 3, 1]
 repeat: x(5), [3]
 tile: x(4, 5), [3]
+repeat: x(4, 1), [1, 2]
+tile: x(5), [1]
 repeat_interleave.self_int: x(4, 5), 3, 1
 repeat_interleave.self_int: x(5), 2
+repeat_interleave.self_int: x(5), 1
+repeat_interleave.self_int: x(5, 4), 2, -1
 slice.Tensor: x(4, 5), 1, 1, 3
 slice.Tensor: x(4, 5), 0, 0, 9223372036854775807
 slice.Tensor: x(4, 5), -1, -2
@@ -259,6 +263,9 @@ linalg_vector_norm: same(4, 5), float("-inf"), [0]
 linalg_vector_norm: same(4, 5), 0, [0]
 linalg_vector_norm: c(4, 5), 2, [0]
 linalg_vector_norm: 0 * x(4, 5), 2, [0]
+norm.ScalarOpt_dim: x(4, 5), None, [1]
+norm.ScalarOpt_dim: x(4, 5), 3, [0], True
+linalg_vector_norm: x(4, 5), 1
 norm.Scalar: x(4, 5)
 norm.ScalarOpt_dim: x(4, 5), 1, [1]
 norm.ScalarOpt_dim: x(4, 5), None, [0], True
@@ -314,6 +321,11 @@ all.dim: b(4, 5), 0
 argmax: x(4, 5)
 argmax: x(4, 5), 1
 argmin: x(4, 5), 0, True
+argmin: x(4, 5), 1
+argmin: x(4, 5)
+argmin: i8(4, 5), 0
+min.dim: b(4, 5), 0
+max.dim: b(4, 5), 0
 softmax.int: x(4, 5), -1
 softmax.int: x(4, 5), 0, torch.float32
 _softmax: x(4, 5), 1, False
@@ -341,6 +353,14 @@ scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5), x(2, 
 scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 2, 6, 3), x(2, 2, 6, 5), x(2, 4, 5, 6), enable_gqa=True
 scaled_dot_product_attention: x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 5), tri(5, 6)
 scaled_dot_product_attention: x(5, 3), x(4, 3), x(4, 3)
+scaled_dot_product_attention: x(2, 6, 12, 3), x(2, 6, 12, 3), x(2, 6, 12, 4)
+scaled_dot_product_attention: x(6, 12, 3), x(6, 12, 3), x(6, 12, 4), is_causal=True
+scaled_dot_product_attention: x(12, 3), x(12, 3), x(12, 3), is_causal=True, scale=0.5
+scaled_dot_product_attention: x(1, 6, 12, 2), x(1, 3, 12, 2), x(1, 3, 12, 2), is_causal=True, enable_gqa=True
+scaled_dot_product_attention: x(2, 6, 6, 3), x(2, 6, 6, 3), x(2, 6, 6, 3), tri(6, 6)
+scaled_dot_product_attention: x(2, 6, 6, 3), x(2, 6, 6, 3), x(2, 6, 6, 3), x(6, 6)
+scaled_dot_product_attention: x(1, 6, 6, 3), x(1, 3, 6, 3), x(1, 3, 6, 3), tri(1, 6, 6, 6), enable_gqa=True
+scaled_dot_product_attention: x(1, 6, 6, 3), x(1, 3, 6, 3), x(1, 3, 6, 3), x(1, 1, 6, 6), enable_gqa=True
 cross_entropy_loss: x(4, 5), i(5, 4)
 cross_entropy_loss: x(4, 5), i(5, 4), p(5)
 cross_entropy_loss: x(4, 5), i(5, 4), p(5), 0

@@ -39,7 +39,7 @@ class Release(Pass):
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))
         groups = [g for g in _groups(program) if not any(map(_stays, g.nodes))]
-        moved = _moved(program, groups)
+        moved = _moved(program, groups) if groups else program.nodes
         if moved == program.nodes:
             return program
         out = replace(program, nodes=moved)
@@ -141,7 +141,7 @@ def _moved(program: Program, groups: Sequence[_Group]) -> tuple[Node, ...]:
     due: dict[int, list[_Group]] = {}
     for group in groups:
         due.setdefault(group.behind, []).append(group)
-    first = min(due, default=-1)
+    first = min(due)
     nodes: list[Node] = []
     for at in range(-1, len(program.nodes)):
         if at >= 0 and program.nodes[at] not in moving:

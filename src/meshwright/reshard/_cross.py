@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.layout import Layout, Spec
 
-from ._path import paddable, plain_paths
+from ._path import padded_axes, plain_paths
 from ._regions import cuts_of, widest
 from ._steps import Exchange, Step
 
@@ -37,9 +37,8 @@ def _leaving(src: Spec) -> Spec:
 def _landing(dst: Spec, spread: bool) -> Spec:
     """What arrives on the target mesh: parts that become terms by padding, and shares of what is repeated."""
     bare = dst.with_layout(Layout(cuts_of(dst)))
-    order = dst.mesh.dim_names
-    ops = dict(dst.layout.partial)
-    padded = tuple(a for a in order if a in ops and paddable(ops[a], dst))
+    order, chosen = dst.mesh.dim_names, padded_axes(dst)
+    padded = tuple(a for a in order if a in chosen)
     repeated = tuple(a for a in order if a not in padded and a not in dst.layout.cut_axes) if spread else ()
     return _cut_further(_cut_further(bare, padded), repeated)
 

@@ -184,7 +184,7 @@ def _family(op: str) -> str:
 def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
     """The cuts before terms are made: those of the target, and of parts that become terms by padding."""
     landing = list(cuts_of(target))
-    made = {a for a, op in target.layout.partial if a not in kept and paddable(op, at)}
+    made = padded_axes(target) - kept
     for dim, axes in enumerate(cuts_of(at)):
         landing[dim] += tuple(a for a in axes if a in made)
     left = tuple(a for a in target.mesh.dim_names if a in made and a not in at.layout.cut_axes)
@@ -193,11 +193,16 @@ def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
     return tuple(landing)
 
 
-def paddable(op: str, at: Spec) -> bool:
-    """Whether a part with zeros around it is a term of `op`."""
-    if at.dtype.is_floating_point or at.dtype.is_complex:
-        return op in LINEAR
-    return op == "sum"
+def padded_axes(target: Spec) -> set[str]:
+    """Return the axes whose new terms may be parts with zeros around them.
+
+    A mean's parts are scaled by the number of ranks. Beside a product, whose neutral terms are ones, that would scale
+    the ones as well; then every rank's term of the mean is the whole value.
+    """
+    partial = target.layout.partial
+    exact = target.dtype.is_floating_point or target.dtype.is_complex
+    alone = len({_family(op) for _, op in partial}) == 1
+    return {a for a, op in partial if op == "sum" or (op == "avg" and exact and alone)}
 
 
 def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> None:

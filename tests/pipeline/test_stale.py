@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.engine import StrategyError
 from meshwright.pipeline import Memory, StageError, known, peaks
 
-from .pipeline_oracle import Chain, batch, compare, laid, loss_of
+from .oracle import Chain, batch, compare, laid, loss_of
 
 runner_module: Any = import_module("meshwright.pipeline._runner")
 

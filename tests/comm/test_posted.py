@@ -1,0 +1,104 @@
+"""A carrier whose exchanges are posted as messages: the same results, whichever rank is first."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.comm import CallError, Carrier, Posted, Recorded, current, install, simulate
+
+CPU = torch.device("cpu")
+WORLD = (0, 1, 2)
+
+
+def exchanged(ranks: Carrier, times: int) -> list[list[float]]:
+    """What a rank receives when every rank sends several tensors of several shapes to every other one."""
+    found: list[Tensor] = []
+    for n in range(times):
+        peers = [peer for peer in WORLD if peer != ranks.rank]
+        sends = [(peer, torch.full((n + peer + 1,), 100.0 * n + 10 * ranks.rank + peer)) for peer in peers]
+        receives = [(peer, (n + ranks.rank + 1,), torch.float32, CPU) for peer in peers]
+        found += ranks.exchange(sends, receives, WORLD)
+    return [x.tolist() for x in found]
+
+
+def test_exchanges_are_those_of_the_inner_carrier() -> None:
+    def program() -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+        inner = current()
+        posted, expected = Posted(inner), exchanged(inner, 3)
+        with posted.during(4):
+            assert current() is posted
+            first = exchanged(current(), 3)
+        assert current() is inner
+        with posted.during(4):  # numbers begin anew
+            return expected, first, exchanged(posted, 3)
+
+    for expected, first, second in simulate(program, 3):
+        assert expected == first == second
+
+
+def test_works_may_overtake_each_other() -> None:
+    """Rank 0 does its pieces of work in another order than rank 1: each message goes to the work that it is of."""
+
+    def program() -> list[float]:
+        posted, here = Posted(current()), current().rank
+        found = [0.0, 0.0]
+        for work in (0, 1) if here == 0 else (1, 0):
+            with posted.during(work):
+                if here == 0:
+                    posted.exchange([(1, torch.tensor([1.0 + work])), (1, torch.tensor([3.0 + work]))], [], (0, 1))
+                else:
+                    receives = [(0, (1,), torch.float32, CPU)] * 2
+                    found[work] = sum(x.item() * 10**n for n, x in enumerate(posted.exchange([], receives, (0, 1))))
+        return found
+
+    assert simulate(program, 2)[1] == [31.0, 42.0]
+
+
+def test_collectives_are_those_of_the_inner_carrier() -> None:
+    def program() -> None:
+        inner = current()
+        posted, x = Posted(inner), torch.arange(4.0) + inner.rank
+        shapes = [(4,)] * 3
+        assert posted.rank == inner.rank
+        assert posted.size == inner.size
+        pairs = [
+            (lambda c: c.all_reduce(x, "sum", WORLD)),
+            (lambda c: torch.stack(c.all_gather(x, WORLD, shapes))),
+            (lambda c: c.reduce_scatter([x, x + 1, x + 2], "sum", WORLD)),
+            (lambda c: torch.stack(c.all_to_all([x, x + 1, x + 2], shapes, WORLD))),
+        ]
+        with posted.during(0):
+            for call in pairs:
+                assert torch.equal(call(posted), call(inner))
+        assert posted.seen is inner.seen
+        posted.barrier(WORLD)
+
+    simulate(program, 3)
+
+
+@pytest.mark.parametrize("work", [-1, 1 << 31])
+def test_numbers_of_works_have_an_end(work: int) -> None:
+    with pytest.raises(CallError, match="numbers up to"), Posted(Recorded(0, 1)).during(work):
+        pass
+
+
+def test_backward_threads_talk_to_the_carrier_of_a_process() -> None:
+    everywhere = Recorded(0, 4)
+    posted, seen = Posted(everywhere), []
+    install(everywhere)
+    try:
+        with posted.during(1):
+            thread = Thread(target=lambda: seen.append(current()))
+            thread.start()
+            thread.join()
+        assert seen == [posted]
+        assert current() is everywhere
+        with pytest.raises(ZeroDivisionError), posted.during(1):
+            1 / 0  # noqa: B018
+        assert current() is everywhere
+    finally:
+        install(None)
