@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.engine import StrategyError, strategy_from_toml, strategy_to_toml
 from meshwright.engine._strategy import (
     DpOptimization,
     FusedPasses,
+    MixedPrecision,
     MpOptimization,
     Pipeline,
     Recomputing,
@@ -24,6 +30,7 @@ from meshwright.engine._strategy import (
 from meshwright.graph import Program, communication
 from meshwright.models import Llama, LlamaConfig, mark
 from meshwright.passes import Amp, Bucket, Hierarchy
+from meshwright.pipeline import known
 
 SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_forward=48)
 PLAIN: dict[str, Any] = {
@@ -201,4 +208,28 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
     ],
 )
 def test_toml_and_back(strategy: mw.Strategy) -> None:
+    assert strategy_from_toml(strategy_to_toml(strategy)) == strategy
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(schedule=TEXT, layers=st.lists(TEXT, min_size=1), axes=st.lists(TEXT), budget=st.floats(allow_nan=False))
+def test_any_text_in_a_strategy_is_read_back(schedule: str, layers: list[str], axes: list[str], budget: float) -> None:
+    """The table of a schedule has several lines; TOML is read from a file, too."""
+    strategy = mw.Strategy(
+        pipeline=Pipeline(schedule_mode=schedule),
+        recompute=Recomputing(True, layers=tuple(layers)),
+        sharding=Sharding(axes=tuple(axes)),
+        passes=(Hierarchy(schedule, layers[0]), replace(Bucket(), bytes=7)),
+        amp=replace(MixedPrecision(), init_loss_scaling=abs(budget) or 1.0) if abs(budget) < inf else MixedPrecision(),
+    )
+    text = strategy_to_toml(strategy)
+    assert strategy_from_toml(text.encode().decode()) == strategy
+    assert tomllib.loads(text)["recompute"]["layers"] == layers
+
+
+def test_a_strategy_with_a_schedule_as_a_table_is_read_back() -> None:
+    strategy = mw.Strategy(pipeline=Pipeline(True, schedule_mode=str(known("1F1B").make(2, 4)), accumulate_steps=4))
+    assert "\n" in strategy.pipeline.schedule_mode
     assert strategy_from_toml(strategy_to_toml(strategy)) == strategy

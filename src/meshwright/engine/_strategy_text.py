@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from meshwright.graph import Pass
+from meshwright.search import quoted
 
 from ._errors import StrategyError
 from ._strategy import Strategy
@@ -65,10 +66,12 @@ def _default(each: Field[Any]) -> Any:
 def _written(item: Any, name: str) -> str:
     if isinstance(item, bool):
         return str(item).lower()
-    if isinstance(item, (int, float)):
-        return repr(item)
+    if isinstance(item, int):
+        return repr(int(item))
+    if isinstance(item, float):
+        return repr(float(item))  # a number of NumPy shows its type
     if isinstance(item, str):
-        return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return quoted(item)
     if isinstance(item, (tuple, list)):
         return "[" + ", ".join(_written(v, name) for v in item) + "]"
     raise StrategyError(

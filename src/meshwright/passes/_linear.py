@@ -10,18 +10,22 @@ where they are: a sum rounded once is another number than rounded terms, and wid
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar
 
 import torch
 
 from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
+from meshwright.spmd import keeps_terms
 
 from ._rows import is_even, is_known, is_only_use, lie_alike, place, received, shaped
 
 aten = torch.ops.aten
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
-SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default}
+PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar}
+QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+SCALINGS = PRODUCTS | QUOTIENTS | {aten.neg.default}
 MOVES = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
     aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.contiguous.default, aten.clone.default,
@@ -99,6 +103,10 @@ def _reduced(draft: Draft, v: Value, user: Spot) -> Reduced | None:
 def _is_linear(spot: Spot, out: Value) -> bool:
     """True for a linear operator of one tensor, with constants that are the same on every rank."""
     if spot.op not in SCALINGS | MOVES or len(spot.ins) != 1 or not isinstance(spot.args[0], Value):
+        return False
+    if spot.op in PRODUCTS and not keeps_terms(spot.args[1]):
+        return False
+    if spot.op in QUOTIENTS and not keeps_terms(1 / spot.args[1] if spot.args[1] else inf):
         return False
     return spot.args[0].dtype == out.dtype and (not spot.kwargs or spot.op is aten.clone.default)
 

@@ -16,7 +16,7 @@ from ._mesh_plan import REPLICAS, STAGES, MeshPlan
 from ._mesh_plan_text import parse_mesh_plan
 from ._meshes import plan_mesh
 from ._pipelining import Pipelining
-from ._plan import Plan, parse_plan, plan_of
+from ._plan import Plan, parse_plan, plan_of, quoted
 from ._plan_account import account, differences
 from ._predict import Prediction, predict, share_of_peak, work
 from ._prices import Prices
@@ -89,6 +89,7 @@ __all__ = [
     "plan_of",
     "predict",
     "program_account",
+    "quoted",
     "rows_of",
     "seconds",
     "share",

@@ -87,7 +87,7 @@ def _toml(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as TOML has it: any character, without a line's end in it."""
+    """Return the text as a string of TOML on one line; control characters, quotes and backslashes are escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

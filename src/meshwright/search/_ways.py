@@ -20,6 +20,7 @@ from meshwright.spmd import (
     cut_choices,
     describe_passing,
     dim_of,
+    lets_terms_pass,
     term_choices,
 )
 
@@ -63,11 +64,11 @@ def _stand_in(v: Value) -> Any:
 
 
 def choices(bound: Bound, ranks: int) -> Iterator[Choice]:
-    """All options that a rule allows on so many ranks, with even parts."""
+    """Yield all options that a rule allows on so many ranks, with even parts."""
     for factor, size in enumerate(bound.sizes):
         if hint(size) % ranks == 0 and hint(size) > 1:
-            yield from cut_choices(bound, factor)
-    yield from term_choices(bound, (REPEATED,) * len(bound.ins))
+            yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, c.ins))
+    yield from (c for c in term_choices(bound, (REPEATED,) * len(bound.ins)) if lets_terms_pass(bound, c, c.ins))
 
 
 def needs_of(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:

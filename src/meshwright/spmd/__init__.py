@@ -13,6 +13,7 @@ from ._derive import (
     dim_of,
     factor_axes,
     factors_split,
+    lets_terms_pass,
     refined,
     term_choices,
 )
@@ -21,6 +22,7 @@ from ._forms import LocalCall
 from ._notation import parse_rule
 from ._rule import Alternative, Rule
 from ._table import Entry, drawn_rule, find_rule, is_computed, on_new_rule, register_rule
+from ._terms import keeps_terms
 
 __all__ = [
     "ELSEWHERE",
@@ -46,6 +48,8 @@ __all__ = [
     "factors_split",
     "find_rule",
     "is_computed",
+    "keeps_terms",
+    "lets_terms_pass",
     "on_new_rule",
     "parse_rule",
     "refined",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ._derive import Bound, bind
 from ._rule import Rule
 from ._table import drawn_rule, find_rule
+from ._terms import passing
 from .torch_hooks import Operator, schema_of
 
 Place = tuple[int | str, int | None]
@@ -49,12 +51,15 @@ def describe(
     slots = list(_slots(op, args, kwargs, len(rule.equation.operands)))
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for _, v in slots]
     numbers = [i for i, (_, v) in enumerate(slots) if isinstance(v, (int, float, complex)) and v != 0]
+    scales = _scales(op, args, kwargs, [p for p, v in slots if isinstance(v, (int, float, complex))])
+    terms = passing(rule.equation, [v for _, v in slots], scales)
     places = tuple(p if isinstance(v, Tensor) else None for p, v in slots)
     written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
     names = [a.name for a in schema_of(op).arguments]
     mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
-    bound = bind(rule, shapes, numbers)
+    bound = bind(rule, shapes, numbers, terms)
     bound = _written_in_place(bound) if mutated else bound
+    bound = bound if all(isfinite(abs(c)) for c in scales) else replace(bound, products=())
     return Call(bound.rule, bound, places, mutated)
 
 
@@ -98,7 +103,7 @@ def _slots(
             found += [((key, j), v) for j, v in enumerate(value)]
         elif "Tensor" in kind:
             found.append(((key, None), value))
-        elif kind in ("number", "Scalar", "Optional[number]", "Optional[Scalar]") and value is not None:
+        elif kind in _NUMBERS and value is not None:
             scalars.append(((key, None), value))
     missing = count - len(found)
     merged = found + scalars[: max(missing, 0)]
@@ -106,6 +111,23 @@ def _slots(
         merged = scalars[:missing] + found
     merged += [(None, None)] * (count - len(merged))
     return iter(merged[:count])
+
+
+_NUMBERS = ("number", "Scalar", "Optional[number]", "Optional[Scalar]")
+
+
+def _scales(
+    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Place | None]
+) -> list[Any]:
+    """The numbers of the call that are no operands of its rule: `alpha`, `beta`, `value`."""
+    found: list[Any] = []
+    for at, argument in enumerate(schema_of(op).arguments):
+        key: int | str = at if at < len(args) else argument.name
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        is_number = isinstance(value, (int, float, complex)) and str(argument.type) in (*_NUMBERS, "float")
+        if is_number and (key, None) not in operands:
+            found.append(value)
+    return found
 
 
 def _before(a: Place | None, b: Place | None) -> bool:

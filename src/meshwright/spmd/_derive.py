@@ -15,6 +15,7 @@ from meshwright.layout import Dim, Layout, Product
 from ._errors import RuleError
 from ._notation import ELLIPSIS, NEW, DimTerm, Operand
 from ._rule import Rule
+from ._terms import Passing
 
 REPEATED = -1
 ELSEWHERE = -2
@@ -30,7 +31,8 @@ class Bound:
 
     `ins[i][d]` lists the factors of dim d of operand i, outermost first; it is empty for a dim of size one.
     `fixed` operands are there as plain numbers, or not at all; they hold no dims. `affine` tells that a plain number
-    is added, so that no term may pass.
+    is added, so that no term may pass. `pending` operands may be pending sums, and `fillable` ones a value on one rank
+    and zeros on the others: see `_terms.py`.
     """
 
     rule: Rule
@@ -40,6 +42,8 @@ class Bound:
     ins: tuple[tuple[tuple[int, ...], ...], ...]
     outs: tuple[tuple[tuple[int, ...], ...], ...]
     products: tuple[tuple[int, ...], ...]
+    pending: frozenset[int]
+    fillable: frozenset[int]
 
     @property
     def flops(self) -> int:
@@ -65,10 +69,16 @@ class Choice:
     factor: int | None = None
 
 
-def bind(rule: Rule, shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int] = ()) -> Bound:
-    """`rule` for operands of these shapes; None stands for an operand that is absent or a plain number.
+def bind(
+    rule: Rule,
+    shapes: Sequence[tuple[int, ...] | None],
+    numbers: Sequence[int] = (),
+    terms: Passing | None = None,
+) -> Bound:
+    """Return `rule` for operands of these shapes; None stands for an operand that is absent or a plain number.
 
-    `numbers` are the operands given as plain numbers. Raises RuleError where shapes do not fit the rule.
+    `numbers` are the operands given as plain numbers; `terms` are the operands that may be pending sums, all if it is
+    None. Raises RuleError where shapes do not fit the rule.
     """
     equation = rule.equation
     names: dict[str, int] = {}
@@ -90,7 +100,9 @@ def bind(rule: Rule, shapes: Sequence[tuple[int, ...] | None], numbers: Sequence
         if n in equation.whole or n[:3] == NEW or (n[:3] == ELLIPSIS and ELLIPSIS in equation.whole)
     )
     products = _present(equation.products, shapes, numbers)
-    return Bound(rule, tuple(names), tuple(sizes), whole, ins, outs, products)
+    everything = frozenset(range(len(shapes)))
+    pending, fillable = (terms.pending, terms.fillable) if terms is not None else (everything, everything)
+    return Bound(rule, tuple(names), tuple(sizes), whole, ins, outs, products, pending, fillable)
 
 
 def _present(
@@ -240,10 +252,16 @@ def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
     A factor is offered only when some operand is cut along it already, terms only when some operand is pending.
     """
     for factor in dict.fromkeys(h for h in held if isinstance(h, int) and h >= 0):
-        yield from cut_choices(bound, factor)
+        yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, held))
     if any(h == "sum" for h in held):
-        yield from term_choices(bound, held)
+        yield from (c for c in term_choices(bound, held) if lets_terms_pass(bound, c, held))
     yield Choice((REPEATED,) * len(bound.ins), (REPEATED,) * len(bound.outs))
+
+
+def lets_terms_pass(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
+    """True if the operands that are terms in `choice` may be terms, given how they are held before."""
+    wanted = [i for i, need in enumerate(choice.ins) if need == "sum"]
+    return all(i in (bound.pending if held[i] == "sum" else bound.fillable) for i in wanted)
 
 
 def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:

@@ -47,39 +47,82 @@ def lowest(dtype: torch.dtype) -> Any:
 
 
 def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest element along the dims, kept as dims of one; the lowest number there is where there is none."""
+    """Return the largest element along the dims, kept as dims of one; the lowest number of the dtype if there is none.
+
+    Elements that reach it share the gradient evenly; NaN makes all gradients NaN.
+    """
     if prod(x.shape[d] for d in dims):
         return x.amax(dims, keepdim=True)
     return x.sum(dims, keepdim=True, dtype=x.dtype) + lowest(x.dtype)
 
 
+def peak_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return what `peak` does, where elements that are NaN share the gradient of a maximum that is NaN."""
+    best = peak(x.detach(), dims)
+    reached = _equal_or_nan(x.detach(), best)
+    shares = x / reached.sum(dims, keepdim=True).clamp_min(1)
+    value = torch.where(reached, shares, 0).sum(dims, keepdim=True, dtype=x.dtype)
+    return value + torch.where(value == best, 0, best - value).detach()
+
+
 def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     """The maximum, with the gradient shared evenly among all elements that reach it, wherever they are."""
     dims = dims_at(dim, x.dim())
-    best = peak(x, dims)
     if not x.dtype.is_floating_point:
-        for d in dims:
-            best = call.gather(best, 0, d).amax(0) if call.ranks(0, d) > 1 else best
-    else:
-        ties = (x == best).sum(dims, keepdim=True).to(x.dtype)
-        for d in dims:
-            if call.ranks(0, d) > 1:
-                best, ties = _best(call.gather(best, 0, d), call.gather(ties, 0, d))
-    return squeezed(best, dims, keepdim)
+        return squeezed(gathered(call, peak(x, dims), dims, lambda t: t.amax(0)), dims, keepdim)
+    best = peak(x, dims)
+    return squeezed(_largest(call, best, x == best, dims), dims, keepdim)
+
+
+def amax_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """The maximum with the gradient of `x.max()`: elements that are NaN share that of a maximum that is NaN."""
+    if not x.dtype.is_floating_point:
+        return amax(call, x, dim, keepdim)
+    dims = dims_at(dim, x.dim())
+    best = peak_or_nan(x, dims)
+    return squeezed(_largest(call, best, _equal_or_nan(x.detach(), best.detach()), dims), dims, keepdim)
+
+
+def _largest(call: LocalCall, best: Tensor, reached: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the largest of the ranks' maxima; `reached` marks the elements that share its gradient."""
+    ties = reached.sum(dims, keepdim=True).to(wide(best).dtype)  # half precision counts to 2048
+    for d in dims:
+        if call.ranks(0, d) > 1:
+            best, ties = _best(call.gather(best, 0, d), call.gather(ties, 0, d))
+    return best
 
 
 def _best(tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
-    """The best of the ranks' maxima; each rank's share of the gradient is its number of ties."""
+    """Return the best of the ranks' maxima and its number of ties, which are the ranks' shares of the gradient.
+
+    A rank without elements has no ties: its maximum is the lowest number of the dtype, which may be the best. The
+    gradient is NaN where no element equals the best, which is NaN there.
+    """
     top = tops.detach().amax(0)
-    ties = torch.where(tops == top, ties, 0)
+    ties = torch.where(_equal_or_nan(tops.detach(), top), ties, 0)
     count = ties.sum(0)
-    value = (torch.where(tops == top, tops, 0) * ties / count).sum(0)
-    return value + torch.where(value == top, 0, top - value).detach(), count
+    value = (torch.where(ties > 0, tops, 0) * (ties / count.clamp_min(1))).sum(0).to(tops.dtype)
+    value = value + torch.where(value == top, 0, top - value).detach()
+    lost = top.isnan() & (count == 0)
+    return torch.where(lost, (tops * torch.where(lost, top, 0)).sum(0), value), count
+
+
+def _equal_or_nan(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
 
 
 def amin(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _flipped(amax, call, x, dim, keepdim)
+
+
+def amin_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _flipped(amax_or_nan, call, x, dim, keepdim)
+
+
+def _flipped(largest: Callable[..., Tensor], call: LocalCall, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """The minimum, as the maximum of the negated elements; -x is not defined for the lowest integer, ~x is."""
     flip = torch.neg if x.dtype.is_floating_point else torch.bitwise_not
-    return flip(amax(call, flip(x), dim, keepdim))
+    return flip(largest(call, flip(x), dim, keepdim))
 
 
 def without_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -116,8 +159,10 @@ def vector_norm(
     """The norm of the pieces' norms; for the norms that are a maximum or a minimum, that of the absolute values."""
     dims, p = dims_at(dim, x.dim()), 2.0 if ord is None else float(ord)
     x = x if dtype is None else x.to(dtype)
+    if p == 1:
+        return squeezed(sum_over(call, x.abs().sum(dims, keepdim=True), 0, dims), dims, keepdim)
     if isinf(p):
-        return (amax if p > 0 else amin)(call, x.abs(), dims, keepdim)
+        return (amax_or_nan if p > 0 else amin_or_nan)(call, x.abs(), dims, keepdim)
     local = torch.linalg.vector_norm(x, p, dims, True) if x.numel() else _norm_of_nothing(x, p, dims)
     return squeezed(gathered(call, local, dims, lambda t: torch.linalg.vector_norm(t, p, 0)), dims, keepdim)
 
@@ -154,7 +199,7 @@ def moments(
     mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / max(count, 1)
     off = x - mean
     square = (off * off.conj()).real if x.is_complex() else off.square()
-    return square.sum(dims, keepdim=True) / max(count - less, 0), mean, dims, keepdim
+    return square.sum(dims, keepdim=True) / max(0, count - less), mean, dims, keepdim
 
 
 def var(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

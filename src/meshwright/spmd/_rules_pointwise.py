@@ -11,7 +11,7 @@ from ._rule import Entry, Rule
 
 LINEAR = """
     neg negative positive clone contiguous detach alias alias_copy detach_copy conj conj_physical _conj _conj_physical
-    resolve_conj resolve_neg _neg_view real imag deg2rad rad2deg zeros_like zero lift_fresh lift
+    resolve_conj resolve_neg _neg_view real imag deg2rad zeros_like zero lift_fresh lift
 """
 """`... -> ...`: linear in the one operand."""
 
@@ -27,6 +27,7 @@ CURVED = """
     special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri
     special_polygamma special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_sinc special_spherical_bessel_j0 sqrt square tan tanh threshold trunc empty_like full_like
+    rad2deg
 """
 """`..., -> ...`: nothing known about linearity."""
 
@@ -75,7 +76,8 @@ def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
 
 
 def div_rule(x: Any, y: Any, *, rounding_mode: str | None = None) -> str:
-    return "... | ... -> ..." if rounding_mode is None else "..., ... -> ..."
+    """A division by a tensor passes no pending sum: the tensor may hold zeros."""
+    return "..., ... -> ..." if rounding_mode is not None or isinstance(y, Tensor) else "... | ... -> ..."
 
 
 def clamp_rule(x: Tensor, *bounds: Any, **named_bounds: Any) -> str:
@@ -113,8 +115,7 @@ POINTWISE: dict[str, Entry] = {
     **named(GRADIENT, "... | ... -> ..."),
     **named("add sub subtract rsub complex", "... + ... -> ..."),
     **named("mul multiply", "... * ... -> ..."),
-    **named("div divide", div_rule),
-    **named("true_divide", "... | ... -> ..."),
+    **named("div divide true_divide", div_rule),
     **named("clamp clip clamp_min clamp_max", clamp_rule),
     **named("to _to_copy type_as", cast_rule),
     "aten.where": where_rule,

@@ -99,6 +99,6 @@ def is_computed(op: Operator) -> bool:
 
 BLIND_TO_FLOATS = {
     *("aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"),
-    *("aten.div", "aten.divide", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip"),
+    *("aten.div", "aten.divide", "aten.true_divide", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip"),
 }
 """Operators whose rules look at arguments, but at no float: epsilons, bounds, what an optimizer divides by."""

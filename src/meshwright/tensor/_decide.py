@@ -21,6 +21,7 @@ from meshwright.spmd import (
     cut_choices,
     dim_of,
     factor_axes,
+    lets_terms_pass,
 )
 
 
@@ -109,7 +110,7 @@ def _pick(here: _Along, form: str | None) -> Choice | None:
         return Choice((REPEATED,) * len(held), (REPEATED,) * len(bound.outs))
     best: tuple[float, int, float] | None = None
     found = None
-    for choice in chain(wished, choices(bound, held)):
+    for choice in chain((c for c in wished if lets_terms_pass(bound, c, held)), choices(bound, held)):
         if not (_keeps_written(here.call, choice, held) and _keeps_cut(bound, choice, held)):
             continue
         if not _one_form(bound, choice, form):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from . import (
 )
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, check_writable, run_whole
-from ._capture import Captured, asks_sizes, capture
+from ._capture import Captured, asks_sizes, autocast_dtype, capture
 from ._context import context
-from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
+from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, floats_in
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._law import Law
@@ -39,6 +40,7 @@ from ._plan import (
     leaves_nothing,
     makes_views,
     may_alias,
+    numbers_decide,
     plan_call,
     writes_overlapping,
     written_inputs,
@@ -50,6 +52,7 @@ from ._whole import tell_whole
 from .torch_hooks import (
     SCRIPTED,
     Operator,
+    OperatorPacket,
     backward_running,
     call_plain,
     is_batched,
@@ -63,6 +66,9 @@ HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handl
 
 _VALUED: set[Any] = set()
 """Signatures whose plans depend on the values of floats."""
+
+_FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
+"""Kinds of functions that call one operator, whatever the values of floats; a Python function may branch on them."""
 
 
 def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -91,7 +97,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
         return _into_out(func, args, kwargs)
     out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
     if out is NotImplemented:
-        out = _carry_out(func, types, args, kwargs, tensors, key)
+        out = _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
     if views:
         after_call(views, before, out)
     return out
@@ -132,7 +138,10 @@ def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
     return out.copy_(new)
 
 
-def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any) -> Any:
+def _carry_out(
+    func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any, handled: bool
+) -> Any:
+    """Plan the call, remember the plan and run it; a handler that declined (`handled`) may have looked at floats."""
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
@@ -141,33 +150,31 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
     elif not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
         run, by_value = _on_whole(func, "an operand is sparse or nested"), False
     elif any(isinstance(t, Absent) for t in tensors):
-        run, by_value = plan_outside(func, args, kwargs, tensors)
+        run, by_value = plan_outside(func, args, kwargs, tensors), True
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)
     out = run(func, types, args, kwargs)
     if key is not None and not recording():
-        _remember(func, args, kwargs, key, settled(run), by_value)
+        kept = _or_below(settled(run)) if isinstance(func, Operator) else settled(run)
+        _remember(key, floats_in(args, kwargs), kept, by_value or handled)
     return out
 
 
-def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: bool) -> None:
+def _remember(key: Any, floats: tuple[Any, ...], run: Run, by_value: bool) -> None:
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
-    if isinstance(func, Operator):
-        run = _or_below(run)
-    exact = exact_signature(func, args, kwargs) if by_value or key in _VALUED else None
-    if exact is not None and exact[1]:
+    if floats and (by_value or key in _VALUED):
         _VALUED.add(key)
-        PLANS[key], key = _valued(key), exact
+        PLANS[key], key = _valued(key), (key, floats)
     PLANS[key] = run
 
 
 def _valued(key: Any) -> Run:
-    """Looks for the plan of a call by the values of its floats, too."""
+    """Return what looks up the plan of a call by the values of its floats, too."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        plan = PLANS.get(exact_signature(func, args, kwargs))
+        plan = PLANS.get((key, floats_in(args, kwargs)))
         return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
 
     return run
@@ -209,20 +216,22 @@ def name_of(func: Any) -> str:
 
 
 def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
-    """How the call is carried out, and whether floats among its arguments count by value."""
+    """Return how the call is carried out, and True if floats among its arguments count by value.
+
+    Floats count by type only where a C function is called with the caller's own arguments, so that nothing of this
+    call is kept, and neither its rule nor what it does to pending sums depends on their values.
+    """
     try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        captured = given = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        return _on_whole(func, str(error).split("\n")[0], failed=True), False
+        run = _on_whole(func, str(error).split("\n")[0], failed=True)
+        return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     if is_constant(captured):
-        return lambda *_: captured.out, False
+        return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
     if writes_overlapping(captured):
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
     tensors = list(tensors_in((args, kwargs)))
-    written = {id(m) for m in written_inputs(captured)}
-    for m, t in zip(captured.inputs, tensors, strict=True):
-        if id(m) in written:
-            check_writable(t)
+    _check_written(captured, tensors)
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):
@@ -230,21 +239,54 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
-    run, by_value = _closed(func, args, kwargs, captured, found)
-    if isinstance(found, Step) and found.context is not None:
-        run = _by_context(run, mesh)
-    by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
+    run, passes_arguments = _closed(func, args, kwargs, captured, found)
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
-    return run, by_value
+    if not passes_arguments:
+        run = _by_setting(run, mesh, _default_dtype, args, kwargs)
+    if isinstance(found, Step) and found.context is not None:
+        run = _by_setting(run, mesh, _context, args, kwargs)
+    by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
+    return run, not by_type
 
 
-def _by_context(run: Run, mesh: ProcessMesh) -> Run:
-    """`run`, planned as attention is to go now, and plans for how it is to go at other times."""
-    plans = {context(): run}
+def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
+    """Raise OperationError if the call writes to a view that cannot be written to."""
+    written = {id(m) for m in written_inputs(captured)}
+    for m, t in zip(captured.inputs, tensors, strict=True):
+        if id(m) in written:
+            check_writable(t)
+
+
+def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+    """True if the values of floats decide neither which operators `func` calls nor the layouts of their results."""
+    if not isinstance(func, _FIXED) or len(captured.nodes) != 1 or is_computed(captured.nodes[0].op):
+        return False
+    return not numbers_decide(captured.nodes[0], specs, mesh)
+
+
+Setting = Callable[[Any, Any], Any]
+"""A global setting that a plan depends on, given the call's arguments."""
+
+
+def _context(args: Any, kwargs: Any) -> Any:
+    return context()
+
+
+def _default_dtype(args: Any, kwargs: Any) -> Any:
+    return torch.get_default_dtype()
+
+
+def _autocast_dtype(args: Any, kwargs: Any) -> Any:
+    return autocast_dtype(tensors_in((args, kwargs)))
+
+
+def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs: Any) -> Run:
+    """Return `run`, which was planned for the call under the setting as it is now, or a plan for another setting."""
+    plans = {setting(args, kwargs): run}
 
     def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        now = context()
+        now = setting(args, kwargs)
         if now not in plans:
             plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
         return plans[now](func, types, args, kwargs)
@@ -260,20 +302,21 @@ def _is_direct(found: Any) -> bool:
 
 
 def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+    """Return what carries the plan out, and True if it calls the caller's own function with the caller's arguments."""
     if found is None:
         run = run_twin(captured.nodes[0], captured)
-        return (run, True) if run is not None else (_on_whole(func, "it has no rule"), False)
+        return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
     if isinstance(found, Step):
-        return run_step(found, func, args, kwargs), not found.direct or found.grown
+        return run_step(found, func, args, kwargs), found.direct and not found.grown
     if isinstance(found, Drawn):
-        return run_drawn(found), False
+        return run_drawn(found), True
     if isinstance(found, Inline):
-        return run_inline(found, captured), True
+        return run_inline(found, captured), False
     if not captured.nodes:
         return run_identity(captured), False
     if found is captured.nodes:
-        return run_graph(captured), True
-    return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), False
+        return run_graph(captured), False
+    return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), True
 
 
 def _fresh(captured: Captured) -> tuple[bool, ...]:

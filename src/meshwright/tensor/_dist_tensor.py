@@ -6,7 +6,7 @@ comes to `__torch_function__`, which looks the call's signature up among the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
-from ._tree import leaves_in
 from .torch_hooks import (
     FakeTensor,
     backward_running,
@@ -254,14 +253,25 @@ def _mark_tensor(value: Any) -> Any:
     raise _NoSignature
 
 
-def exact_signature(func: Any, args: Any, kwargs: Any) -> Any:
-    """The signature in which floats count by value too."""
-    key = signature(func, args, kwargs)
-    return None if key is None else (key, tuple(_floats((args, kwargs))))
+def floats_in(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the floats and complex numbers among the arguments as keys: NaN equals itself, and -0.0 is not 0.0."""
+    found: list[Any] = []
+    _collect_floats((*args, *kwargs.values()) if kwargs else args, found)
+    return tuple(found)
 
 
-def _floats(tree: Any) -> list[Any]:
-    return [repr(x) for x in leaves_in(tree) if isinstance(x, (float, complex))]
+def _collect_floats(values: Iterable[Any], found: list[Any]) -> None:
+    """The kinds of values are those of `_mark`."""
+    for value in values:
+        kind = type(value)
+        if kind is float:
+            found.append(value if value and value == value else repr(value))
+        elif kind is complex:
+            found.append(repr(value))
+        elif kind is list or kind is tuple:
+            _collect_floats(value, found)
+        elif kind is slice:
+            _collect_floats((value.start, value.stop, value.step), found)
 
 
 def rank_or_none() -> int | None:

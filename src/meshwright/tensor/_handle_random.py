@@ -70,7 +70,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Attention that drops weights is made of operators, as torch makes it on a CPU, so that it is cut as they are."""
     given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
-    if not given.get("dropout_p"):
+    if not (given.get("dropout_p") or 0) > 0:
         return NotImplemented
     q, k, v = (given[name] for name in _ATTENTION[:3])
     lower = autocast_dtype((q, k, v))

@@ -21,32 +21,35 @@ from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 
 
-def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
-    """How `func` is carried out where no operand has elements, and whether floats count by value.
+def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Run:
+    """Return how `func` is carried out where no operand has elements, for floats of these values.
 
-    Results have the same specs as on the mesh's ranks, and no elements. What autocast makes of a call is part of its
-    plan here: elsewhere local results tell their dtypes.
+    Results have the same specs as on the mesh's ranks, and no elements. The dtypes that autocast and the default dtype
+    give to results are part of a plan here: elsewhere local results tell their dtypes.
     """
-    run, by_value = _planned(func, args, kwargs, tensors)
-    plans = {autocast_dtype(tensors_in((args, kwargs))): run}
+    plans = {_dtype_settings(args, kwargs): _planned(func, args, kwargs, tensors)}
 
     def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        now = autocast_dtype(tensors_in((args, kwargs)))
+        now = _dtype_settings(args, kwargs)
         if now not in plans:
-            plans[now], _ = _planned(func, args, kwargs or {}, list(tensors_in((args, kwargs))))
+            plans[now] = _planned(func, args, kwargs or {}, list(tensors_in((args, kwargs))))
         return plans[now](func, types, args, kwargs)
 
-    return chosen, by_value
+    return chosen
 
 
-def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
+def _dtype_settings(args: Any, kwargs: Any) -> tuple[torch.dtype | None, torch.dtype]:
+    return autocast_dtype(tensors_in((args, kwargs))), torch.get_default_dtype()
+
+
+def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Run:
     like = next(t._spec for t in tensors if isinstance(t, DistTensor))
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:
         out = _of_zeros(func, args, kwargs)
         if out is not None:
-            return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like), True
+            return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like)
         raise AbsentError(
             f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}",
             str(error).split("\n")[0],
@@ -54,15 +57,15 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tu
             "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
         ) from error
     if is_constant(captured):
-        return lambda *_: captured.out, False
+        return lambda *_: captured.out
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, like.mesh)
     if isinstance(found, Captured):
         captured, found = found, found.nodes
     if isinstance(found, Inline):
-        return run_inline(found, captured), True
+        return run_inline(found, captured)
     if found is not None and found is captured.nodes:
-        return run_graph(captured), True
+        return run_graph(captured)
     known: Any = found.outs if isinstance(found, (Step, Drawn)) else found
     dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
 
@@ -70,7 +73,7 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tu
         _draw_along(captured)
         return _without_elements(captured, list(tensors_in((args, kwargs))), like, known, dtypes)
 
-    return run, False
+    return run
 
 
 def _of_zeros(func: Any, args: Any, kwargs: Any) -> Any:

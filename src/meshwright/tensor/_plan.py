@@ -360,6 +360,24 @@ def makes_views(captured: Captured) -> bool:
     return any(shares_storage(t, r) for t in captured.inputs for r in tensors_in(captured.out))
 
 
+def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+    """True if a number among the arguments may decide how the operator's results lie.
+
+    Pending sums pass a product with a number that is small enough. An operator that writes leaves the layout of what
+    it writes to as it is.
+    """
+    try:
+        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)))
+    except RuleError:
+        return False
+    if call is None:
+        return False
+    operands = call.operands(node.args, node.kwargs)
+    deciding = [operands[i] for i in call.mutated] or operands
+    pending = any(_spec_of(x, specs, mesh).layout.partial for x in deciding if x is not None)
+    return pending or (call.bound.is_contraction and not call.mutated)
+
+
 def is_constant(captured: Captured) -> bool:
     """True when the call gave no tensor and wrote to none: it asked for something that shapes and dtypes tell."""
     return not any(is_written(n.op) for n in captured.nodes) and not any(True for _ in tensors_in(captured.out))

@@ -15,7 +15,7 @@ from torch._dynamo import exc, symbolic_convert, trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
+from torch._ops import OpOverload, OpOverloadPacket, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
 from torch._subclasses import fake_tensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import forward_ad
@@ -29,6 +29,9 @@ from torch.utils.checkpoint import _default_meta_extractor
 
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
+
+OperatorPacket = OpOverloadPacket
+"""All overloads of an operator, such as `torch.ops.aten.add`; its class has no public name."""
 
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor with a shape, a dtype and a device that holds nothing."""

@@ -1,0 +1,96 @@
+"""Operands of a linear operator that may be pending sums.
+
+In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong
+where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), where terms are divided by
+zero, and where a large factor makes terms overflow whose sum does not. So a pending sum passes an operator only if
+everything that it is multiplied with is known to be finite and at most one in magnitude. The values of a floating
+tensor are not known, so a sum is reduced before it is multiplied with one. Integers wrap around, and are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._notation import Equation
+
+Number = (int, float, complex)
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Operand numbers: `pending` may be pending sums, `fillable` may be a value on one rank and zeros on the others."""
+
+    pending: frozenset[int]
+    fillable: frozenset[int]
+
+
+NONE = Passing(frozenset(), frozenset())
+
+
+def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) -> Passing:
+    """Return which operands of a call may be terms.
+
+    `operands` are tensors, numbers, or None where one is absent. `scales` are the call's other numbers, such as
+    `alpha`; which operand they multiply is not known.
+    """
+    everything = frozenset(range(len(operands)))
+    linear = {i for product in equation.products for i in product}
+    given = [x for i, x in enumerate(operands) if i not in linear]
+    if _is_integral([*operands, *scales]) and not any(isinstance(x, Number) for x in given):
+        return Passing(everything, everything)
+    if not all(_is_finite_scale(c) for c in scales) or not all(_keeps_zero(x) for x in given):
+        return NONE
+    others = {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
+    fillable = frozenset(i for i, factors in others.items() if all(map(_is_finite, factors)))
+    if not all(abs(c) <= 1 for c in scales) or not all(map(_shrinks, given)):
+        return Passing(frozenset(), fillable)
+    return Passing(frozenset(i for i in fillable if all(map(_keeps_terms, others[i]))), fillable)
+
+
+def keeps_terms(factor: float | complex) -> bool:
+    """True if every term of a sum may be multiplied with the number: no term overflows, and no zero loses its sign."""
+    return 0 < abs(factor) <= 1
+
+
+def _is_integral(values: Sequence[Any]) -> bool:
+    return all(isinstance(x, int) or x is None or (isinstance(x, Tensor) and _selects(x)) for x in values)
+
+
+def _selects(x: Tensor) -> bool:
+    """True for a mask or for indices."""
+    return not (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _is_finite_scale(c: Any) -> bool:
+    return isfinite(abs(c))
+
+
+def _is_finite(factor: Any) -> bool:
+    """True if zero times the factor is zero."""
+    if factor is None:
+        return True
+    return _selects(factor) if isinstance(factor, Tensor) else isfinite(abs(factor))
+
+
+def _keeps_terms(factor: Any) -> bool:
+    if factor is None:
+        return True
+    return factor.dtype == torch.bool if isinstance(factor, Tensor) else keeps_terms(factor)
+
+
+def _keeps_zero(given: Any) -> bool:
+    """True if zero divided by the number is zero, or if the tensor selects elements."""
+    if given is None:
+        return True
+    return _selects(given) if isinstance(given, Tensor) else given != 0 and isfinite(abs(given))
+
+
+def _shrinks(given: Any) -> bool:
+    """True if no term becomes larger when divided by the number."""
+    return given is None or isinstance(given, Tensor) or abs(given) >= 1
