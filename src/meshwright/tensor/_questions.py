@@ -36,7 +36,7 @@ _NOTHING: dict[str, Any] = {}
 LOCAL = [
     "device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "layout",
-    "output_nr", "requires_grad", "retains_grad", "_version",
+    "output_nr", "requires_grad", "retains_grad",
 ]  # fmt: skip
 """Attributes that the local part has in common with the whole tensor."""
 
