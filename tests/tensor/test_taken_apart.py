@@ -63,9 +63,17 @@ def test_lengths_of_ctc_are_given_in_any_way(kind: str, flat: bool, reduction: s
             torch.testing.assert_close(one, wanted)
 
 
-CONVOLUTIONS = [(F.conv1d, (2,)), (F.conv1d, (4,)), (F.conv2d, (2, 3)), (F.conv2d, (4, 1)), (F.conv3d, (2, 3, 3))]
+CONVOLUTIONS = [
+    (F.conv1d, (2,)),
+    (F.conv1d, (4,)),
+    (F.conv2d, (2, 3)),
+    (F.conv2d, (4, 1)),
+    (F.conv2d, (3, 3)),
+    (F.conv3d, (2, 3, 3)),
+]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize(("convolve", "kernel"), CONVOLUTIONS, ids=lambda x: getattr(x, "__name__", None))
 def test_an_even_kernel_keeps_the_size_of_a_cut_dim(convolve: Any, kernel: tuple[int, ...]) -> None:
     """One row more is looked at behind each position than before it."""
