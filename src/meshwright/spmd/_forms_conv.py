@@ -15,8 +15,11 @@ from ._forms_empty import filled, trimmed
 from ._forms_reduce import scaled, sum_over, wide
 from ._rule import Form
 
+Pad = tuple[int, int]
+"""Rows before and behind a dim."""
 
-def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per_group: int) -> Form:
+
+def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per_group: int) -> Form:
     """`run(x, weight, bias, padding, groups)` on a piece, with `pads` rows of neighbours where rows are cut.
 
     `batch` is the number of batch dims, `per_group` the number of input channels of a group (0: one group).
@@ -27,9 +30,9 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[int], per
         for s, pad in enumerate(pads):
             at = batch + 1 + s
             if call.ranks(0, at) > 1:
-                rows = call.halo(x, 0, at, pad, pad)
+                rows = call.halo(x, 0, at, *pad)
                 x = rows if x.shape[at] else _with_one_more(rows, at)
-                left[s] = 0
+                left[s] = (0, 0)
         groups = max(x.shape[batch] // per_group, 1) if per_group else 1
         least = max(groups * per_group, 1)
         x, weight = filled(x, least), filled(weight, least)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import _forms_conv as forms
 from ._forms import LocalCall
+from ._forms_conv import Pad
 from ._rule import Entry, Rule
 from ._rules_dims import names_of, sized, written
 
@@ -37,8 +39,8 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
         batch = x.dim() - spatial - 1
         pads, reach = _same_rows(weight, stride, padding, dilation, spatial)
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, left: list[int], groups: int) -> Tensor:
-            given = padding if isinstance(padding, str) and left == pads else left
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, left: list[Pad], groups: int) -> Tensor:
+            x, given = (x, padding) if isinstance(padding, str) and left == pads else _evenly_padded(x, left)
             return op(x, weight, bias, listed(stride, spatial), given, listed(dilation, spatial), groups)
 
         text, names = _conv_text(x, weight, groups, batch, reach)
@@ -48,15 +50,27 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
     return entry
 
 
-def _same_rows(weight: Tensor, stride: Any, padding: Any, dilation: Any, spatial: int) -> tuple[list[int], list[bool]]:
-    """The padding per dim, and whether a dim keeps its size, so that it may be cut with its neighbours' rows."""
+def _same_rows(weight: Tensor, stride: Any, padding: Any, dilation: Any, spatial: int) -> tuple[list[Pad], list[bool]]:
+    """Return the padding per dim, and whether a dim keeps its size, so that it may be cut with its neighbours' rows.
+
+    With padding="same" an even kernel looks at one row more behind than before.
+    """
     steps, spread, kernel = listed(stride, spatial), listed(dilation, spatial), list(weight.shape[2:])
     full = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
     if padding == "same":
-        pads = [f // 2 for f in full]
+        pads = [(f // 2, f - f // 2) for f in full]
     else:
-        pads = [0] * spatial if isinstance(padding, str) else listed(padding, spatial)
-    return pads, [s == 1 and 2 * p == f for s, p, f in zip(steps, pads, full, strict=True)]
+        pads = [(p, p) for p in ([0] * spatial if isinstance(padding, str) else listed(padding, spatial))]
+    return pads, [s == 1 and sum(p) == f for s, p, f in zip(steps, pads, full, strict=True)]
+
+
+def _evenly_padded(x: Tensor, pads: Sequence[Pad]) -> tuple[Tensor, list[int]]:
+    """Return the tensor with zeros where the padding of a dim is not even, and the padding that is left."""
+    least = [min(p) for p in pads]
+    rest = [(before - n, after - n) for (before, after), n in zip(pads, least, strict=True)]
+    if any(map(any, rest)):
+        x = F.pad(x, [n for p in reversed(rest) for n in p])
+    return x, least
 
 
 def _conv_text(x: Tensor, weight: Tensor, groups: int, batch: int, reach: Sequence[bool]) -> tuple[str, list[str]]:
@@ -83,13 +97,13 @@ def transposed_entry(name: str, spatial: int) -> Callable[..., Rule]:
     ) -> Rule:  # fmt: skip
         batch = x.dim() - spatial - 1
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, left: list[int], groups: int) -> Tensor:
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, left: list[Pad], groups: int) -> Tensor:
             shape = [listed(v, spatial) for v in (stride, padding, output_padding)]
             return op(x, weight, bias, *shape, groups, listed(dilation, spatial))
 
         text, names = _transposed_text(weight, groups, batch, spatial)
         per_group = x.shape[batch] // groups if groups > 1 else 0
-        form = forms.convolution(run, batch, [0] * spatial, per_group)
+        form = forms.convolution(run, batch, [(0, 0)] * spatial, per_group)
         return Rule(text, forms=dict.fromkeys(names, form), guard=form)
 
     return entry

@@ -39,11 +39,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A call as operators: `inputs` are the meta tensors that stand for its tensor arguments, one per occurrence."""
+    """A call as operators: `inputs` are the meta tensors that stand for its tensor arguments, one per occurrence.
+
+    `constants` are tensors that the function made of numbers of the host.
+    """
 
     inputs: tuple[Tensor, ...]
     nodes: tuple[Node, ...]
     out: Any
+    constants: tuple[Tensor, ...] = ()
 
 
 def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Captured:
@@ -78,9 +82,10 @@ def taken_apart(captured: Captured) -> Captured | None:
                 x.requires_grad_(x.is_floating_point() or x.is_complex())
             with operators_recorded(lambda *found: nodes.append(Node(*found))):
                 out = kernel(*node.args, **node.kwargs)
-            return _canonical(captured.inputs, nodes, out)
+            found = _canonical(captured.inputs, nodes, out)
         except Exception:  # torch refuses tensors without numbers, in many ways
             return None
+    return None if reads_uninitialised(found) else found
 
 
 def autocast_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
@@ -209,7 +214,44 @@ def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Cap
     for node in nodes:
         done.append(Node(node.op, map_tensors(same, node.args), map_tensors(same, node.kwargs), node.out))
         known.update((id(t), t) for t in tensors_in(node.out))
-    return Captured(tuple(inputs), tuple(done), map_tensors(same, out))
+    constants = tuple(n.out for n in done if _is_filled_by_host(n, done))
+    made = {id(c) for c in constants}
+    return Captured(tuple(inputs), tuple(n for n in done if id(n.out) not in made), map_tensors(same, out), constants)
+
+
+_UNINITIALISED = ("empty", "new_empty", "_empty")
+"""First parts of the names of operators whose results hold what their memory held before."""
+
+
+def _is_uninitialised(node: Node) -> bool:
+    return node.op._schema.name.partition("::")[2].startswith(_UNINITIALISED)
+
+
+def _is_filled_by_host(node: Node, nodes: Sequence[Node]) -> bool:
+    """True if torch made the tensor of a list: no operator writes to it, and it is not on the meta device."""
+    if not _is_uninitialised(node) or type(node.out) is not Tensor or node.out.is_meta:
+        return False
+    return not any(_first_use(node.out, [other]) == "written" for other in nodes)
+
+
+def reads_uninitialised(captured: Captured) -> bool:
+    """True if an operator reads what no operator has written before.
+
+    torch fills tensors from lists without an operator. On the meta device their numbers are lost.
+    """
+    nodes = captured.nodes
+    return any(_is_uninitialised(n) and _first_use(n.out, nodes[at + 1 :]) == "read" for at, n in enumerate(nodes))
+
+
+def _first_use(x: Tensor, nodes: Sequence[Node]) -> str | None:
+    """Return "written" or "read" for the first operator that takes `x`; None if none does."""
+    for node in nodes:
+        schema = node.op._schema.arguments
+        given = [*zip(schema, node.args, strict=False), *((a, node.kwargs.get(a.name)) for a in schema)]
+        mine = [a for a, value in given if any(t is x for t in tensors_in([value]))]
+        if mine:
+            return "written" if all(a.alias_info is not None and a.alias_info.is_write for a in mine) else "read"
+    return None
 
 
 def _twin(t: Tensor, known: Iterable[Tensor]) -> Tensor:

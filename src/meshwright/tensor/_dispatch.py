@@ -304,7 +304,7 @@ def _is_direct(found: Any) -> bool:
 def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
     """Return what carries the plan out, and True if it calls the caller's own function with the caller's arguments."""
     if found is None:
-        run = run_twin(captured.nodes[0], captured)
+        run = run_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
         return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
     if isinstance(found, Step):
         return run_step(found, func, args, kwargs), found.direct and not found.grown

@@ -64,10 +64,12 @@ class OnRank:
         return convert_local(x, recut(spec, dim, to), spec)
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
-        spec = self._spec(operand)
-        dims = tuple(() if d == dim else axes_of(c) for d, c in enumerate(spec.layout.dims))
-        varying = (*spec.layout.varying, *self._axes(operand, dim))
-        whole = convert_local(x, spec, spec.with_layout(Layout(dims, spec.layout.partial, varying)))
+        spec, axes = self._spec(operand), self._axes(operand, dim)
+        alone = tuple(a for a in spec.mesh.dim_names if a not in axes)
+        cut = Layout(tuple(axes if d == dim else () for d in range(x.dim())), varying=alone)
+        shape = (*x.shape[:dim], spec.shape[dim], *x.shape[dim + 1 :])  # other dims may have neighbours' rows already
+        src = Spec(spec.mesh, cut, shape, x.dtype)
+        whole = convert_local(x, src, src.with_layout(Layout(((),) * x.dim(), varying=spec.mesh.dim_names)))
         rows = F.pad(whole, [0, 0] * (x.dim() - 1 - dim) + [before, after])
         return rows.narrow(dim, self.here.offset(spec, dim), x.shape[dim] + before + after)
 

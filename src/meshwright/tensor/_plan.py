@@ -13,7 +13,7 @@ from meshwright.comm import Carrier, current
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
 from meshwright.spmd import Alternative, Call, RuleError, describe, drawn_rule, refined
 
-from ._capture import Captured, Node, strides_of, taken_apart
+from ._capture import Captured, Node, reads_uninitialised, strides_of, taken_apart
 from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
@@ -291,6 +291,8 @@ def plan_call(
         node = replace(captured.nodes[0], out=captured.out)
         found = plan_node(node, specs, mesh, captured.inputs) or _drawn(node, specs, mesh)
         return taken_apart(captured) if found is None and not is_written(node.op) else found
+    if reads_uninitialised(captured):
+        return None
     found = _unchanged(captured, specs, mesh)
     return found if found is not None else captured.nodes
 

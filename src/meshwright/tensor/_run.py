@@ -18,7 +18,7 @@ from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
-from ._tree import map_tensors, tensors_in
+from ._tree import map_leaves, map_tensors, tensors_in
 from .torch_hooks import call_plain, no_interception, view_replay
 
 _NOTHING: dict[str, Any] = {}
@@ -287,6 +287,7 @@ def run_graph(captured: Captured) -> Run:
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         known: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
+        known |= {id(c): c.clone() for c in captured.constants}
         for node in captured.nodes:
             _run_node(node, known)
         return map_tensors(lambda t: known[id(t)], captured.out)
@@ -295,10 +296,12 @@ def run_graph(captured: Captured) -> Run:
 
 
 def _run_node(node: Node, known: dict[int, Tensor]) -> None:
-    args, kwargs = map_tensors(lambda t: known[id(t)], (node.args, node.kwargs))
-    device = kwargs.get("device")
-    if isinstance(device, torch.device) and device.type == "meta":
-        kwargs = {**kwargs, "device": next(iter(known.values())).device}
+    def present(x: Any) -> Any:
+        if isinstance(x, torch.device) and x.type == "meta":
+            return next(iter(known.values())).device
+        return known[id(x)] if isinstance(x, Tensor) else x
+
+    args, kwargs = map_leaves(present, (node.args, node.kwargs))
     out: Any = node.op(*args, **kwargs)
     for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
         known[id(meta)] = real
