@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
 from meshwright.layout import ProcessMesh
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, TraceError
 
 from ._mesh import resolve_mesh
 from ._tensors import shard_tensor
@@ -38,6 +39,7 @@ def shard_layer(
     `input_fn(inputs, mesh)` and `output_fn(outputs, mesh)` see what goes in and what comes out of `layer`.
     """
     mesh = resolve_mesh(process_mesh)
+    _check_python(layer)
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
         _follow(module, became)
@@ -56,6 +58,17 @@ def shard_layer(
     if output_fn is not None:
         layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
     return layer
+
+
+def _check_python(layer: nn.Module) -> None:
+    """Raise TraceError if a submodule is TorchScript, whose C++ code would use local parameters as whole ones."""
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                "shard_layer of TorchScript", f"{name or 'the model'}: {type(module).__name__}",
+                "TorchScript runs in C++, which sees the local part only",
+                "fix: shard the Python module, and use torch.compile or mw.to_static in place of TorchScript",
+            )  # fmt: skip
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:
