@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,10 @@ from benchmarks._mutants import Mutant
 
 COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md")
 OPTIONS = (
-    *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=ci", "--timeout=30"),
+    *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=ci"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the parent has imported pytest's plugins
 )
 MEMORY = 12 * 2**30
-BROKEN = 70
-"""Exit code of a child in which pytest itself could not be started."""
 OWN_MODULES = ("meshwright", "tests", "benchmarks", "conftest", "__")
 
 
@@ -89,33 +87,38 @@ class Runner:
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tree.at / 'src'}:{tree.at}", "PYTHONHASHSEED": "0"}
         importlib.import_module("torch").set_num_threads(1)
 
-    def prepare(self, package: str) -> Outcome:
-        """Run the tests on the unchanged source, and import what they imported.
+    def prepare(self, package: str) -> None:
+        """Run the tests on the unchanged source, import what they imported, and see that they are still collected.
 
         Raises RuntimeError if a test fails there: nothing could be learnt from mutants then.
         """
-        if package not in self.base:
-            outcome = self.run(package, None, (), 1800.0)
-            if outcome.killer is not None:
-                log = self.tree.at.parent / "log.txt"
-                raise RuntimeError(f"tests/{package} fails on the unchanged source: {outcome.killer}; see {log}")
-            _import(outcome.modules)
-            self.base[package] = outcome
-        return self.base[package]
+        if package in self.base:
+            return
+        found = self.run(package, None, (), 3600.0)
+        if found.killer is None:
+            _import(found.modules)
+            again = self.run(package, None, (), 600.0, "--collect-only")
+            found = replace(found, killer=again.killer)
+        if found.killer is not None:
+            log = (self.tree.at.parent / "log.txt").read_text()[-4000:]
+            raise RuntimeError(f"tests/{package} fails on the unchanged source: {found.killer}\n{log}")
+        self.base[package] = found
 
-    def run(self, package: str, mutant: Mutant | None, first: Sequence[str], limit: float | None = None) -> Outcome:
+    def run(
+        self, package: str, mutant: Mutant | None, first: Sequence[str], limit: float | None = None, *options: str
+    ) -> Outcome:
         """Run the tests of `package`: those of `first`, then the others, the fast ones first, up to a failure."""
         base = self.base.get(package)
-        limit = limit or 60.0 + 3 * (base.seconds if base else 0.0)
+        limit = limit or 120.0 + 4 * (base.seconds if base else 0.0)
         report, begin = self.tree.at.parent / "report.jsonl", time.perf_counter()
         report.write_text("")
         with self.tree.mutated(mutant):
             child = os.fork()
             if child == 0:
-                _in_child(self.tree.at, package, _Plugin(report, first, base.durations if base else {}))
+                _in_child(
+                    self.tree.at, [*options, f"tests/{package}"], _Plugin(report, first, base.durations if base else {})
+                )
             code = _wait(child, limit)
-        if code == BROKEN:
-            raise RuntimeError(f"pytest could not be started; see {self.tree.at.parent / 'log.txt'}")
         seconds = round(time.perf_counter() - begin, 2)
         found = [json.loads(line) for line in report.read_text().splitlines()]
         durations = {entry["test"]: entry["seconds"] for entry in found if "seconds" in entry}
@@ -134,9 +137,9 @@ def _import(names: Sequence[str]) -> None:
                     importlib.import_module(name)
 
 
-def _in_child(tree: Path, package: str, plugin: _Plugin) -> None:
+def _in_child(tree: Path, options: Sequence[str], plugin: _Plugin) -> None:
     """Run pytest and end the process."""
-    code = BROKEN
+    code = 70
     try:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -147,7 +150,7 @@ def _in_child(tree: Path, package: str, plugin: _Plugin) -> None:
         log = os.open(tree.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = int(pytest.main([*OPTIONS, f"tests/{package}"], plugins=[plugin]))
+        code = int(pytest.main([*OPTIONS, *options], plugins=[plugin]))
     except BaseException:
         traceback.print_exc()
     finally:

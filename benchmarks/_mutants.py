@@ -7,7 +7,8 @@ seed, the file, the source line and the replacement, so a change of one line lea
 Left out, because no test should have to notice them:
 
 - type annotations, type aliases, `cast`, `TypeVar` and `if TYPE_CHECKING`, which do nothing at run time;
-- docstrings, and every text inside `raise`, an error, a warning, `__repr__` and `__str__`: wording is free;
+- docstrings, and every text inside `raise`, an error, a warning, `__repr__`, `__str__` and `_errors.py`: wording is
+  free;
 - `strict=` of `zip`, which is an assertion;
 - strings with other letter case (a string that becomes "XX…XX" is kept), and `None` in the place of `False`;
 - imports, `__init__.py`, `__all__`, `__slots__` and decorators;
@@ -87,7 +88,7 @@ def _package_places(root: Path, package: str, seed: int) -> Iterator[_Place]:
 def _file_places(root: Path, path: Path, seed: int) -> Iterator[_Place]:
     file, source = str(path.relative_to(root)), path.read_text()
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-    visitor = _Nodes()
+    visitor = _Nodes(only_text=path.name == "_errors.py")
     wrapper.visit(visitor)
     lines, seen = source.splitlines(), Counter[str]()
     for node, line, variants in visitor.found:
@@ -120,10 +121,10 @@ class _Nodes(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self) -> None:
+    def __init__(self, only_text: bool) -> None:
         super().__init__()
         self.found: list[tuple[cst.CSTNode, int, list[cst.CSTNode]]] = []
-        self._text_depth = 0
+        self._text_depth = int(only_text)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if _is_left_out(node) or (self._text_depth and isinstance(node, cst.BaseString)):
