@@ -1,5 +1,7 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
+from . import _collectives as _collectives
+from . import _constructors as _constructors
 from . import _dispatch as _dispatch
 from . import _transforms as _transforms
 from ._absent import absent
@@ -8,7 +10,9 @@ from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
+    CollectiveError,
     LocalShapeError,
+    MemoryAccessError,
     MixedMeshError,
     OperationError,
     PickleError,
@@ -33,12 +37,14 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "CollectiveError",
     "Context",
     "Decided",
     "Decision",
     "DistTensor",
     "LocalShapeError",
     "Mark",
+    "MemoryAccessError",
     "MixedMeshError",
     "Opaque",
     "OperationError",

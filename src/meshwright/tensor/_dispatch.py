@@ -13,14 +13,24 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec
 from meshwright.spmd import is_computed, on_new_rule
 
-from . import _functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values
+from . import (
+    _functions,
+    _handle_data,
+    _handle_gradients,
+    _handle_lists,
+    _handle_memory,
+    _handle_random,
+    _handle_values,
+)
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, run_whole
 from ._capture import Captured, asks_sizes, capture
+from ._collectives import handler_of
 from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
+from ._metadata import check_answer
 from ._outside import plan_outside
 from ._plan import Drawn, Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
 from ._registry import DIRECT, HANDLERS
@@ -29,7 +39,7 @@ from ._tree import tensors_in
 from ._whole import tell_whole
 from .torch_hooks import backward_running
 
-HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_memory, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
 
 _VALUED: set[Any] = set()
@@ -44,7 +54,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
             PLANS[key] = direct
         return direct(func, types, args, kwargs)
     kwargs = kwargs or {}
-    handler = HANDLERS.get(func)
+    handler = HANDLERS.get(func) or handler_of(func)
     tensors = list(tensors_in((args, kwargs)))
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
@@ -147,6 +157,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
         return _on_whole(func, str(error).split("\n")[0], failed=True), False
     if is_constant(captured):
+        check_answer(func, args, kwargs, captured.out)
         return lambda *_: captured.out, False
     tensors = tensors_in((args, kwargs))
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
