@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.jit._builtins import _find_builtin, _register_builtin  # so that torch.jit.script knows what is offered
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
@@ -430,6 +431,9 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
         out = handler(own, args, kwargs) if interception_on() else NotImplemented
         return own(*args, **kwargs) if out is NotImplemented else out
 
+    constructors = _device_constructors()
+    if own in constructors or offered in constructors:
+        constructors.update((own, offered))  # C++ tells modes of `own`, Python has `offered`
     scripted = _find_builtin(own)
     if scripted is not None:
         _register_builtin(offered, scripted)
