@@ -1,6 +1,8 @@
 """The distributed tensor: a local tensor with a layout on it, in eager mode."""
 
+from . import _collectives as _collectives
 from . import _compile as _compile
+from . import _constructors as _constructors
 from . import _dispatch as _dispatch
 from . import _questions as _questions
 from . import _sparse as _sparse
@@ -11,8 +13,10 @@ from ._decide import Decision, decide
 from ._dist_tensor import DistTensor, stamp
 from ._errors import (
     AbsentError,
+    CollectiveError,
     CompileError,
     LocalShapeError,
+    MemoryAccessError,
     MixedMeshError,
     OperationError,
     PickleError,
@@ -38,6 +42,7 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "CollectiveError",
     "CompileError",
     "Context",
     "Decided",
@@ -45,6 +50,7 @@ __all__ = [
     "DistTensor",
     "LocalShapeError",
     "Mark",
+    "MemoryAccessError",
     "MixedMeshError",
     "Opaque",
     "OperationError",

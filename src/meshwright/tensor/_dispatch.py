@@ -20,17 +20,20 @@ from . import (
     _handle_forward,
     _handle_gradients,
     _handle_lists,
+    _handle_memory,
     _handle_random,
     _handle_values,
 )
 from ._absent import Absent
 from ._alias import DistView, after_call, before_call, check_writable, run_whole
 from ._capture import Captured, asks_sizes, autocast_dtype, capture
+from ._collectives import handler_of
 from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, floats_in
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._law import Law
+from ._metadata import check_answer
 from ._outside import plan_outside
 from ._plan import (
     Drawn,
@@ -61,7 +64,16 @@ from .torch_hooks import (
     shares_storage,
 )
 
-HANDLING = (_functions, _handle_data, _handle_forward, _handle_gradients, _handle_lists, _handle_random, _handle_values)
+HANDLING = (
+    _functions,
+    _handle_data,
+    _handle_forward,
+    _handle_gradients,
+    _handle_lists,
+    _handle_memory,
+    _handle_random,
+    _handle_values,
+)
 """The files whose import fills HANDLERS, or has users' functions told."""
 
 _VALUED: set[Any] = set()
@@ -87,7 +99,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     kwargs = kwargs or {}
     if _is_below(func):
         return call_plain(func, types, args, kwargs)
-    handler = HANDLERS.get(func)
+    handler = HANDLERS.get(func) or handler_of(func)
     tensors = list(tensors_in((args, kwargs)))
     if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
         raise _batched(func, tensors)
@@ -227,6 +239,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         run = _on_whole(func, str(error).split("\n")[0], failed=True)
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     if is_constant(captured):
+        check_answer(func, args, kwargs, captured.out)
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
     if writes_overlapping(captured):
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False

@@ -145,10 +145,13 @@ class DistTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         found = memo.get(id(self))
         if found is None:
+            self._read_again()
             with no_interception():
                 local = self.detach().clone().requires_grad_(self.requires_grad)
                 grad = None if self.__dict__.get("_is_param") else self.grad
             found = stamp(local, self._spec.new)
+            if self._away:
+                found.__class__ = type(self)
             if self.__dict__.get("_is_param"):
                 found._is_param = True
             if grad is not None:
@@ -156,6 +159,9 @@ class DistTensor(Tensor):
                     found.grad = grad.detach().clone()
             memo[id(self)] = found
         return found
+
+    __dlpack_c_exchange_api__ = None
+    """Nothing exports the memory from C without asking: callers fall back on `__dlpack__`."""
 
     def __len__(self) -> int:
         if not self.shape:

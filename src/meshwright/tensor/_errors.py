@@ -23,6 +23,14 @@ class PickleError(MeshwrightError, TypeError):
     """A distributed tensor was to be pickled."""
 
 
+class MemoryAccessError(MeshwrightError, RuntimeError):
+    """The memory of a distributed tensor was asked for in a way that has no answer for the whole tensor."""
+
+
+class CollectiveError(MeshwrightError, RuntimeError):
+    """A function of torch.distributed was called on a distributed tensor, where its result cannot be one."""
+
+
 class AbsentError(MeshwrightError, RuntimeError):
     """A rank outside a tensor's mesh was asked for something that only the mesh's ranks can know."""
 

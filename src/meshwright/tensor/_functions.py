@@ -22,7 +22,7 @@ from meshwright.layout import Spec
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
-from ._errors import PlainInBackwardError
+from ._errors import CollectiveError, PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
 from ._local import spec_of
 from ._make import present
@@ -36,6 +36,12 @@ _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
 def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`function.apply(*args, **kwargs)`."""
     given = interception_on() and any(isinstance(a, DistTensor) for a in args)
+    if given and function.__module__.startswith("torch.distributed."):
+        raise CollectiveError(
+            f"{function.__name__} of torch.distributed", f"a distributed tensor among {len(args)} arguments",
+            "its backward pass would see gradients of this rank's part",
+            "the call on mw.unshard_dtensor(x) or on x.to_local(); mw.to_torch_dtensor(x) for a DTensor",
+        )  # fmt: skip
     if not given or f"{function.__module__}.".startswith(_LIBRARIES):
         return call(*args, **kwargs)
     if function not in _WHOLE:

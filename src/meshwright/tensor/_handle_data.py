@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import swap_tensors
 
-from meshwright.layout import Spec
+from meshwright.layout import Product, Spec
 
 from ._absent import absent
-from ._alias import base_of, version_of
+from ._alias import DistView, base_of, version_of
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
-from ._errors import OperationError
+from ._errors import MemoryAccessError, OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
+from ._memory import note_alias
 from ._registry import handles
 from ._tree import map_tensors
 from .torch_hooks import call_plain, no_interception, same_kind
@@ -30,12 +31,11 @@ _LOCAL = [
     "requires_grad", "is_leaf", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
     "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_backward_hooks",
     "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
-    "dtype", "_base", "volatile", "_cdata", "name", "is_hpu",
+    "dtype", "volatile", "_cdata", "name", "is_hpu",
 ]  # fmt: skip
 _LOCAL_CALLS: list[Any] = [
     Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
-    Tensor.data_ptr, Tensor._is_view, Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, Tensor.storage_offset,
-    Tensor.untyped_storage, same_kind, Tensor.new_tensor,
+    Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, same_kind,
 ]  # fmt: skip
 
 
@@ -60,15 +60,29 @@ def _version(func: Any, types: Any, args: Any, kwargs: Any) -> int:
     return version_of(base_of(args[0]))
 
 
+@handles(_T._base.__get__, numbers=False)
+def _base(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the distributed tensor that this one is a view of; a part that it was made of is no base."""
+    base = args[0]._source.base if isinstance(args[0], DistView) and args[0]._outer is args[0] else None
+    base = call_plain(func, types, args, kwargs or {}) if base is None else base
+    return base if isinstance(base, DistTensor) else None
+
+
+@handles(Tensor._is_view, numbers=False)
+def _is_view(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+    return args[0]._base is not None
+
+
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
 def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if x._viewing:
         return NotImplemented
+    out = call_plain(func, types, args, kwargs)
     if func == _T.data.__get__:
         x.__dict__.pop("_shared", None)
         x.__dict__["_exposed"] = True
-    out = call_plain(func, types, args, kwargs)
+        note_alias(x, out)
     if out is x:
         return x
     return absent(out, x._spec) if x._away else stamp(out, x._spec)
@@ -76,20 +90,46 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(_T.data.__set__)
 def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    """`x.data = new`: `x` keeps its layout, also where the new tensor has another shape of as many dims."""
     x, new = args
-    if isinstance(x, DistTensor):
-        new = new if isinstance(new, DistTensor) else stamp(new, spec_of(new, x._spec))
-        local = convert_local(new, new._spec, x._spec.with_dtype(new._spec.dtype)) if new.shape == x.shape else new
-        with no_interception():
-            _T.data.__set__(x, plain_view(local))
-        x._spec = x._spec.with_dtype(new._spec.dtype)
+    if not isinstance(x, DistTensor):
+        return call_plain(func, types, args, kwargs)
+    have = spec_of(new, x._spec)
+    need = _spec_of_data(x, have)
+    local = convert_local(new, have, need)
+    with no_interception():
+        _T.data.__set__(x, plain_view(local))
+    held: Any = x.__dict__
+    held.pop("_shared", None)
+    x._spec = need
+
+
+def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
+    """The spec of `x` once it has taken over data that has the spec `have`."""
+    if have.shape == x._spec.shape:
+        return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
+    with no_interception():
+        graded = x.grad is not None or x.grad_fn is not None
+    if graded or x._viewing:
+        raise MemoryAccessError(
+            f"x.data = y with y of shape {tuple(have.shape)}", f"{x._spec!r}, a {_state(x)}",
+            "its gradient, or its base, has the old shape",
+            "x.grad = None before; x = y for a computed value or a view",
+        )  # fmt: skip
+    if have.ndim != x._spec.ndim or any(isinstance(dim, Product) for dim in x._spec.layout.dims):
+        return have
+    return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
+
+
+def _state(x: DistTensor) -> str:
+    return "view" if x._viewing else "tensor with a gradient or a past"
 
 
 @handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     out = call_plain(func, types, args, kwargs)
-    return x if out is x else stamp(out, x._spec)
+    return x if out is x else stamp(out, x._spec.new)
 
 
 @handles(Tensor.to, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device)

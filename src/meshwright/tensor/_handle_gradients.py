@@ -15,6 +15,7 @@ from ._absent import absent
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._local import spec_of, whole_local
+from ._memory import release_memory
 from ._pending import deferring, flush, forget
 from ._registry import handles
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward
@@ -77,6 +78,7 @@ def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    release_memory()
     for output in outputs:
         if isinstance(output, DistTensor):
             output._read_again()

@@ -46,8 +46,8 @@ def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 handles(*LIKE)(like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
 
-_WITHOUT_BATCH = {F.dropout1d: 2, F.dropout3d: 4}
-"""Function → the number of dims of an input that has no batch."""
+_WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
+"""Function → the number of dims of an input that has a batch; torch gives every other input one."""
 
 
 @handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
@@ -57,7 +57,7 @@ def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not train or not 0 < p < 1:
         return NotImplemented
-    channels = 1 if x.dim() == _WITHOUT_BATCH.get(func) else 2
+    channels = 1 if func in _WITH_BATCH and x.dim() != _WITH_BATCH[func] else 2
     ones = [1] * (x.dim() - channels)
     mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)
     return x.mul_(mask) if inplace else x * mask

@@ -36,8 +36,8 @@ def everywhere(x: Tensor) -> Tensor:
 
 
 @handles(
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    Tensor.__complex__, Tensor.__array__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose,
+    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose,
     Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
 )  # fmt: skip
 def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

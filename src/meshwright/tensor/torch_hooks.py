@@ -23,6 +23,8 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.jit import _recursive
+from torch.jit._builtins import _find_builtin, _register_builtin  # so that torch.jit.script knows what is offered
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
@@ -241,26 +243,6 @@ def tell_scripts(check: Callable[[Any], None]) -> None:
     _recursive.create_script_module = create
 
 
-Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`handler(own, args, kwargs)`; NotImplemented leaves the call to torch's function `own`."""
-
-
-def offer_call(owner: Any, name: str, handler: Offered) -> None:
-    """From now on `owner.name(*args, **kwargs)` is offered to `handler` first.
-
-    For functions in C++ that take tensors and ask no `__torch_function__`.
-    """
-    own = getattr(owner, name)
-    is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
-
-    @wraps(own)
-    def offered(*args: Any, **kwargs: Any) -> Any:
-        out = handler(own, args, kwargs) if interception_on() else NotImplemented
-        return own(*args, **kwargs) if out is NotImplemented else out
-
-    setattr(owner, name, staticmethod(offered) if is_static else offered)
-
-
 def is_dense(x: torch.Tensor) -> bool:
     """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
     return x.layout is torch.strided and not x.is_nested and not is_batched(x)
@@ -387,3 +369,151 @@ no_modes: Any = _disable_current_modes
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True when `a` and `b` look at the same memory."""
     return bool(getattr(torch._C, "_is_alias_of")(a, b))  # noqa: B009 - not in torch's stubs
+
+
+def _after(key: Any) -> Any:
+    """The dispatch keys below `key`."""
+    return torch._C._dispatch_keyset_full_after(key)
+
+
+_SELECT = torch._C.DispatchKey.BackendSelect
+_BELOW_SELECT = _after(_SELECT)
+_AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
+"""The keys at which an operator comes to autograd, by the device of its tensors."""
+_LIBRARIES: dict[str, torch.library.Library] = {}
+"""Namespace → the library that holds our kernels; torch drops kernels together with their library."""
+
+Guard = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]
+"""`guard(op, args, run)`; `run(*args)` is the operator below the guard."""
+
+
+def guard_operator(op: OpOverload, guard: Guard) -> None:
+    """From now on, calls of `op` that reach its kernel with interception on are `guard(op, args, run)`.
+
+    C++ functions that take a number or a process group from a tensor never ask `__torch_function__`, but they all call
+    operators. The guard is at the key BackendSelect, which no mode and no inference tensor leaves out.
+    """
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        if not interception_on():
+            return op.redispatch(keys & _BELOW_SELECT, *args)
+        return guard(op, args, lambda *given: op.redispatch(keys & _BELOW_SELECT, *given))
+
+    _implement(op, kernel, ("BackendSelect",))
+
+
+def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """From now on, `guard(x, new)` runs before `x.data = new` of a plain tensor `x`.
+
+    torch asks only `x` about the assignment; of `new` it asks with an operator whether `x` can take over its memory.
+    """
+    op = torch.ops.aten._has_compatible_shallow_copy_type.default
+
+    def kernel(keys: Any, x: torch.Tensor, new: torch.Tensor) -> bool:
+        fits = op.redispatch(keys & _after(torch._C.DispatchKey.AutogradFunctionality), x, new)
+        if fits and interception_on():
+            guard(x, new)
+        return fits
+
+    _implement(op, kernel, _AUTOGRAD_KEYS)
+
+
+def _implement(op: OpOverload, kernel: Callable[..., Any], keys: Iterable[str]) -> None:
+    library = _LIBRARIES.setdefault(op.namespace, torch.library.Library(op.namespace, "IMPL"))
+    for key in keys:
+        library.impl(op, kernel, key, with_keyset=True)
+
+
+read_number: OpOverload = torch.ops.aten._local_scalar_dense.default
+"""What C++ calls for the Python number of a tensor, also for one that stands where a function takes a number."""
+
+
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+"""What torch.distributed has in C++; None in a torch that was built without it."""
+
+
+def collective_operators() -> list[OpOverload]:
+    """Every operator that a process group of torch.distributed carries its calls out by."""
+    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("c10d::")]
+    return [getattr(torch.ops.c10d, name).default for name in names if "." not in name]
+
+
+def group_of(boxed: Any) -> Any:
+    """The process group that an operator of torch.distributed was given."""
+    return _c10d.ProcessGroup.unbox(boxed)
+
+
+def work_of(boxed: Any) -> Any:
+    """The handle to wait for that an operator of torch.distributed returned."""
+    return _c10d.Work.unbox(boxed)
+
+
+def constructors_of_distributed() -> list[tuple[Any, str]]:
+    """(owner, name) of what torch.distributed has in C++ that keeps or sends tensors below every guarded operator.
+
+    These are the parts of DistributedDataParallel, and the constructor of a DTensor.
+    """
+    modules = (torch.distributed, torch.distributed.distributed_c10d, _c10d)
+    names = sorted(name for name, f in vars(_c10d).items() if _takes_tensors(f))
+    found: list[tuple[Any, str]] = [(m, name) for name in names for m in modules if hasattr(m, name)]
+    if hasattr(torch.Tensor, "_dtensor__new__"):
+        found.append((torch.Tensor, "_dtensor__new__"))
+    loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes as long as torch itself
+    return found if loaded is None else [*found, (loaded.DTensor, "__new__")]
+
+
+def _takes_tensors(function: Any) -> bool:
+    """True if the signature in the documentation of a C++ function, or of a class's constructor, has tensors."""
+    text = function.__init__.__doc__ if isinstance(function, type) else getattr(function, "__doc__", None)
+    return "torch.Tensor" in (text or "").partition("->")[0]
+
+
+Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(own, args, kwargs)`; NotImplemented leaves the call to torch's function `own`."""
+
+
+def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
+    """From now on `x.name = new` is offered to `handler(x, new)` first, which returns False to leave it to torch.
+
+    For attributes whose setters in C++ ask no `__torch_function__`.
+    """
+    own: Any = getattr(torch.Tensor, name)
+
+    def setter(x: torch.Tensor, new: Any) -> None:
+        if not (interception_on() and handler(x, new)):
+            own.__set__(x, new)
+
+    setattr(torch.Tensor, name, property(own.__get__, setter, doc=own.__doc__))
+
+
+def offer_call(owner: Any, name: str, handler: Offered) -> None:
+    """From now on `owner.name(*args, **kwargs)` is offered to `handler` first.
+
+    For functions in C++ that take tensors and ask no `__torch_function__`. Modules that took the function by
+    `from torch import …` before get the new one, too.
+    """
+    own = getattr(owner, name)
+    is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
+
+    @wraps(own)
+    def offered(*args: Any, **kwargs: Any) -> Any:
+        out = handler(own, args, kwargs) if interception_on() else NotImplemented
+        return own(*args, **kwargs) if out is NotImplemented else out
+
+    constructors = _device_constructors()
+    if own in constructors or offered in constructors:
+        constructors.update((own, offered))  # C++ tells modes of `own`, Python has `offered`
+    scripted = _find_builtin(own)
+    if scripted is not None:
+        _register_builtin(offered, scripted)
+    setattr(owner, name, staticmethod(offered) if is_static else offered)
+    if not isinstance(owner, type):
+        _rebind(name, own, offered)
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Put `new` in the place of `old` in modules outside torch that have it under its name."""
+    for module_name, module in list(sys.modules.items()):
+        outside = not f"{module_name}.".startswith("torch.")
+        if outside and getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)

@@ -1,0 +1,179 @@
+"""Functions of torch.distributed that are called on distributed tensors.
+
+To torch.distributed a distributed tensor is its whole value, which every rank of the mesh holds: `all_reduce(x)` over n
+ranks gives n times `x`, as for a plain tensor that is the same on every rank. Where the ranks' results differ
+(`scatter`, `recv`), they cannot be one distributed tensor, so the call raises CollectiveError.
+
+All these functions carry their calls out by operators of the namespace c10d, and the operators are guarded. Functions
+that ask `__torch_function__` first are called on whole values, and the guard sees what they write to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm import current
+
+from ._dist_tensor import DistTensor
+from ._errors import CollectiveError
+from ._handle_values import everywhere
+from ._local import write_into
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import (
+    collective_operators,
+    constructors_of_distributed,
+    group_of,
+    guard_operator,
+    no_interception,
+    offer_call,
+    work_of,
+)
+
+ALIKE = frozenset({
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+})  # fmt: skip
+"""Operators after which every rank of the group holds the same results."""
+SENT = frozenset({"send"})
+"""Operators that write to none of their tensors; others write to all that are not called inputs."""
+_FIX = (
+    "the call on mw.unshard_dtensor(x), the whole value as a plain tensor, or on x.to_local(), this rank's part; "
+    "mw.reshard(x, mesh, placements) moves parts between ranks"
+)
+
+
+class _Standing(threading.local):
+    """Whole values that stand for distributed tensors in a call of torch.distributed: id → (whole value, tensor)."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Tensor, DistTensor]] = {}
+
+
+_standing = _Standing()
+
+
+def handler_of(func: Any) -> Callable[..., Any] | None:
+    """The handler of a function of torch.distributed that asked `__torch_function__`; None for other functions."""
+    module = getattr(func, "__module__", None) or ""
+    if module == dist.all_reduce.__module__:
+        return _on_wholes
+    is_collective = module.startswith("torch.distributed.") or "c10d_functional" in str(func)
+    return _refuse if is_collective else None
+
+
+def _on_wholes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The function on whole values; the guard of the operator that it calls writes results into the parts."""
+    tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
+    stand_in = {key: everywhere(t).detach().clone() for key, t in tensors.items()}
+    before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in stand_in.items()}
+    try:
+        args, kwargs = map_tensors(lambda t: stand_in.get(id(t), t), (args, kwargs))
+        return func(*args, **kwargs)
+    finally:
+        _standing.known = before
+
+
+def _refuse(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+    name = getattr(func, "__name__", str(func))
+    raise _refusal(name, given, "its result is a plain tensor that may differ between ranks")
+
+
+def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+    """The collective on whole values; what it wrote goes back into the parts."""
+    given = [t for t in map(_meant, tensors_in(args)) if t is not None]
+    if not given:
+        return run(*args)
+    name = op._schema.name.partition("::")[2]
+    written = {id(t): x for t in _written(op, args) if (x := _meant(t)) is not None}
+    _check(name, args, given, bool(written))
+    whole = {id(t): _whole(t, id(t) in written) for t in tensors_in(args) if isinstance(t, DistTensor)}
+    with no_interception(), torch.no_grad():
+        out = run(*map_tensors(lambda t: whole.get(id(t), t), args))
+        if written:
+            _wait(name, out, given)
+    with torch.no_grad():
+        for key, x in written.items():
+            write_into(x, whole[key] if key in whole else _standing.known[key][0])
+    return out
+
+
+def _meant(t: Tensor) -> DistTensor | None:
+    """The distributed tensor that an argument is, or stands for."""
+    return t if isinstance(t, DistTensor) else _standing.known.get(id(t), (None, None))[1]
+
+
+def _whole(x: DistTensor, written: bool) -> Tensor:
+    return everywhere(x).clone() if written else everywhere(x)
+
+
+def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors that the operator writes to; its schema does not mark them."""
+    if op._schema.name.partition("::")[2] in SENT:
+        return
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if not argument.name.startswith("input"):
+            yield from tensors_in(value)
+
+
+def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
+    """Raise CollectiveError unless every rank of the tensors' meshes makes the call and gets the same results."""
+    here = current()
+    group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
+    meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
+    needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
+    alone = here.kind == "simulated" and len(group) == 1  # every simulated rank makes the call, each by itself
+    if not alone and not needed <= set(group):
+        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts, and are not in the group")
+    if name in SENT or (writes and name not in ALIKE):
+        raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
+
+
+def _ranks(argument: Any) -> tuple[int, ...] | None:
+    """The global ranks of a process group; None for another argument."""
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return tuple(dist.get_process_group_ranks(group_of(argument)))
+    except (RuntimeError, TypeError, KeyError, ValueError):  # a reduction, or a group that torch.distributed forgot
+        return None
+
+
+def _wait(name: str, out: Any, given: list[DistTensor]) -> None:
+    """Wait for the collective: its results go into parts now."""
+    boxed = out[-1] if isinstance(out, tuple) else out
+    work = None if boxed is None else work_of(boxed)
+    if work is None:
+        raise _refusal(name, given, "inside a coalescing manager, nothing tells when its result is there")
+    work.wait()
+
+
+def _refusal(name: str, given: list[DistTensor], why: str) -> CollectiveError:
+    specs = ", ".join(f"{t._spec!r} on {t._spec.mesh!r}" for t in given)
+    return CollectiveError(f"{name} of torch.distributed", specs, why, _FIX)
+
+
+def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to build DistributedDataParallel, which reads memory in C++, or a DTensor, which takes it for a part."""
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+    if not given:
+        return NotImplemented
+    raise CollectiveError(
+        f"{own.__name__} of torch.distributed", ", ".join(repr(t._spec) for t in given[:4]),
+        "it would take the memory of this rank's parts for that of whole tensors",
+        "no DistributedDataParallel and no fully_shard around the model, since gradients of distributed parameters are "
+        "reduced already; mw.to_torch_dtensor(x) for a DTensor",
+    )  # fmt: skip
+
+
+if dist.is_available():
+    for _op in collective_operators():
+        guard_operator(_op, _guard)
+    for _owner, _name in constructors_of_distributed():
+        offer_call(_owner, _name, _reduced_elsewhere)

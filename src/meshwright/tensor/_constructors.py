@@ -1,0 +1,178 @@
+"""Functions in C++ that take the numbers of a tensor and never ask `__torch_function__`.
+
+`torch.tensor(x)` copies what it finds in memory, `torch.full((2,), x)` reads a number, `p.data = x` takes over memory:
+each would see this rank's part. Functions that make a tensor are offered to the handlers below. All that read a
+number call one operator, which is guarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import dlpack
+
+from ._dist_tensor import DistTensor, stamp
+from ._errors import MemoryAccessError
+from ._handle_memory import refusal
+from ._handle_values import everywhere
+from ._local import whole_local
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import guard_operator, guard_set_data, no_interception, offer_call, offer_set, read_number
+
+
+def _copied(own: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.tensor(x, ...)`: a leaf with a copy of the value, which keeps its layout."""
+    return _converted(args[0], kwargs) if args and isinstance(args[0], DistTensor) else NotImplemented
+
+
+def _converted(x: DistTensor, given: dict[str, Any]) -> Tensor:
+    out = x.detach().clone().to(**_target(given))
+    return out.requires_grad_(bool(given.get("requires_grad")))
+
+
+def _target(given: dict[str, Any]) -> dict[str, Any]:
+    """The dtype and the device among keyword arguments, where there are any."""
+    return {name: given[name] for name in ("dtype", "device") if given.get(name) is not None}
+
+
+def _copied_like(own: Any, args: Any, kwargs: Any) -> Any:
+    """`like.new_tensor(x, ...)`: as `torch.tensor`, on the device of `like`."""
+    if len(args) < 2 or not isinstance(args[1], DistTensor):
+        return NotImplemented
+    return _converted(args[1], {"device": args[0].device, **kwargs})
+
+
+def _taken(own: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.as_tensor(x, ...)`: `x` itself, unless the dtype or the device is another."""
+    if not args or not isinstance(args[0], DistTensor):
+        return NotImplemented
+    given = kwargs | dict(zip(("dtype", "device"), args[1:], strict=False))
+    return args[0].to(**_target(given)) if _target(given) else args[0]
+
+
+def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.asarray(x, ...)`: the same memory, unless a copy is wanted or the dtype or the device is another."""
+    if not args or not isinstance(args[0], DistTensor):
+        return NotImplemented
+    x, wanted = args[0], bool(kwargs.get("requires_grad"))
+    new = x.to(**_target(kwargs)) if _target(kwargs) else x
+    if kwargs.get("copy") and new is x:
+        new = x.clone()
+    if kwargs.get("copy") is False and new is not x:
+        raise ValueError("can't alias tensor of another dtype or device")  # as torch does
+    new = new if wanted or not new.requires_grad else new.detach()
+    return new.requires_grad_() if wanted else new
+
+
+def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
+    """Sparse and nested tensors: plain ones, made of whole values; layouts speak of dense memory."""
+    if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
+        return NotImplemented
+    args, kwargs = map_tensors(whole_local, (args, kwargs))
+    return own(*args, **kwargs)
+
+
+def _exported(own: Any, args: Any, kwargs: Any) -> Any:
+    """A DLPack capsule of a copy of the whole value."""
+    x = args[0]
+    return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else NotImplemented
+
+
+def _refused(own: Any, args: Any, kwargs: Any) -> Any:
+    found = next((a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
+    if found is None:
+        return NotImplemented
+    raise refusal(f"{own.__name__} of a distributed tensor", found, "x.detach(), which stays distributed")
+
+
+_SPARSE = [n for n in dir(torch) if n.startswith("sparse_") and n.endswith("_tensor")]
+
+OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch, "tensor", _copied),
+    (torch, "as_tensor", _taken),
+    (torch, "asarray", _as_array),
+    (torch.Tensor, "new_tensor", _copied_like),
+    (torch.Tensor, "_make_subclass", _refused),
+    *[(torch, name, _of_wholes) for name in _SPARSE],
+    (torch.nested, "nested_tensor", _of_wholes),
+    (torch.nested, "as_nested_tensor", _of_wholes),
+    (dlpack, "to_dlpack", _exported),
+    (torch, "to_dlpack", _exported),
+]
+"""Where torch keeps a function that takes a tensor and asks nobody, its name there, and who handles it."""
+
+for _owner, _name, _handler in OFFERED:
+    offer_call(_owner, _name, _handler)
+
+
+def _copied_into(name: str) -> Callable[[Tensor, Any], bool]:
+    """`x.real = new` and `x.imag = new`, which copy."""
+
+    def copy(x: Tensor, new: Any) -> bool:
+        given = isinstance(x, DistTensor) or isinstance(new, DistTensor)
+        if given:
+            getattr(x, name).copy_(new)
+        return given
+
+    return copy
+
+
+for _name in ("real", "imag"):
+    offer_set(_name, _copied_into(_name))
+
+
+def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+    """The number of the whole tensor, on every rank."""
+    x = args[0]
+    if not isinstance(x, DistTensor):
+        return run(x)
+    whole = everywhere(x)
+    with no_interception():
+        return whole.item()
+
+
+def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+    """What `torch.Tensor(x)` and `plain.new(x)` do: a plain tensor on the memory of `x`."""
+    if isinstance(args[0], DistTensor):
+        raise refusal("torch.Tensor(x), or a legacy constructor like it", args[0], "x.detach(), or torch.tensor(x)")
+    return run(*args)
+
+
+def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+    """`plain.set_(x)`: `plain` on the memory of `x`."""
+    if isinstance(args[1], DistTensor):
+        raise refusal("Tensor.set_ of a plain tensor", args[1], "plain.data = x, after which it is distributed, too")
+    return run(*args)
+
+
+guard_operator(read_number, _number)
+for _overload in ("source_Tensor", "source_Tensor_storage_offset"):
+    guard_operator(getattr(torch.ops.aten.set_, _overload), _set)
+guard_operator(torch.ops.aten.alias.default, _aliased)
+
+
+def _takes_data(x: Tensor, new: Tensor) -> None:
+    """`x.data = new` where `new` is distributed: `x`, which is plain, becomes distributed too.
+
+    torch then puts the part of `new` into `x`.
+    """
+    if not isinstance(new, DistTensor) or isinstance(x, DistTensor):
+        return
+    if x.grad_fn is not None or x.grad is not None:
+        raise MemoryAccessError(
+            "x.data = y with a distributed y", f"a plain x {'with a gradient' if x.grad is not None else 'computed'}",
+            "the gradient of x is that of a whole tensor, and x becomes a part",
+            "x.grad = None before, for a parameter; x = y for a computed value",
+        )  # fmt: skip
+    is_parameter = isinstance(x, nn.Parameter)
+    out = stamp(x, new._spec)
+    if new._away:
+        out.__class__ = type(new)
+    if is_parameter:
+        out._is_param = True
+
+
+guard_set_data(_takes_data)

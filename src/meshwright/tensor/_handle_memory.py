@@ -1,0 +1,149 @@
+"""Questions about the memory of a tensor: addresses, storages, NumPy arrays, DLPack capsules.
+
+Each is answered for the whole tensor, or refused. Call them on every rank of the world, unless every rank holds the
+whole value: the parts are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._dist_tensor import DistTensor, plain_view
+from ._errors import MemoryAccessError
+from ._handle_values import everywhere
+from ._local import write_into
+from ._memory import holds_whole, memory_of, storage_of
+from ._registry import handles
+from .torch_hooks import call_plain, interception_on, no_interception
+
+_T: Any = Tensor
+"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+
+
+def _present(*names: str) -> list[Any]:
+    """The members of `Tensor` with these names that this release of torch has."""
+    return [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
+
+
+@handles(*_present("data_ptr", "const_data_ptr", "__dlpack_device__"), _T.__cuda_array_interface__.__get__)
+def _of_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    memory = memory_of(args[0])
+    with no_interception():
+        return func(memory, *args[1:], **kwargs)
+
+
+@handles(Tensor.storage_offset)
+def _storage_offset(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """A part's offset says nothing; a gathered tensor begins where its memory does."""
+    x = args[0]
+    if holds_whole(x):
+        return call_plain(func, types, args, kwargs)
+    return memory_of(x).storage_offset() if x._viewing else 0
+
+
+@handles(Tensor.untyped_storage)
+def _untyped_storage(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return storage_of(args[0])
+
+
+@handles(*_present("storage", "mutable_data_ptr"))
+def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if holds_whole(x):
+        return call_plain(func, types, args, kwargs)
+    raise refusal(
+        f"Tensor.{func.__name__}", x, "x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) for a plain "
+        "tensor, or x.to_local() for this rank's part",
+    )  # fmt: skip
+
+
+def _typed_storage(self: DistTensor) -> Any:
+    """The storage as torch's own Python asks for it, without interception."""
+    if interception_on() and not holds_whole(self):
+        raise refusal("a typed storage", self, "x.untyped_storage() to read the whole memory")
+    return Tensor._typed_storage(self)
+
+
+DistTensor._typed_storage = _typed_storage
+
+
+@handles(Tensor.type, Tensor.storage_type)
+def _type(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The name of a tensor's type is that of its part's; a cast is an operation."""
+    return NotImplemented if len(args) > 1 or kwargs else call_plain(func, types, args, kwargs)
+
+
+@handles(Tensor.numpy, Tensor.__array__)
+def _numpy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The whole tensor as an array; a gathered one is read-only, since writing to it would not change the tensor."""
+    x = args[0]
+    if holds_whole(x):
+        return _locally(func, x, args, kwargs)
+    whole = everywhere(x)
+    with no_interception():
+        array = func(whole, *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+@handles(Tensor.__dlpack__)
+def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if holds_whole(x):
+        return _locally(func, x, args, kwargs)
+    if kwargs.get("copy") is False:
+        raise refusal("Tensor.__dlpack__ with copy=False", x, "copy=None, or mw.unshard_dtensor(x)")
+    whole = everywhere(x)
+    with no_interception():
+        return func(whole, *args[1:], **kwargs)
+
+
+def _locally(func: Any, x: DistTensor, args: Any, kwargs: Any) -> Any:
+    with no_interception():
+        return func(plain_view(x), *args[1:], **kwargs)
+
+
+@handles(*_present("apply_", "map_", "map2_"))
+def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """A Python function of each element, on the whole tensor: it may remember what it saw."""
+    x = args[0]
+    if not isinstance(x, DistTensor):
+        other = next(a for a in args if isinstance(a, DistTensor))
+        raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "mw.unshard_dtensor(x) as the argument")
+    whole = [everywhere(t).clone() if isinstance(t, Tensor) else t for t in args]
+    with no_interception():
+        func(*whole, **kwargs)
+    with torch.no_grad():
+        return write_into(x, whole[0])
+
+
+@handles(*_present("set_", "resize_", "resize_as_"))
+def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Refused, unless nothing changes: the memory of a part cannot become another tensor's, or grow."""
+    x = args[0]
+    shape = getattr(args[1], "shape", args[1:]) if func is not Tensor.set_ and len(args) > 1 else None
+    if isinstance(x, DistTensor) and shape is not None and tuple(_flat(shape)) == tuple(x.shape):
+        return x
+    some = next(a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor))
+    raise refusal(f"Tensor.{func.__name__}", some, "x.data = new, or a new tensor")
+
+
+@handles(*_present("_view_func", "_view_func_unsafe", "_rev_view_func_unsafe"))
+def _view_again(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Refused: autograd repeats a view with the sizes of parts."""
+    some = next(a for a in args if isinstance(a, DistTensor))
+    raise refusal(f"Tensor.{func.__name__}", some, "the call that made the view, on the other tensor")
+
+
+def _flat(shape: Any) -> Any:
+    return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+
+def refusal(asked: str, x: DistTensor, write: str) -> MemoryAccessError:
+    """The error for a question that would be answered with this rank's part."""
+    return MemoryAccessError(
+        asked, f"{x._spec!r} on {x._spec.mesh!r}", "this rank holds only a part, or a term, of the tensor", write
+    )

@@ -1,0 +1,41 @@
+"""Answers that a tensor without memory gives: right for shapes and dtypes, not for addresses, storages or devices."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._dist_tensor import DistTensor
+from ._errors import MemoryAccessError
+from ._tree import leaves_in, tensors_in
+
+_PLAIN = (bool, float, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+"""Types that never hold an address or a device."""
+_COUNTS = [
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "dense_dim", "sparse_dim", "dim_order",
+    "q_zero_point", "_dimI", "_dimV", "_nnz",
+]  # fmt: skip
+_COUNTED = ["itemsize", "nbytes", "ndim", "shape"]
+_NUMBERS: frozenset[Any] = frozenset([
+    *[getattr(Tensor, name) for name in _COUNTS if hasattr(Tensor, name)],
+    *[getattr(Tensor, name).__get__ for name in _COUNTED],
+    torch.numel,
+])  # fmt: skip
+"""Functions in C++ whose whole numbers are sizes."""
+
+
+def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    """Raise MemoryAccessError if a tensor on the meta device cannot know what `func` answered in its place."""
+    counts = func in _NUMBERS or isinstance(func, FunctionType)
+    known = (*_PLAIN, int) if counts else _PLAIN
+    wrong = next((leaf for leaf in leaves_in(answer) if not isinstance(leaf, known)), None)
+    if wrong is None:
+        return
+    x = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
+    raise MemoryAccessError(
+        getattr(func, "__name__", repr(func)), f"{x._spec!r}; the answer is a {type(wrong).__name__}",
+        "it is about memory, and this rank holds only a part", "x.to_local(), or mw.unshard_dtensor(x), asked the same",
+    )  # fmt: skip
