@@ -48,7 +48,9 @@ __all__ = [
 PROFILER = profiler
 """The module whose functions start and stop torch's profiler, which is one for all threads of a process."""
 PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
+"""Names of the profiler's functions that start it."""
 PROFILER_STOP = "_disable_profiler"
+"""Name of the profiler's function that stops it."""
 
 
 class ForwardState(NamedTuple):

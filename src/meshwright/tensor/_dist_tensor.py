@@ -20,7 +20,7 @@ from .torch_hooks import (
     FakeTensor,
     backward_running,
     interception_on,
-    is_dense,
+    is_batched,
     jit_tracing,
     modes_active,
     no_interception,
@@ -254,8 +254,9 @@ def _mark_tensor(value: Any) -> Any:
             return ("away", value._spec)
         if type(value) is FakeDistTensor:
             return value._spec
-    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter) and is_dense(value):
-        return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
+    elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
+        if value.layout is torch.strided and not value.is_nested and not is_batched(value):
+            return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
     raise _NoSignature
 
 

@@ -500,15 +500,16 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
         out = handler(own, args, kwargs) if interception_on() else NotImplemented
         return own(*args, **kwargs) if out is NotImplemented else out
 
+    setattr(owner, name, staticmethod(offered) if is_static else offered)
+    if isinstance(owner, type):
+        return
     constructors = _device_constructors()
     if own in constructors or offered in constructors:
         constructors.update((own, offered))  # C++ tells modes of `own`, Python has `offered`
     scripted = _find_builtin(own)
     if scripted is not None:
         _register_builtin(offered, scripted)
-    setattr(owner, name, staticmethod(offered) if is_static else offered)
-    if not isinstance(owner, type):
-        _rebind(name, own, offered)
+    _rebind(name, own, offered)
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
