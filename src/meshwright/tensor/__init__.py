@@ -93,3 +93,5 @@ __all__ = [
     "transforming",
     "whole",
 ]
+
+_compile.leave_alone()
