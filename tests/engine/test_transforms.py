@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import meshwright as mw
@@ -80,13 +81,44 @@ def test_forward_mode_takes_its_tensors_in_first() -> None:
 
 
 @FORWARD
-def test_forward_mode_is_one_for_all_simulated_ranks() -> None:
-    def run() -> None:
-        w = mw.shard_tensor(torch.ones(4, 4), STYLES["rows"].mesh, [mw.Shard(0)])
-        jvp(lambda x: w @ x, (torch.ones(4),), (torch.ones(4),))
+@pytest.mark.parametrize("style", STYLES)
+def test_forward_mode_of_what_is_used_beside(style: str) -> None:
+    def run(lay: Lay) -> Any:
+        w = lay(torch.randn(4, 4))
+        return jvp(lambda x: w @ x, (torch.randn(4),), (torch.randn(4),))
 
-    with pytest.raises(OperationError, match="one forward mode"):
-        mw.simulate(run, 4)
+    check(run, STYLES[style], rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_may_leave_forward_mode_at_different_times() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["x"])
+
+    def run() -> Tensor:
+        x, tangents = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]), []
+        for factor in (2.0, 3.0):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x, torch.full((4,), factor))
+                total = mw.reshard(dual, mesh, [])
+                tangents.append(mw.unshard_dtensor(forward_ad.unpack_dual(total).tangent).clone())
+            assert forward_ad._current_level == -1
+        return torch.stack(tangents)
+
+    for found in mw.simulate(run, 2):
+        assert found.tolist() == [[2.0] * 4, [3.0] * 4]
+
+
+def test_an_error_inside_forward_mode_is_the_one_that_is_raised() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["x"])
+
+    def run() -> None:
+        with forward_ad.dual_level():
+            mw.unshard_dtensor(mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]))
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        mw.simulate(run, 2)
+    with forward_ad.dual_level():  # the level of the simulation is closed
+        pass
 
 
 def test_what_a_transform_would_lose_is_refused() -> None:

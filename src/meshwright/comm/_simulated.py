@@ -28,7 +28,7 @@ from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulatio
 from ._forward_mode import SharedLevel
 from ._profiler import one_profiler
 from ._reduce import reduce
-from .torch_hooks import ForwardState
+from .torch_hooks import GLOBAL_HOOKS, ForwardState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -236,14 +236,27 @@ class _TorchState(NamedTuple):
 
     random: Tensor
     forward: ForwardState
+    dtype: torch.dtype
+    anomaly: tuple[bool, bool]
+    hooks: tuple[dict[Any, Any], ...]
+    """Hooks on all modules, by table; empty if there are none."""
 
     @staticmethod
     def now() -> _TorchState:
-        return _TorchState(torch.default_generator.get_state(), ForwardState.now())
+        anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        hooks = tuple(dict(table) for table in GLOBAL_HOOKS) if any(GLOBAL_HOOKS) else ()
+        dtype = torch.get_default_dtype()
+        return _TorchState(torch.default_generator.get_state(), ForwardState.now(), dtype, anomaly, hooks)
 
     def set(self) -> None:
         torch.default_generator.set_state(self.random)
         self.forward.set()
+        torch.set_default_dtype(self.dtype)
+        torch.set_anomaly_enabled(*self.anomaly)
+        if self.hooks or any(GLOBAL_HOOKS):
+            for at, table in enumerate(GLOBAL_HOOKS):
+                table.clear()
+                table.update(self.hooks[at] if self.hooks else {})
 
 
 class Simulated(Carrier):
@@ -403,10 +416,15 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
     rank_here = _rank_in(world)
     level = SharedLevel(rank_here, world.wait, world.release, lambda: world.failure is not None)
     with level.installed(), one_profiler(rank_here):
+        before = world.torch_state[0]
         for thread in threads:
             thread.start()
-        _run(world, threads)
-    torch.default_generator.set_state(world.torch_state[0].random)
+        try:
+            _run(world, threads)
+        except BaseException:
+            before.set()
+            raise
+    world.torch_state[0].set()
     return cast(list[T], results)
 
 

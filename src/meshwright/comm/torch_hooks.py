@@ -29,8 +29,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d
+from torch.nn.modules import module
 
 __all__ = [
+    "GLOBAL_HOOKS",
     "PROFILER",
     "PROFILER_STARTS",
     "PROFILER_STOP",
@@ -44,6 +46,11 @@ __all__ = [
     "open_backend",
 ]
 
+
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = tuple(
+    table for name, table in vars(module).items() if name.startswith("_global_") and isinstance(table, dict)
+)
+"""The tables of hooks that torch calls for all modules of the process, and FlopCounterMode fills."""
 
 PROFILER = profiler
 """The module whose functions start and stop torch's profiler, which is one for all threads of a process."""

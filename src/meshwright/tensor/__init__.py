@@ -99,3 +99,5 @@ __all__ = [
     "transforming",
     "whole",
 ]
+
+_compile.leave_alone()

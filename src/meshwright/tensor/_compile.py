@@ -10,12 +10,15 @@ use plain tensors.
 from __future__ import annotations
 
 import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ._dist_tensor import DistTensor
 from ._errors import CompileError
-from .torch_hooks import SkipFrame, compile_trace, leave_untraced
+from .torch_hooks import SkipFrame, compile_trace, leave_untraced, run_uncompiled
 
 _NAME = "_dynamo_static_input_type"
 """The attribute that TorchDynamo reads, and that `mark_static_address` sets, as users may, too."""
@@ -53,6 +56,26 @@ def _leave(x: DistTensor) -> None:
             "fix: torch.compile without fullgraph=True, which runs the function uncompiled, or mw.to_static for a step",
         )  # fmt: skip
     raise SkipFrame(f"uses a distributed tensor, {x._spec!r}")
+
+
+def _code_in(modules: Iterable[ModuleType]) -> Iterator[CodeType]:
+    """Yield the code of every function and method that the modules define, closures included."""
+    for module in modules:
+        own = [f for f in vars(module).values() if getattr(f, "__module__", None) == module.__name__]
+        methods = [m for cls in own if isinstance(cls, type) for m in vars(cls).values()]
+        found = [getattr(f, "__func__", f) for f in (*own, *methods)]
+        left = [f.__code__ for f in found if isinstance(f, FunctionType)]
+        while left:
+            code = left.pop()
+            left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            yield code
+
+
+def leave_alone() -> None:
+    """Have `torch.compile` run the functions of this package as they are, and what they call."""
+    package = __name__.rpartition(".")[0]
+    for code in _code_in([module for name, module in sys.modules.items() if name.startswith(package)]):
+        run_uncompiled(code)
 
 
 setattr(DistTensor, _NAME, _StaticAddress())

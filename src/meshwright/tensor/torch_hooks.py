@@ -7,10 +7,11 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import exc, symbolic_convert, trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as functorch_vmap
@@ -156,6 +157,12 @@ leave_untraced: Callable[[str], None] = trace_rules.add
 
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside a transform of `torch.func`, in this thread."""
+
+
+def run_uncompiled(code: CodeType) -> None:
+    """From now on `torch.compile` neither compiles frames of this code nor frames that they call."""
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
 
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of dispatch modes that see the operators of this thread."""
