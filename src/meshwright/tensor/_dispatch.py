@@ -21,13 +21,15 @@ from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, exact_signature
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
+from ._lists import is_of_lists, plan_lists
+from ._out import into_targets, targets_in
 from ._outside import plan_outside
 from ._plan import Drawn, Inline, Step, is_constant, leaves_nothing, makes_views, plan_call
 from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin
-from ._tree import tensors_in
+from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
-from .torch_hooks import backward_running
+from .torch_hooks import backward_running, positional
 
 HANDLING = (_functions, _handle_data, _handle_gradients, _handle_lists, _handle_random, _handle_values)
 """The files whose import fills HANDLERS, or has users' functions told."""
@@ -48,9 +50,10 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     tensors = list(tensors_in((args, kwargs)))
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
-    if isinstance(kwargs.get("out"), DistTensor):
-        return _into_out(func, args, kwargs)
-    out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
+    targets = targets_in(func, kwargs)
+    out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
+    if out is NotImplemented and handler is not None:
+        out = handler(func, types, *positional(func, args, kwargs))
     if out is NotImplemented:
         out = _carry_out(func, types, args, kwargs, tensors, key)
     if views:
@@ -58,20 +61,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     return out
 
 
-def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """`out=`: the call without it, written into it."""
-    out = kwargs["out"]
-    plain = getattr(func, "overloadpacket", func)
-    new = plain(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-    if new.shape != out.shape:
-        raise OperationError(
-            f"{name_of(func)} with out=", f"out is {out._spec!r}, the result has shape {tuple(new.shape)}",
-            "a distributed tensor keeps its shape", "out= of the result's shape, or no out=",
-        )  # fmt: skip
-    return out.copy_(new)
-
-
 def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any) -> Any:
+    if is_of_lists(func):
+        run, captured = plan_lists(func, args, kwargs, tensors)
+        by_value = captured is not None and _has_computed_rule(captured)
+        _remember(func, args, kwargs, key, run, by_value)
+        return run(func, types, args, kwargs)
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
@@ -79,12 +74,13 @@ def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[
         run, by_value = plan_outside(func, args, kwargs, tensors)
     else:
         run, by_value = make_plan(func, args, kwargs, mesh)
-    if key is not None and not recording():
-        _remember(func, args, kwargs, key, run, by_value)
+    _remember(func, args, kwargs, key, run, by_value)
     return run(func, types, args, kwargs)
 
 
 def _remember(func: Any, args: Any, kwargs: Any, key: Any, run: Run, by_value: bool) -> None:
+    if key is None or recording():
+        return
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
@@ -148,6 +144,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         return _on_whole(func, str(error).split("\n")[0], failed=True), False
     if is_constant(captured):
         return lambda *_: captured.out, False
+    if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
+        return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
     tensors = tensors_in((args, kwargs))
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
@@ -159,10 +157,15 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     run, by_value = _closed(func, args, kwargs, captured, found)
     if isinstance(found, Step) and found.context is not None:
         run = _by_context(run, mesh)
-    by_value = by_value or any(is_computed(n.op) for n in captured.nodes)  # norm(x, 0.0) has another rule than 2.0
+    by_value = by_value or _has_computed_rule(captured)  # norm(x, 0.0) has another rule than 2.0
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
     return run, by_value
+
+
+def _has_computed_rule(captured: Captured) -> bool:
+    """True if the rule of an operator depends on the values of numbers."""
+    return any(is_computed(n.op) for n in captured.nodes)
 
 
 def _by_context(run: Run, mesh: ProcessMesh) -> Run:
