@@ -17,6 +17,7 @@ from .torch_hooks import (
     Operator,
     composite_kernel,
     imagining,
+    list_kernel,
     no_interception,
     no_modes,
     operators_recorded,
@@ -72,7 +73,7 @@ def taken_apart(captured: Captured) -> Captured | None:
     without derivatives for what wants none: all operands want one here.
     """
     (node,) = captured.nodes
-    kernel = composite_kernel(node.op)
+    kernel = composite_kernel(node.op) or list_kernel(node.op)
     if kernel is None:
         return None
     nodes: list[Node] = []

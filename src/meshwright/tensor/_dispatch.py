@@ -33,7 +33,9 @@ from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, floats_in
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._law import Law
+from ._lists import is_of_lists, plan_lists
 from ._metadata import check_answer
+from ._out import into_targets, targets_in
 from ._outside import plan_outside
 from ._plan import (
     Drawn,
@@ -50,7 +52,7 @@ from ._plan import (
 )
 from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
-from ._tree import tensors_in
+from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (
     SCRIPTED,
@@ -60,6 +62,7 @@ from .torch_hooks import (
     call_plain,
     is_batched,
     is_dense,
+    positional,
     seen_below_autograd,
     shares_storage,
 )
@@ -105,9 +108,10 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
         raise _batched(func, tensors)
     views = [t for t in tensors if type(t) is DistView]
     before = before_call(views)
-    if isinstance(kwargs.get("out"), DistTensor):
-        return _into_out(func, args, kwargs)
-    out = handler(func, types, args, kwargs) if handler is not None else NotImplemented
+    targets = targets_in(func, kwargs)
+    out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
+    if out is NotImplemented and handler is not None:
+        out = handler(func, types, *positional(func, args, kwargs))
     if out is NotImplemented:
         out = _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
     if views:
@@ -137,23 +141,16 @@ def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
     )  # fmt: skip
 
 
-def _into_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """`out=`: the call without it, written into it."""
-    out = kwargs["out"]
-    plain = getattr(func, "overloadpacket", func)
-    new = plain(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-    if new.shape != out.shape:
-        raise OperationError(
-            f"{name_of(func)} with out=", f"out is {out._spec!r}, the result has shape {tuple(new.shape)}",
-            "a distributed tensor keeps its shape", "out= of the result's shape, or no out=",
-        )  # fmt: skip
-    return out.copy_(new)
-
-
 def _carry_out(
     func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any, handled: bool
 ) -> Any:
     """Plan the call, remember the plan and run it; a handler that declined (`handled`) may have looked at floats."""
+    if is_of_lists(func):
+        run, by_value = _plan_lists(func, args, kwargs, tensors)
+        out = run(func, types, args, kwargs)
+        if key is not None and not recording():
+            _remember(key, floats_in(args, kwargs), run, by_value)
+        return out
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
@@ -243,6 +240,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
     if writes_overlapping(captured):
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
+    if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
+        return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
     tensors = list(tensors_in((args, kwargs)))
     _check_written(captured, tensors)
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
@@ -261,6 +260,15 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         run = _by_setting(run, mesh, _context, args, kwargs)
     by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
     return run, not by_type
+
+
+def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
+    """Return how a function of lists is carried out, and True if floats among its arguments count by value."""
+    run, captured = plan_lists(func, args, kwargs, tensors)
+    if captured is None:
+        return run, False
+    pending = any(isinstance(t, DistTensor) and t._spec.layout.partial for t in tensors)
+    return run, pending or any(is_computed(n.op) for n in captured.nodes)
 
 
 def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:

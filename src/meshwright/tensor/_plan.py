@@ -19,7 +19,7 @@ from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
 from ._tree import map_leaves, map_tensors, tensors_in
-from .torch_hooks import Operator, no_interception, shares_storage
+from .torch_hooks import Operator, no_interception, shares_storage, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,7 @@ def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
 
 def _writes_elsewhere(node: Node, call: Call) -> bool:
     """True when the operator writes to a tensor that is no operand of the rule."""
-    written = [a for a in node.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return len(written) > len(call.mutated)
+    return len(written_arguments(node.op)) > len(call.mutated)
 
 
 def _step(
@@ -293,7 +292,7 @@ def plan_call(
         return taken_apart(captured) if found is None and not is_written(node.op) else found
     if reads_uninitialised(captured):
         return None
-    found = _unchanged(captured, specs, mesh)
+    found = unchanged(captured, specs, mesh)
     return found if found is not None else captured.nodes
 
 
@@ -321,21 +320,36 @@ def _is_whole_call(captured: Captured) -> bool:
     return used <= known and same
 
 
-def _unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> tuple[Spec, ...] | None:
-    """Specs of the results if every operator runs on the local tensors as they are, else None."""
-    known = dict(specs)
+def unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> tuple[Spec, ...] | None:
+    """Specs of the results if every operator runs on the local tensors as they are, else None.
+
+    An operator may write to an argument of the call, which keeps its layout then, and to nothing else.
+    """
+    known, inputs = dict(specs), {id(t) for t in captured.inputs}
     for node in captured.nodes:
-        inputs = list(tensors_in((node.args, node.kwargs)))
-        step = plan_node(node, known, mesh, inputs)
-        if not isinstance(step, Step) or step.moves or not step.direct or is_written(node.op):
+        step = plan_node(node, known, mesh, list(tensors_in((node.args, node.kwargs))))
+        if not isinstance(step, Step) or step.moves or not step.direct:
+            return None
+        if is_written(node.op) and not _writes_argument(node, step, inputs, known, mesh):
             return None
         known.update({id(t): s for t, s in zip(tensors_in(node.out), step.outs, strict=True)})
     return tuple(_spec_of(t, known, mesh) for t in tensors_in(captured.out))
 
 
+def _writes_argument(node: Node, step: Step, inputs: set[int], known: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+    """True if the operator writes to its first operand, and that is an argument of the call and keeps its layout."""
+    target = node.args[0]
+    return (
+        isinstance(target, Tensor)
+        and node.out is target
+        and id(target) in inputs
+        and step.outs[0].layout == _spec_of(target, known, mesh).layout
+    )
+
+
 def is_written(op: Operator) -> bool:
     """True for an operator that writes to one of its operands."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+    return bool(written_arguments(op))
 
 
 def writes_overlapping(captured: Captured) -> bool:
@@ -351,7 +365,7 @@ def written_inputs(captured: Captured) -> list[Tensor]:
 
 def _written(node: Node) -> list[Tensor]:
     """Return the tensors that the node writes to, by its schema."""
-    names = {a.name for a in node.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    names = {a.name for a in written_arguments(node.op)}
     positions = zip(node.op._schema.arguments, node.args, strict=False)
     given = [v for a, v in positions if a.name in names] + [v for k, v in node.kwargs.items() if k in names]
     return list(tensors_in(given))

@@ -19,7 +19,7 @@ from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
 from ._tree import map_leaves, map_tensors, tensors_in
-from .torch_hooks import call_plain, no_interception, view_replay
+from .torch_hooks import call_plain, no_interception, parameters_of, view_replay, written_arguments
 
 _NOTHING: dict[str, Any] = {}
 
@@ -336,7 +336,10 @@ def _twin(node: Node) -> Callable[..., Any] | None:
     name = node.op._schema.name.split("::")[1]
     if not name.endswith("_") or name.endswith("__") or node.out is not node.args[0]:
         return None
+    if torch.Tag.inplace_view in node.op.tags:
+        return None  # `set_` gives its argument another memory: no value written into the old one is the same
     packet: Any = getattr(torch.ops.aten, name[:-1], None)
     twin = None if packet is None else getattr(packet, node.op._overloadname, None)
-    same = twin is not None and [a.name for a in twin._schema.arguments] == [a.name for a in node.op._schema.arguments]
-    return twin if same else None
+    if twin is None or parameters_of(twin) != parameters_of(node.op):
+        return None
+    return twin if len(written_arguments(node.op)) == 1 and not written_arguments(twin) else None

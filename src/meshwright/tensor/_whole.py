@@ -1,4 +1,9 @@
-"""Calling a function on the whole tensors: slow, and right for every operator."""
+"""Calling a function on the whole tensors: slow, and right for every operator.
+
+Every argument that the function writes to is written back. An argument counts as written if the operator's schema says
+so, if its version counter moved, or if its values are others than before: fused optimizers move no counter, and batch
+norm has no mark in its schema. Nothing is written back before all arguments are known to be writable.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,11 @@ from meshwright.layout import whole_of
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
-from ._errors import RanWholeWarning
+from ._errors import OperationError, RanWholeWarning
 from ._local import whole_spec
+from ._overlap import share_elements
 from ._tree import map_tensors, tensors_in
-from .torch_hooks import no_interception
+from .torch_hooks import FakeTensor, Operator, no_interception, shares_storage, written_arguments
 
 RAN_WHOLE: dict[str, str] = {}
 """Functions that ran on whole tensors for want of a rule, and why; told once each."""
@@ -32,7 +38,7 @@ def tell_whole(name: str, why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WholeCall:
-    """What a function gave on whole tensors: its result, and each argument beside the whole tensor it was given as."""
+    """The result of a function on whole tensors, and each argument beside the whole tensor that stood for it."""
 
     out: Any
     pairs: tuple[tuple[Tensor, Tensor], ...]
@@ -43,21 +49,121 @@ class WholeCall:
 
 
 def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
-    """`func` on the whole tensors, on every rank alike; what it wrote into them is put back into the parts."""
+    """Call `func` on the whole tensors, on every rank alike, and write back every argument that it wrote to.
+
+    Raises OperationError, before anything is written back, if `func` gave an argument another shape or memory, or wrote
+    to two arguments that share elements.
+    """
     tensors = {id(t): t for t in tensors_in((args, kwargs))}
     whole = {key: _whole(t) for key, t in tensors.items()}
     with no_interception():
-        versions = {key: w._version for key, w in whole.items()}
+        stands_for = [_Whole(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
         out = func(
             *map_tensors(lambda t: whole[id(t)], args),
             **{k: map_tensors(lambda t: whole[id(t)], v) for k, v in kwargs.items()},
         )
-        written = [key for key, w in whole.items() if w._version != versions[key]]
-    done = WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
-    for t, w in done.gathered():
-        if id(t) in written:
-            put_back(t, w)
-    return done
+        marked = written_by_schema(func, args, kwargs)
+    _write_back(func, stands_for, marked)
+    return WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
+
+
+def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """The ids of the tensors that an operator's schema marks as written; empty for a Python function."""
+    if not isinstance(func, Operator):
+        return set()
+    given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
+    return {id(t) for t in tensors_in([given.get(a.name) for a in written_arguments(func)])}
+
+
+class _Whole:
+    """A distributed argument, the whole tensor that stands for it, and the whole tensor's state before the call."""
+
+    def __init__(self, tensor: DistTensor, whole: Tensor) -> None:
+        self.tensor, self.whole = tensor, whole
+        self.has_memory = whole_spec(tensor._spec) is not tensor._spec
+        self.before = whole.detach()
+        self.version = _version(whole)
+        partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
+        self.values = whole.detach().clone() if partial else None
+
+    def is_moved(self) -> bool:
+        """True if the whole tensor has another shape, other strides or another memory than before the call."""
+        whole, before = self.whole, self.before
+        if whole.layout is not torch.strided or whole.shape != before.shape or whole.stride() != before.stride():
+            return True
+        return whole.numel() > 0 and not shares_storage(whole, before)
+
+    def is_counted(self) -> bool:
+        """True if the version counter moved: autograd knows of the write."""
+        return _version(self.whole) != self.version
+
+    def is_changed(self) -> bool:
+        """True if this rank's part would have other values."""
+        if isinstance(self.whole, FakeTensor):
+            return False
+        if self.values is not None:
+            return not _same(self.whole, self.values)
+        return not _same(_part(self.whole.detach(), self.tensor), self.tensor)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """True if all values are equal, where NaN equals NaN."""
+    a, b = plain_view(a.detach()), plain_view(b.detach())
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _write_back(func: Any, stands_for: Sequence[_Whole], marked: set[int]) -> None:
+    counted: list[_Whole] = []
+    silent: list[_Whole] = []
+    with no_interception():
+        for x in stands_for:
+            if x.is_moved():
+                raise _refused(func, x.tensor)
+            if not x.has_memory:
+                continue
+            if x.is_counted():
+                counted.append(x)
+            elif id(x.tensor) in marked or x.is_changed():
+                silent.append(x)
+        _check_apart(func, [x.tensor for x in (*counted, *silent)])
+        if torch.is_grad_enabled():
+            _check_no_leaf(x.tensor for x in counted)
+    for x in counted:
+        put_back(x.tensor, x.whole)
+    with torch.no_grad():
+        for x in silent:
+            put_back(x.tensor, x.whole)
+
+
+def _refused(func: Any, t: DistTensor) -> OperationError:
+    name = getattr(func, "__name__", str(func))
+    return OperationError(
+        f"{name} that gives an argument another shape or memory", repr(t._spec),
+        "a distributed tensor keeps its shape, and its parts keep their memory",
+        f"a new tensor: the functional form of {name}, or torch.empty of the new shape",
+    )  # fmt: skip
+
+
+def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
+    """Raises OperationError if two written tensors share elements: each would be written back from its own copy."""
+    for i, a in enumerate(written):
+        for b in written[:i]:
+            if share_elements(a, b):
+                raise OperationError(
+                    f"{getattr(func, '__name__', func)} that writes to two views of one memory",
+                    f"{a._spec!r} and {b._spec!r}", "it runs on whole copies, and each write would undo the other",
+                    "one call for each of them",
+                )  # fmt: skip
+
+
+def _check_no_leaf(written: Any) -> None:
+    """Raises torch's own error before anything is written, where one device raises it."""
+    if any(t.is_leaf and t.requires_grad for t in written):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def _whole(t: Tensor) -> Tensor:
@@ -94,8 +200,13 @@ class _Overlapping(torch.autograd.Function):
 
 
 def put_back(t: DistTensor, whole: Tensor) -> None:
-    """Writes the whole value into the parts of `t`."""
-    have = whole_spec(t._spec).contiguous
-    local = convert_local(whole, have, have.with_layout(t._spec.layout))
+    """Write the whole value into the parts of `t`."""
+    local = _part(whole, t)
     with no_interception():
         t.copy_(local)
+
+
+def _part(whole: Tensor, t: DistTensor) -> Tensor:
+    """Return this rank's part of the whole value in the layout of `t`, in any memory format."""
+    have = whole_spec(t._spec).contiguous
+    return convert_local(whole, have, have.with_layout(t._spec.layout))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
@@ -16,7 +16,13 @@ from torch._dynamo import exc, symbolic_convert, trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload, OpOverloadPacket, _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
+from torch._ops import (
+    OpOverload,
+    OpOverloadPacket,
+    _len_torch_dispatch_stack_pre_dispatch,
+    _pop_mode_from_pre_dispatch,
+    _set_mode_pre_dispatch,
+)
 from torch._subclasses import fake_tensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import forward_ad
@@ -361,12 +367,48 @@ def operators_recorded(
         _pop_mode_from_pre_dispatch()
 
 
+def parameters_of(op: Operator, without: Container[str] = ()) -> list[tuple[str, str]]:
+    """Names and types of an operator's arguments: what two overloads share that take the same call."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in without]
+
+
+def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call; those that an operator is given by name, in the places that its schema gives them."""
+    if not kwargs or not isinstance(func, Operator):
+        return args, kwargs
+    left = dict(kwargs)
+    for a in func._schema.arguments[len(args) :]:
+        if a.kwarg_only or a.name not in left:
+            break
+        args = (*args, left.pop(a.name))
+    return args, left
+
+
+def written_arguments(op: Operator) -> list[Any]:
+    """The arguments that an operator's schema marks as written."""
+    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
 def composite_kernel(op: Operator) -> Callable[..., Any] | None:
     """What torch makes a composite operator of, in C++; None for an operator that has kernels of its own."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     if op.namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
         return None
     return partial(op._op_dk, key)
+
+
+def list_kernel(op: Operator) -> Callable[..., Any] | None:
+    """torch's loop over the entries of the lists that a `_foreach_` operator takes; None for another operator."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    is_loop = op.namespace == "aten" and op._schema.name.startswith("aten::_foreach_")
+    if not is_loop or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return None
+    return partial(op._op_dk, key)
+
+
+def modes_before_dispatch() -> bool:
+    """True while a mode sees operators before autograd: no other one can be put beside it."""
+    return _len_torch_dispatch_stack_pre_dispatch() > 0
 
 
 no_modes: Any = _disable_current_modes

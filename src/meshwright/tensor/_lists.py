@@ -1,0 +1,89 @@
+"""Functions of lists of tensors, `torch._foreach_*`: one local call, or one call for each entry.
+
+torch has a kernel for each of these operators that is a loop over the entries, in operators of one tensor. That loop
+tells what happens to each entry, so no operator is known here by its name. Where every operator of the loop runs on
+local tensors as they are, so does the operator of lists: one local call. Elsewhere the loop itself runs, and each of
+its operators is called on distributed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ._absent import Absent
+from ._capture import Captured, capture, taken_apart
+from ._dist_tensor import DistTensor, Run
+from ._explain import recording
+from ._law import Law
+from ._local import whole_local
+from ._plan import is_written, unchanged
+from ._run import run_direct, run_graph
+from .torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
+
+PREFIX = "_foreach_"
+
+
+def is_of_lists(func: Any) -> bool:
+    """True for `torch._foreach_*` and its operators."""
+    return str(getattr(func, "__name__", "")).startswith(PREFIX)
+
+
+def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, Captured | None]:
+    """Return how a function of lists is carried out, and its operators if it is one local call."""
+    captured = None if recording() else _captured(func, args, kwargs)
+    found = None if captured is None else _unchanged(captured, tensors)
+    if captured is not None and found is not None:
+        law = Law(str(func.__name__), found, (False,) * len(found))
+        return run_direct(found, captured.out, args, kwargs, law), captured
+    if captured is not None and modes_before_dispatch():
+        return run_graph(captured), captured
+    return run_entries, None
+
+
+def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
+
+    The kernel reads the numbers in a tensor that is no list, such as the `scalars` of `_foreach_addcmul_`.
+    """
+    args, kwargs = [_single(a) for a in args], {k: _single(v) for k, v in (kwargs or {}).items()}
+    with operators_recorded(lambda *_: None, _run_entry):
+        return func(*args, **kwargs)
+
+
+def _single(value: Any) -> Any:
+    return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
+
+
+def _run_entry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kernel = list_kernel(op)
+    if kernel is not None:
+        with operators_recorded(lambda *_: None, _run_entry):
+            return kernel(*args, **kwargs)
+    with interception():
+        return op(*args, **kwargs)
+
+
+def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:
+    """The operators of one tensor each; None where torch has to see numbers."""
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception:  # the loop itself raises what there is to raise
+        return None
+    apart = taken_apart(captured) if len(captured.nodes) == 1 else None
+    if apart is None or not is_written(captured.nodes[0].op):
+        return apart
+    return replace(apart, out=captured.out)  # the arguments, where the kernel gives nothing
+
+
+def _unchanged(captured: Captured, tensors: Sequence[Tensor]) -> Any:
+    """The specs of the results if one local call is right, else None."""
+    distributed = [t for t in tensors if isinstance(t, DistTensor)]
+    mesh = distributed[0]._spec.mesh
+    if any(isinstance(t, Absent) or t._viewing or t._spec.mesh is not mesh for t in distributed):
+        return None
+    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
+    return unchanged(captured, specs, mesh)

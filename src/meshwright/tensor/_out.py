@@ -1,0 +1,100 @@
+"""Calls with `out=`: results are computed as without it, and then written into the given tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._dist_tensor import DistTensor
+from ._errors import OperationError
+from ._local import whole_local
+from ._tree import map_tensors, tensors_in
+from .torch_hooks import Operator, parameters_of, written_arguments
+
+
+def targets_in(func: Any, kwargs: dict[str, Any]) -> list[str]:
+    """The names of the keyword arguments that only receive results; empty if they hold no tensor."""
+    if not kwargs:
+        return []
+    names = _targets_of(func) if isinstance(func, Operator) else ["out"]
+    names = [n for n in names if n in kwargs]
+    return names if any(True for _ in tensors_in([kwargs[n] for n in names])) else []
+
+
+def _targets_of(op: Operator) -> list[str]:
+    return [a.name for a in written_arguments(op) if a.kwarg_only]
+
+
+def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
+    """The call without `out=`, written into the targets; NotImplemented if only the call itself can tell.
+
+    Raises OperationError if a target has another shape than its result, before any target is written.
+    """
+    plain = _without_targets(func)
+    if plain is None:
+        return NotImplemented
+    new = plain(*args, **{k: v for k, v in kwargs.items() if k not in names})
+    targets, results = list(tensors_in([kwargs[n] for n in names])), list(tensors_in(new))
+    if len(targets) != len(results) or any(t.dtype != r.dtype for t, r in zip(targets, results, strict=True)):
+        return NotImplemented
+    _check_shapes(func, targets, results)
+    _check_gradients(func, targets, results)
+    for target, result in zip(targets, results, strict=True):
+        target.copy_(_plain_if(target, result))
+    if _gives_nothing(func, kwargs[names[0]]):
+        return None
+    left = iter(targets)
+    return map_tensors(lambda _: next(left), new)
+
+
+def _without_targets(func: Any) -> Callable[..., Any] | None:
+    """The function that gives the results; None if the operator writes to other arguments, too."""
+    if not isinstance(func, Operator):
+        return func
+    targets, packet = _targets_of(func), func.overloadpacket
+    if len(written_arguments(func)) > len(targets):
+        return None
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    wanted = parameters_of(func, without=targets)
+    return next((o for o in overloads if parameters_of(o) == wanted and not written_arguments(o)), None)
+
+
+def _gives_nothing(func: Any, target: Any) -> bool:
+    """True for an operator without results, such as those that fill a list of tensors."""
+    if isinstance(func, Operator):
+        return not func._schema.returns
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if packet is None or not isinstance(target, (list, tuple)):
+        return False
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    return any(_targets_of(o) == ["out"] and not o._schema.returns for o in overloads)
+
+
+def _plain_if(target: Tensor, result: Tensor) -> Tensor:
+    """The result as `target.copy_` takes it: whole and plain for a plain target."""
+    return result if isinstance(target, DistTensor) or not isinstance(result, DistTensor) else whole_local(result)
+
+
+def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        if target.shape != result.shape and isinstance(target, DistTensor):
+            raise OperationError(
+                f"{_name(func)} with out=", f"out is {target._spec!r}, the result has shape {tuple(result.shape)}",
+                "a distributed tensor keeps its shape", "out= of the result's shape, or no out=",
+            )  # fmt: skip
+
+
+def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Raises torch's own error where one device raises it."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*targets, *results)):
+        raise RuntimeError(
+            f"{_name(func)}(): functions with out=... arguments don't support automatic differentiation, but one of "
+            "the arguments requires grad."
+        )
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
