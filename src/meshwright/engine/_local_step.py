@@ -1,8 +1,9 @@
-"""An optimizer's step on parts, where every tensor of it lies alike: as fast as on plain tensors.
+"""An optimizer's step on local parts, if parameter, gradient and states have one layout: as fast as on plain tensors.
 
-What most optimizers do to an element depends on that element of the parameter, the gradient and the states alone. Where
-these lie alike and all states are there, a rank's step is the optimizer's own code on its parts, and nothing has to be
-looked up for each operator. First steps, states that lie elsewhere and other optimizers go operator by operator.
+Most optimizers compute each element from the same element of the parameter, the gradient and the states. If these have
+one layout and all states exist, a rank's step is the optimizer's own code on its local parts, and no operator is
+planned. First steps, other layouts and other optimizers run operator by operator. A gradient has the dual layout of its
+parameter: that of a parameter that each rank uses differently is a sum over ranks, and has to be reduced first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -54,9 +56,17 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     kind: Any = type(optimizer)
     with _as_lists(optimizer), local_parts():
         kind.step.__wrapped__(optimizer)  # without the hooks
+        _count_writes(optimizer)
     nothing = object.__new__(kind)
     nothing.__dict__.update(optimizer.__dict__, param_groups=[], state={})
     return (nothing,), {}
+
+
+def _count_writes(optimizer: Optimizer) -> None:
+    """Move the version counters of parameters that fused kernels wrote to: views that are copies are read again."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([p for p in group["params"] if p.grad is not None])
 
 
 def _lies_alike(optimizer: Optimizer) -> bool:
@@ -65,7 +75,7 @@ def _lies_alike(optimizer: Optimizer) -> bool:
     found = False
     with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
         for group in optimizer.param_groups:
-            if group.get("differentiable") or group.get("fused"):
+            if group.get("differentiable"):
                 return False
             if any(isinstance(v, DistTensor) for v in group.values()):
                 return False
@@ -74,10 +84,18 @@ def _lies_alike(optimizer: Optimizer) -> bool:
                     continue
                 spec = p.spec if isinstance(p, DistTensor) else None
                 found = found or spec is not None
+                if spec is not None and not _has_equal_dual(spec, p.grad):
+                    return False
                 for state in _states(optimizer, group, p):
                     if not _beside(spec, state):
                         return False
     return found
+
+
+def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
+    """True if the gradient of a parameter with this spec has the parameter's layout."""
+    have = grad.spec if isinstance(grad, DistTensor) else spec.dual()
+    return have.mesh is spec.mesh and have.layout == spec.layout
 
 
 def _states(optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> Iterable[Any]:

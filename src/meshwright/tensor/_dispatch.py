@@ -64,7 +64,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
 def _carry_out(func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any) -> Any:
     if is_of_lists(func):
         run, captured = plan_lists(func, args, kwargs, tensors)
-        by_value = captured is not None and _has_computed_rule(captured)
+        pending = any(isinstance(t, DistTensor) and t._spec.layout.partial for t in tensors)
+        by_value = captured is not None and (pending or _has_computed_rule(captured))
         _remember(func, args, kwargs, key, run, by_value)
         return run(func, types, args, kwargs)
     mesh = _common_mesh(func, tensors)

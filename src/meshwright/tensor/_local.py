@@ -65,8 +65,10 @@ def dense_strides(x: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
     return torch.empty_like(torch.empty_strided(tuple(shape), x.stride(), device="meta")).stride()
 
 
-def write_into(target: DistTensor, new: Tensor) -> DistTensor:
-    """Writes the value of `new` into `target`, broadcast, whatever their layouts, and returns `target`."""
+def write_into(target: Tensor, new: Tensor) -> Tensor:
+    """Write the value of `new` into `target`, broadcast, whatever their layouts, and return `target`."""
+    if not isinstance(target, DistTensor):
+        return target.copy_(whole_local(new))
     spec = target._spec
     if new.shape != spec.shape:
         new = new.expand(spec.shape)
