@@ -1,25 +1,28 @@
-"""An optimizer's step on parts, where every tensor of it lies alike: as fast as on plain tensors.
+"""An optimizer's step on local parts, if parameter, gradient and states have one layout: as fast as on plain tensors.
 
-What most optimizers do to an element depends on that element of the parameter, the gradient and the states alone. Where
-these lie alike and all states are there, a rank's step is the optimizer's own code on its parts, and nothing has to be
-looked up for each operator. First steps, states that lie elsewhere and other optimizers go operator by operator.
+Most optimizers compute each element from the same element of the parameter, the gradient and the states. If these have
+one layout, a rank's step is the optimizer's own code on its local parts, and no operator is planned; states that it
+makes get the layout of their parameter. Other layouts and other optimizers run operator by operator. A gradient has the
+dual layout of its parameter: that of a parameter that each rank uses differently is a sum over ranks, and has to be
+reduced first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, flush, local_parts, parts_recorded, recording
+from meshwright.tensor import DistTensor, OperationError, absent, flush, local_parts, parts_recorded, recording, stamp
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -41,10 +44,24 @@ def own_hook(optimizer: Optimizer) -> int | None:
 
 def _meet(optimizer: Optimizer, *_: Any) -> None:
     """Before each step: what may make the step comes behind all other hooks, which may lay parameters anew."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        _check_plain(optimizer)
     if type(optimizer) in ELEMENTWISE and not parts_recorded():
         if optimizer in _hooks:
             _hooks[optimizer].remove()
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step)
+
+
+def _check_plain(optimizer: Optimizer) -> None:
+    """Raises OperationError for distributed parameters: their gradients are dense."""
+    for group in optimizer.param_groups:
+        found = next((p for p in group["params"] if isinstance(p, DistTensor)), None)
+        if found is not None:
+            raise OperationError(
+                "torch.optim.SparseAdam.step()", f"a distributed parameter, {found.spec!r}",
+                "its gradient is dense, and nothing tells which rows of it were looked up",
+                "torch.optim.Adam, or SGD and Adagrad, which give the same numbers for both kinds of gradients",
+            )  # fmt: skip
 
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -53,19 +70,44 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     kind: Any = type(optimizer)
     with _as_lists(optimizer), local_parts():
-        kind.step.__wrapped__(optimizer)  # without the hooks
+        try:
+            kind.step.__wrapped__(optimizer)  # without the hooks
+        finally:
+            _lay_new_states(optimizer)
+        _count_writes(optimizer)
     nothing = object.__new__(kind)
     nothing.__dict__.update(optimizer.__dict__, param_groups=[], state={})
     return (nothing,), {}
 
 
+def _lay_new_states(optimizer: Optimizer) -> None:
+    """States that the step made, as large as the local part, become distributed tensors laid out as the parameter.
+
+    Counters have no dims and stay plain.
+    """
+    for p, states in optimizer.state.items():
+        if not isinstance(p, DistTensor):
+            continue
+        for key, x in states.items():
+            if isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim() and x.size() == p.size():
+                spec = p.spec.with_dtype(x.dtype)
+                states[key] = absent(x, spec) if p._away else stamp(x, spec)
+
+
+def _count_writes(optimizer: Optimizer) -> None:
+    """Move the version counters of parameters that fused kernels wrote to: views that are copies are read again."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([p for p in group["params"] if p.grad is not None])
+
+
 def _lies_alike(optimizer: Optimizer) -> bool:
-    """True where parameters with gradients are distributed, and all their states are there and lie as they do."""
+    """True if parameters with gradients are distributed, and gradients and states have the layouts of parameters."""
     flush()
     found = False
     with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
         for group in optimizer.param_groups:
-            if group.get("differentiable") or group.get("fused"):
+            if group.get("differentiable"):
                 return False
             if any(isinstance(v, DistTensor) for v in group.values()):
                 return False
@@ -74,23 +116,24 @@ def _lies_alike(optimizer: Optimizer) -> bool:
                     continue
                 spec = p.spec if isinstance(p, DistTensor) else None
                 found = found or spec is not None
-                for state in _states(optimizer, group, p):
-                    if not _beside(spec, state):
-                        return False
+                if spec is not None and not _has_equal_dual(spec, p.grad):
+                    return False
+                states = optimizer.state[p].values() if p in optimizer.state else ()
+                if not all(_beside(spec, state) for state in states):
+                    return False
     return found
 
 
-def _states(optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> Iterable[Any]:
-    """The states of a parameter; None where there are none yet."""
-    if type(optimizer) is torch.optim.SGD and not group["momentum"]:
-        return ()
-    return optimizer.state[p].values() if p in optimizer.state else (None,)
+def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
+    """True if the gradient of a parameter with this spec has the parameter's layout."""
+    have = grad.spec if isinstance(grad, DistTensor) else spec.dual()
+    return have.mesh is spec.mesh and have.layout == spec.layout
 
 
 def _beside(spec: Spec | None, state: Any) -> bool:
-    """Whether a state is there, and lies as its parameter, of `spec`, does; counters are on every rank."""
+    """True if a state has the layout of its parameter, which is `spec`; counters are on every rank."""
     if not isinstance(state, DistTensor):
-        return state is not None and (not isinstance(state, Tensor) or not state.dim() or spec is None)
+        return not isinstance(state, Tensor) or not state.dim() or spec is None
     have = state.spec
     return have is spec or (spec is not None and have.mesh is spec.mesh and have.layout == spec.layout)
 

@@ -33,23 +33,29 @@ def stack_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
 
 
 def hstack_rule(tensors: Sequence[Tensor]) -> str | None:
-    return cat_rule(tensors, min(1, tensors[0].dim() - 1)) if tensors[0].dim() else None
+    dims = _common_dims(tensors)
+    return cat_rule(tensors, min(1, dims - 1)) if dims else None
 
 
 def vstack_rule(tensors: Sequence[Tensor]) -> str | None:
-    if tensors[0].dim() == 1:
+    dims = _common_dims(tensors)
+    if dims == 1:
         return stack_rule(tensors, 0)
-    return cat_rule(tensors, 0) if tensors[0].dim() else None
+    return cat_rule(tensors, 0) if dims else None
 
 
 def column_stack_rule(tensors: Sequence[Tensor]) -> str | None:
-    if any(t.dim() != tensors[0].dim() for t in tensors):
-        return None
-    return stack_rule(tensors, 1) if tensors[0].dim() == 1 else hstack_rule(tensors)
+    return stack_rule(tensors, 1) if _common_dims(tensors) == 1 else hstack_rule(tensors)
 
 
 def dstack_rule(tensors: Sequence[Tensor]) -> str | None:
-    return cat_rule(tensors, 2) if tensors[0].dim() > 2 else None
+    return cat_rule(tensors, 2) if _common_dims(tensors) > 2 else None
+
+
+def _common_dims(tensors: Sequence[Tensor]) -> int:
+    """The number of dims that all tensors have; 0 if they differ, where torch adds dims to some of them."""
+    dims = {t.dim() for t in tensors}
+    return dims.pop() if len(dims) == 1 else 0
 
 
 def at_least(ndim: int) -> Entry:

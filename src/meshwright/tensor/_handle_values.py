@@ -13,7 +13,7 @@ from meshwright.layout import Layout, ProcessMesh, Spec, replicated
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
-from ._local import whole_local
+from ._local import whole_local, write_into
 from ._registry import handles
 from ._tree import map_tensors
 from .torch_hooks import no_interception, unscale
@@ -49,17 +49,25 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(unscale)
 def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """Gradient scaling: torch's own on this rank's parts, and every rank of the world learns of what it found."""
+    """Unscale this rank's parts of gradients by torch's own function; every rank of the world learns what it found.
+
+    A gradient that is a sum over ranks counts by the sum: terms that are finite may add up to infinity.
+    """
     grads, found, inverse = args
-    factor = whole_local(inverse)
+    factor, before = whole_local(inverse), whole_local(found)
+    sums = [whole_local(g) for g in grads if isinstance(g, DistTensor) and g._spec.layout.partial and not g._away]
     with no_interception():
-        here = torch.zeros_like(found)
+        here = torch.zeros_like(before)
         parts = _parts(grads)
         if parts:
             func(parts, here, factor)
+        if not all(bool(x.isfinite().all()) for x in sums):
+            here.fill_(1.0)
     worst = largest_anywhere(here)
-    with no_interception():
-        found.copy_(torch.maximum(found, worst))
+    with torch.no_grad():
+        with no_interception():
+            after = torch.maximum(before, worst)
+        write_into(found, after)
 
 
 def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

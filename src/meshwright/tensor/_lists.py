@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._absent import Absent
@@ -22,6 +23,7 @@ from ._law import Law
 from ._local import whole_local
 from ._plan import is_written, unchanged
 from ._run import run_direct, run_graph
+from ._tree import map_tensors
 from .torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
 
 PREFIX = "_foreach_"
@@ -47,24 +49,45 @@ def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> 
 def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
 
-    The kernel reads the numbers in a tensor that is no list, such as the `scalars` of `_foreach_addcmul_`.
+    The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. It reads the numbers
+    in a tensor that is no list, such as the `scalars` of `_foreach_addcmul_`.
     """
-    args, kwargs = [_single(a) for a in args], {k: _single(v) for k, v in (kwargs or {}).items()}
-    with operators_recorded(lambda *_: None, _run_entry):
-        return func(*args, **kwargs)
+    loop = _Loop()
+    args = [loop.argument(a) for a in args]
+    kwargs = {k: loop.argument(v) for k, v in (kwargs or {}).items()}
+    with operators_recorded(lambda *_: None, loop.run):
+        return map_tensors(loop.real, func(*args, **kwargs))
 
 
-def _single(value: Any) -> Any:
-    return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
+class _Loop:
+    """The tensors of one call, each under the meta tensor that the loop sees in its place."""
 
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
 
-def _run_entry(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    kernel = list_kernel(op)
-    if kernel is not None:
-        with operators_recorded(lambda *_: None, _run_entry):
-            return kernel(*args, **kwargs)
-    with interception():
-        return op(*args, **kwargs)
+    def argument(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self.stand_in(v) if isinstance(v, Tensor) else v for v in value]
+        return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        self.known[id(meta)] = (meta, x)
+        return meta
+
+    def real(self, x: Tensor) -> Tensor:
+        return self.known[id(x)][1] if id(x) in self.known else x
+
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel = list_kernel(op)
+        if kernel is not None:
+            with operators_recorded(lambda *_: None, self.run):
+                return kernel(*args, **kwargs)
+        args, kwargs = map_tensors(self.real, (args, kwargs))
+        with interception():
+            out = op(*args, **kwargs)
+        shown = {id(x): meta for meta, x in self.known.values()}
+        return map_tensors(lambda x: shown.get(id(x)) if id(x) in shown else self.stand_in(x), out)
 
 
 def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:

@@ -70,8 +70,10 @@ def spec_of_whole(x: Tensor, mesh: ProcessMesh) -> Spec:
     return Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
 
 
-def write_into(target: DistTensor, new: Tensor) -> DistTensor:
-    """Writes the value of `new` into `target`, broadcast, whatever their layouts, and returns `target`."""
+def write_into(target: Tensor, new: Tensor) -> Tensor:
+    """Write the value of `new` into `target`, broadcast, whatever their layouts, and return `target`."""
+    if not isinstance(target, DistTensor):
+        return target.copy_(whole_local(new))
     spec = target._spec
     if new.shape != spec.shape:
         new = new.expand(spec.shape)

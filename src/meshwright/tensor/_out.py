@@ -36,7 +36,7 @@ def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[s
     plain = _without_targets(func)
     if plain is None:
         return NotImplemented
-    new = plain(*args, **{k: v for k, v in kwargs.items() if k not in names})
+    new = plain(*args, **_defaults(func, args, kwargs), **{k: v for k, v in kwargs.items() if k not in names})
     targets, results = list(tensors_in([kwargs[n] for n in names])), list(tensors_in(new))
     if len(targets) != len(results) or any(t.dtype != r.dtype for t, r in zip(targets, results, strict=True)):
         return NotImplemented
@@ -52,6 +52,8 @@ def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[s
 
 def _without_targets(func: Any) -> Callable[..., Any] | None:
     """The function that gives the results; None if the operator writes to other arguments, too."""
+    if _is_private(func):
+        return None
     if not isinstance(func, Operator):
         return func
     targets, packet = _targets_of(func), func.overloadpacket
@@ -60,6 +62,19 @@ def _without_targets(func: Any) -> Callable[..., Any] | None:
     overloads = [getattr(packet, o) for o in packet.overloads()]
     wanted = parameters_of(func, without=targets)
     return next((o for o in overloads if parameters_of(o) == wanted and not written_arguments(o)), None)
+
+
+def _is_private(func: Any) -> bool:
+    """True for torch's internal functions: some add to what the target holds, as `_compute_linear_combination` does."""
+    return _name(func).startswith("_") and not _name(func).startswith("_foreach_")
+
+
+def _defaults(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The values of the arguments that were left out: the operator that gives the results may have no defaults."""
+    if not isinstance(func, Operator):
+        return {}
+    left = func._schema.arguments[len(args) :]
+    return {a.name: a.default_value for a in left if a.name not in kwargs and a.has_default_value()}
 
 
 def _gives_nothing(func: Any, target: Any) -> bool:

@@ -327,7 +327,11 @@ def run_twin(node: Node, captured: Captured) -> Run | None:
         real = _real(captured, args, kwargs)
         target = real(node.args[0])
         before = target.clone() if torch.is_grad_enabled() else target
-        return write_into(target, twin(before, *real(node.args[1:]), **real(node.kwargs)))
+        new = twin(before, *real(node.args[1:]), **real(node.kwargs))
+        if before.requires_grad and new.is_floating_point() and not new.requires_grad:
+            with torch.no_grad():  # autograd does not see what the operator writes
+                return write_into(target, new)
+        return write_into(target, new)
 
     return run if isinstance(node.args[0], Tensor) else None
 

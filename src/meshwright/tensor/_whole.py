@@ -82,7 +82,7 @@ class _Whole:
         self.tensor, self.whole = tensor, whole
         self.has_memory = whole_spec(tensor._spec) is not tensor._spec
         self.before = whole.detach()
-        self.version = _version(whole)
+        self.version, self.node = _version(whole), whole.grad_fn
         partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
         self.values = whole.detach().clone() if partial else None
 
@@ -93,12 +93,14 @@ class _Whole:
             return True
         return whole.numel() > 0 and not shares_storage(whole, before)
 
-    def is_counted(self) -> bool:
-        """True if the version counter moved: autograd knows of the write."""
-        return _version(self.whole) != self.version
+    def is_differentiated(self) -> bool:
+        """True if autograd knows of a write."""
+        return self.whole.grad_fn is not self.node
 
-    def is_changed(self) -> bool:
-        """True if this rank's part would have other values."""
+    def is_written(self) -> bool:
+        """True if the version counter moved, or this rank's part would have other values."""
+        if _version(self.whole) != self.version:
+            return True
         if isinstance(self.whole, FakeTensor):
             return False
         if self.values is not None:
@@ -117,25 +119,24 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_back(func: Any, stands_for: Sequence[_Whole], marked: set[int]) -> None:
-    counted: list[_Whole] = []
-    silent: list[_Whole] = []
+    differentiated: list[_Whole] = []
+    others: list[_Whole] = []
     with no_interception():
         for x in stands_for:
             if x.is_moved():
                 raise _refused(func, x.tensor)
             if not x.has_memory:
                 continue
-            if x.is_counted():
-                counted.append(x)
-            elif id(x.tensor) in marked or x.is_changed():
-                silent.append(x)
-        _check_apart(func, [x.tensor for x in (*counted, *silent)])
-        if torch.is_grad_enabled():
-            _check_no_leaf(x.tensor for x in counted)
-    for x in counted:
+            if x.is_differentiated():
+                differentiated.append(x)
+            elif id(x.tensor) in marked or x.is_written():
+                others.append(x)
+        _check_apart(func, [x.tensor for x in (*differentiated, *others)])
+        _check_no_leaf(x.tensor for x in differentiated)
+    for x in differentiated:
         put_back(x.tensor, x.whole)
     with torch.no_grad():
-        for x in silent:
+        for x in others:
             put_back(x.tensor, x.whole)
 
 
@@ -177,7 +178,7 @@ def _whole(t: Tensor) -> Tensor:
             return plain_view(out)
         if spec.strides is not None:
             return _with_strides(out, spec.strides)
-        return out.clone() if spec.layout.is_replicated else out
+        return out.clone() if shares_storage(out, t) else out
 
 
 def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
