@@ -261,6 +261,8 @@ def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Sp
 
 def of_one_node(results: Sequence[Tensor]) -> bool:
     """True if autograd made several of the results by one node; torch lets nobody write to such views."""
+    if len(results) < 2 or not torch.is_grad_enabled():
+        return False
     with no_interception():
         nodes = [r.grad_fn for r in results if r.grad_fn is not None]
     return len({id(n) for n in nodes}) < len(nodes)
