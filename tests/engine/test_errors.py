@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshwright as mw
 from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, report, search, spmd, tensor
@@ -291,6 +292,11 @@ CASES: list[Case] = [
         "a loader without batches", lambda: mw.auto(LINEAR, SGD, []), engine.BatchError,
         "no batches",
     ),
+    (
+        "one graph", on_ranks(lambda: torch.compile(torch.sin, backend="eager", fullgraph=True)(x())),
+        tensor.CompileError, "without fullgraph",
+    ),
+    ("a trace", on_ranks(lambda: make_fx(torch.sin)(x())), tensor.TraceError, "plain model"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
     ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),

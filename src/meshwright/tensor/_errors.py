@@ -44,6 +44,7 @@ class CompileError(MeshwrightError, GraphError):
 
     def __init__(self, asked: str, found: str, why: str, write: str) -> None:
         GraphError.__init__(self, asked)
+        self.args = (asked, found, why, write)
         self.asked, self.found, self.why, self.write = asked, found, why, write
 
 
