@@ -355,8 +355,9 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
 
     Every rank starts with the caller's state of torch's CPU generator, and has its own from then on; so it is with
     globals and class attributes that functions of the program assign. The caller goes on with rank 0's. Lists and dicts
-    that are only changed in place are shared, and so are the states of Python's `random` and of NumPy. The first error of any rank stops
-    the others and is raised here, with a note that names the rank.
+    that are only changed in place are shared, and so are the states of Python's `random` and of NumPy.
+
+    The first error of any rank stops the others and is raised here, with a note that names the rank.
 
     >>> from meshwright.comm import current
     >>> simulate(lambda: current().rank * 10, 3)

@@ -156,7 +156,8 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
         )  # fmt: skip
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
-    owner = next((m for m in layer.modules() if m._parameters.get(name) is held), layer)  # PEFT wraps a layer in another
+    # PEFT puts a layer into another one, which has the weight as a property.
+    owner = next((m for m in layer.modules() if m._parameters.get(name) is held), layer)
     setattr(owner, name, shard_tensor(held, mesh, placements))
 
 

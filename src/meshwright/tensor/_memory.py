@@ -175,9 +175,8 @@ def _writes(name: str) -> bool:
     return is_in_place or name in ("__setitem__", "byteswap") or name.startswith(("_share", "_set"))
 
 
-WholeStorage = type(
-    "WholeStorage", (torch.UntypedStorage,), {name: _refuse(name) for name in dir(torch.UntypedStorage) if _writes(name)}
-)  # fmt: skip
+_REFUSED = {name: _refuse(name) for name in dir(torch.UntypedStorage) if _writes(name)}
+WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
 """The storage of a distributed tensor: a gathered copy, which may only be read."""
 
 
