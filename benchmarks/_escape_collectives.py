@@ -38,10 +38,10 @@ _SINGLE = ("tensor", "input", "self", "input_tensor", "output_tensor", "output",
 _LISTS = ("tensor_list", "tensors", "input_list", "input_tensor_list", "output_tensor_list", "scatter_list", "inputs",
           "gather_list", "input_tensors", "output_tensors", "input_tensor_lists", "output_tensor_lists")  # fmt: skip
 _OBJECTS = ("obj", "object_list", "object_gather_list", "scatter_object_input_list", "scatter_object_output_list")
-_GIVEN: dict[str, Callable[[], Any]] = {"group": lambda: dist.group.WORLD, "src": lambda: 0}
+_GIVEN: dict[str, Callable[[], Any]] = {"group": lambda: dist.group.WORLD, "src": lambda: 0, "dst": lambda: 0}
 """Parameters that are named even where they have a default."""
 _OTHERS: dict[str, Any] = {
-    "dst": 0, "world_size": 1, "scatter_dim": 0, "gather_dim": 0, "reduceOp": "sum", "reduce_op": "sum", "split_dim": 0,
+    "world_size": 1, "scatter_dim": 0, "gather_dim": 0, "reduceOp": "sum", "reduce_op": "sum", "split_dim": 0,
     "output_split_sizes": None, "input_split_sizes": None, "backend": "gloo",
 }  # fmt: skip
 

@@ -441,6 +441,10 @@ MEMORY: dict[str, Callable[[Lay], Any]] = {
     "torch.tensor(x).fill_(7)": lambda lay: _aliased(lay, torch.tensor),
     "x.detach().fill_(7)": lambda lay: _aliased(lay, lambda x: x.detach()),
     "x.data.fill_(7)": lambda lay: _aliased(lay, lambda x: x.data),
+    "torch.tensor(data=x)": lambda lay: torch.tensor(data=lay(value())),
+    "torch.as_tensor(data=x)": lambda lay: torch.as_tensor(data=lay(value()), dtype=torch.float64),
+    "torch.asarray(obj=x)": lambda lay: torch.asarray(obj=lay(value()), dtype=torch.float64),
+    "plain.new_tensor(data=x)": lambda lay: value().new_tensor(data=lay(value())),
     "torch.asarray of a parameter": lambda lay: torch.asarray(lay(value()).requires_grad_()),
     "torch.tensor of a parameter": lambda lay: torch.tensor(lay(value()).requires_grad_()),
 }

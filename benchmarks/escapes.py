@@ -2,6 +2,7 @@
 
     python -m benchmarks escapes                   every way in every layout
     python -m benchmarks.escapes --only numpy      the ways whose name has "numpy", printed one by one
+    python -m benchmarks.escapes --page            the table of docs/concepts/escapes.md
 
 A way is silent if some rank gets another result than one device, and no error. Ways and collectives are enumerated in
 `_escape_ways` and `_escape_collectives`.
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks._escape_collectives import collectives, one_process_group
-from benchmarks._escape_ways import Lay, Way, plainly, ways
+from benchmarks._escape_ways import Lay, Way, memory, plainly, ways
 from meshwright.comm import current
 
 ALIKE, RAISES, SILENT, UNCLEAR = "whole", "raises", "silent", "raises another error"
@@ -72,6 +73,10 @@ SETTINGS = [
     Setting("an axis of size 1", (1,), (mw.Shard(0),)),
     Setting("Partial and Shard(0)", (2, 2), (mw.Partial(), mw.Shard(0))),
 ]
+
+
+PAGE_SETTINGS = ("Shard(0), uneven", "Partial", "Replicate")
+"""The columns of the page's table."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +212,31 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
+def page() -> str:
+    """The table of `docs/concepts/escapes.md`: a line for each way that has a name of its own."""
+    with one_process_group():
+        named = [*memory(), *(way for way in collectives() if "functional" not in way.name)]
+        found = list(findings(named, [s for s in SETTINGS if s.name in PAGE_SETTINGS]))
+    lines = ["| way | Shard(0) | Partial | Replicate |", "|---|---|---|---|"]
+    for way in named:
+        does = [f"{f.does}: {f.told}" if f.does == RAISES else f.does for f in found if f.way is way]
+        if does:
+            lines.append(f"| `{way.name}` | {' | '.join(does)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a way's name")
     parser.add_argument("--setting", default="", help="part of a setting's name")
+    parser.add_argument("--page", action="store_true", help="print the table of the page")
     parser.add_argument("--all", action="store_true", help="print ways that are right, too")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if chosen.page:
+        print(page())
+        return
     settings = [s for s in SETTINGS if chosen.setting in s.name]
     with one_process_group():
         for f in findings((w for w in every_way() if chosen.only in str(w)), settings):

@@ -21,7 +21,7 @@ SOURCE = "source"
 FIRST = {
     ".": "index tour troubleshooting glossary conventions questions matrix",
     "concepts": "layout rule reshard comm parallelize randomness context checkpoint static passes rewrite "
-    "transforms pipeline schedules plans",
+    "transforms pipeline schedules plans escapes",
     "how-to": "from-ddp from-fsdp from-dtensor from-megatron from-deepspeed from-paddle "
     "train-and-resume save-a-program",
     "reference": "index",

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshwright as mw
@@ -171,6 +172,11 @@ CASES: list[Case] = [
     ("plain in backward", on_ranks(saves_a_plain_tensor), tensor.PlainInBackwardError, "local_map"),
     ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),
+    ("memory of a part", on_ranks(lambda: torch.Tensor(x(at=ROWS))), tensor.MemoryAccessError, "torch.tensor"),
+    ("a storage that is written to", on_ranks(lambda: x(at=ROWS).untyped_storage().fill_(0)),
+     tensor.MemoryAccessError, r"x\.fill_"),
+    ("a collective of torch", on_ranks(lambda: functional_collectives.wait_tensor(x(at=ROWS))),
+     tensor.CollectiveError, "x itself"),
     ("asked outside", on_ranks(lambda: x(at=ROWS, mesh=PAIR)[x(mesh=PAIR) > 0]), tensor.AbsentError, r"mw\.reshard"),
     ("shapes that do not broadcast", on_ranks(lambda: x(4, 6, at=ROWS) + x(5, 6, at=ROWS)),
      mw.MeshwrightError, "write"),

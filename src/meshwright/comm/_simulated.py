@@ -27,6 +27,7 @@ from ._current import current, use
 from ._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement, missing
 from ._forward_mode import SharedLevel
 from ._profiler import one_profiler
+from ._rank_globals import RankGlobals
 from ._reduce import reduce
 from .torch_hooks import GLOBAL_HOOKS, ForwardState
 
@@ -77,6 +78,7 @@ class _World:
         self.pending: list[Call | None] = [None] * size
         self.ended = [False] * size
         self.torch_state = [_TorchState.now()] * size
+        self.globals = RankGlobals(size if size > 1 else 0)
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
         self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
@@ -138,7 +140,7 @@ class _World:
     def end(self, rank: int) -> None:
         """`rank` is done: the baton goes on, or the world is over."""
         self.ended[rank] = True
-        self.torch_state[rank] = _TorchState.now()
+        self._leave(rank)
         following = self._next(rank)
         if following is None and not all(self.ended):
             self.fail(None, self._stuck())
@@ -168,12 +170,22 @@ class _World:
         following = self._next(rank)
         if following is None:
             raise self._stuck()
-        self.torch_state[rank] = _TorchState.now()
+        self._leave(rank)
         self._give(following)
         self.turns[rank].acquire()
-        self.torch_state[rank].set()
+        self.enter(rank)
         if self.failure is not None:
             raise Abandoned
+
+    def _leave(self, rank: int) -> None:
+        """Put aside what the rank has for itself of what the process has once."""
+        self.torch_state[rank] = _TorchState.now()
+        self.globals.leave(rank)
+
+    def enter(self, rank: int) -> None:
+        """Put back what the rank has for itself."""
+        self.torch_state[rank].set()
+        self.globals.enter(rank)
 
     def _give(self, rank: int) -> None:
         self.running = rank
@@ -380,9 +392,11 @@ class _Mood:
 def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> list[T]:
     """The results of `fn(*args, **kwargs)`, run once per rank in this process, by rank.
 
-    Every rank starts with the caller's state of torch's CPU generator, and has its own from then on; the caller
-    goes on with rank 0's. (Python's `random` and NumPy keep one state for all.) The first error of any rank stops
-    the others and is raised here, with a note that names the rank.
+    Every rank starts with the caller's state of torch's CPU generator, and has its own from then on; so it is with
+    globals and class attributes that functions of the program assign. The caller goes on with rank 0's. Lists and dicts
+    that are only changed in place are shared, and so are the states of Python's `random` and of NumPy.
+
+    The first error of any rank stops the others and is raised here, with a note that names the rank.
 
     >>> from meshwright.comm import current
     >>> simulate(lambda: current().rank * 10, 3)
@@ -424,7 +438,7 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         except BaseException:
             before.set()
             raise
-    world.torch_state[0].set()
+    world.enter(0)
     return cast(list[T], results)
 
 
@@ -450,7 +464,7 @@ def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) ->
     world.turns[rank].acquire()
     try:
         if world.failure is None:
-            world.torch_state[rank].set()
+            world.enter(rank)
             _inside.rank = True
             with mood.entered(), use(Simulated(rank, world)):
                 body(rank)

@@ -19,6 +19,7 @@ from ._errors import StrategyError
 from ._layers import shard_layer
 from ._mesh import resolve_mesh
 from ._optimizer import follow, shard_optimizer
+from ._same_inputs import SameInputs
 from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
 from ._split import split_pipeline
 from ._styles import Style
@@ -138,8 +139,10 @@ class _Entry:
 
     mesh: ProcessMesh
     config: Parallelism
+    same: SameInputs = field(default_factory=SameInputs)
 
     def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.same.check(list(tensors_in((args, kwargs))))
         sizes = next((x.shape[:2] for x in tensors_in((args, kwargs)) if x.dim()), ())
 
         def lay(x: Tensor) -> Tensor:

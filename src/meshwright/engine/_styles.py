@@ -156,7 +156,9 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
         )  # fmt: skip
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
-    setattr(layer, name, shard_tensor(held, mesh, placements))
+    # PEFT puts a layer into another one, which has the weight as a property.
+    owner = next((m for m in layer.modules() if m._parameters.get(name) is held), layer)
+    setattr(owner, name, shard_tensor(held, mesh, placements))
 
 
 def _takes_first(layer: nn.Module, transposed: bool) -> bool:

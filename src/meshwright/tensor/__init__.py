@@ -27,7 +27,7 @@ from ._errors import (
 )
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
-from ._handle_values import not_finite_anywhere
+from ._handle_values import largest_anywhere, not_finite_anywhere
 from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._pending import bucket_of, flush
@@ -75,6 +75,7 @@ __all__ = [
     "functions_told",
     "grouped_product",
     "in_backward",
+    "largest_anywhere",
     "lay",
     "leaves_in",
     "local_parts",

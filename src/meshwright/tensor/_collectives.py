@@ -1,8 +1,9 @@
 """Functions of torch.distributed that are called on distributed tensors.
 
-To torch.distributed a distributed tensor is its whole value, which every rank of the mesh holds: `all_reduce(x)` over n
-ranks gives n times `x`, as for a plain tensor that is the same on every rank. Where the ranks' results differ
-(`scatter`, `recv`), they cannot be one distributed tensor, so the call raises CollectiveError.
+A distributed tensor is its whole value, which every rank of the mesh has, so one device makes such a call in a group of
+one process. `broadcast`, and any collective in a group of one process, act on the whole value. The others would count
+the value once for each process (`all_reduce`, `all_gather`), or give each rank another result (`scatter`, `recv`): they
+raise CollectiveError.
 
 All these functions carry their calls out by operators of the namespace c10d, and the operators are guarded. Functions
 that ask `__torch_function__` first are called on whole values, and the guard sees what they write to.
@@ -43,8 +44,9 @@ ALIKE = frozenset({
 SENT = frozenset({"send"})
 """Operators that write to none of their tensors; others write to all that are not called inputs."""
 _FIX = (
-    "the call on mw.unshard_dtensor(x), the whole value as a plain tensor, or on x.to_local(), this rank's part; "
-    "mw.reshard(x, mesh, placements) moves parts between ranks"
+    "x itself, which needs no collective; the call on mw.unshard_dtensor(x), the whole value as a plain tensor, or on "
+    "x.to_local(), this rank's part. For Accelerate and transformers' Trainer: os.environ.update(LOCAL_RANK='-1', "
+    "WORLD_SIZE='1') after mw.init_process()"
 )
 
 
@@ -123,16 +125,21 @@ def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
-    """Raise CollectiveError unless every rank of the tensors' meshes makes the call and gets the same results."""
+    """Raise CollectiveError unless the results are those of one device on every rank of the tensors' meshes."""
     here = current()
     group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
-    meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
-    needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
-    alone = here.kind == "simulated" and len(group) == 1  # every simulated rank makes the call, each by itself
-    if not alone and not needed <= set(group):
-        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts, and are not in the group")
     if name in SENT or (writes and name not in ALIKE):
         raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
+    if len(group) == 1 and (here.kind == "simulated" or here.size == 1):
+        return  # every simulated rank makes the call by itself, in the process that is the group
+    meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
+    needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
+    if not needed <= set(group):
+        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts, and are not in the group")
+    if name != "broadcast_":
+        raise _refusal(
+            name, given, f"x is already the value of all ranks, and the result would count it {len(group)} times"
+        )
 
 
 def _ranks(argument: Any) -> tuple[int, ...] | None:

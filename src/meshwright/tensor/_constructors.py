@@ -25,7 +25,14 @@ from .torch_hooks import guard_operator, guard_set_data, no_interception, offer_
 
 def _copied(own: Any, args: Any, kwargs: Any) -> Any:
     """`torch.tensor(x, ...)`: a leaf with a copy of the value, which keeps its layout."""
-    return _converted(args[0], kwargs) if args and isinstance(args[0], DistTensor) else NotImplemented
+    x = _data(args, kwargs)
+    return NotImplemented if x is None else _converted(x, kwargs)
+
+
+def _data(args: Any, kwargs: Any) -> DistTensor | None:
+    """The distributed tensor that a tensor is to be made of, the first argument; None where there is none."""
+    x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    return x if isinstance(x, DistTensor) else None
 
 
 def _converted(x: DistTensor, given: dict[str, Any]) -> Tensor:
@@ -40,25 +47,25 @@ def _target(given: dict[str, Any]) -> dict[str, Any]:
 
 def _copied_like(own: Any, args: Any, kwargs: Any) -> Any:
     """`like.new_tensor(x, ...)`: as `torch.tensor`, on the device of `like`."""
-    if len(args) < 2 or not isinstance(args[1], DistTensor):
-        return NotImplemented
-    return _converted(args[1], {"device": args[0].device, **kwargs})
+    x = _data(args[1:], kwargs)
+    return NotImplemented if x is None else _converted(x, {"device": args[0].device, **kwargs})
 
 
 def _taken(own: Any, args: Any, kwargs: Any) -> Any:
     """`torch.as_tensor(x, ...)`: `x` itself, unless the dtype or the device is another."""
-    if not args or not isinstance(args[0], DistTensor):
+    x = _data(args, kwargs)
+    if x is None:
         return NotImplemented
     given = kwargs | dict(zip(("dtype", "device"), args[1:], strict=False))
-    return args[0].to(**_target(given)) if _target(given) else args[0]
+    return x.to(**_target(given)) if _target(given) else x
 
 
 def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
     """`torch.asarray(x, ...)`: the same memory, unless a copy is wanted or the dtype or the device is another."""
-    if not args or not isinstance(args[0], DistTensor):
+    x, wanted = _data(args, kwargs), bool(kwargs.get("requires_grad"))
+    if x is None:
         return NotImplemented
-    x, wanted = args[0], bool(kwargs.get("requires_grad"))
-    new = x.to(**_target(kwargs)) if _target(kwargs) else x
+    new: Tensor = x.to(**_target(kwargs)) if _target(kwargs) else x
     if kwargs.get("copy") and new is x:
         new = x.clone()
     if kwargs.get("copy") is False and new is not x:
@@ -77,8 +84,8 @@ def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
 
 def _exported(own: Any, args: Any, kwargs: Any) -> Any:
     """A DLPack capsule of a copy of the whole value."""
-    x = args[0]
-    return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else NotImplemented
+    x = args[0] if args else kwargs.pop("tensor")
+    return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
 
 
 def _refused(own: Any, args: Any, kwargs: Any) -> Any:

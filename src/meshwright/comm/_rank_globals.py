@@ -1,0 +1,174 @@
+"""What a program keeps in modules and classes: each simulated rank has its own, as each process would.
+
+Simulated ranks are threads of one process, so they share its modules. Before another rank goes on, what the running
+rank assigned is put aside, and what the other one assigned is put back. Three things are swapped:
+
+* globals that a function of the program's own modules assigns (`global step`),
+* class attributes of those modules that some function assigns (`Counter.total += 1`),
+* dicts that a class of any library uses as the state of all its instances (`self.__dict__ = self._shared_state`).
+
+Lists and dicts that the program only changes in place stay shared: programs collect the results of all ranks in them.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dis import get_instructions
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+_MISSING = object()
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN = str(Path(__file__).parents[1])
+_STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
+"""Packages that are not looked through for shared state: large ones that have none."""
+
+
+class Slot:
+    """One value that each rank has for itself."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name = holder, name
+
+    def read(self) -> Any:
+        return vars(self.holder).get(self.name, _MISSING)
+
+    def write(self, value: Any) -> None:
+        if value is not _MISSING:
+            setattr(self.holder, self.name, value)
+        elif self.name in vars(self.holder):
+            delattr(self.holder, self.name)
+
+    def fresh(self) -> Any:
+        """The value for ranks that did not assign one, where the holder appeared while ranks ran."""
+        return self.read()
+
+
+class SharedDict(Slot):
+    """A dict that is the state of all instances of a class; its content is swapped."""
+
+    def read(self) -> Any:
+        return dict(getattr(self.holder, self.name))
+
+    def write(self, value: Any) -> None:
+        held = getattr(self.holder, self.name)
+        if held != value:
+            held.clear()
+            held.update(value)
+
+    def fresh(self) -> Any:
+        return {}
+
+
+_found: dict[str, tuple[Any, list[Slot]]] = {}
+"""Name of a module → what it looked like, and the slots in it."""
+
+
+def slots() -> list[Slot]:
+    """Every slot of the modules that are loaded now; a module is looked through again when it has other members."""
+    found: list[Slot] = []
+    for name, module in list(sys.modules.items()):
+        looks = _looks_of(name, module)
+        if _found.get(name, (None,))[0] != looks:
+            _found[name] = (looks, list(_slots_of(name, module)))
+        found += _found[name][1]
+    return found
+
+
+def _looks_of(name: str, module: Any) -> Any:
+    """What changes when a module gets other functions; libraries do not."""
+    if name != "__main__" and _is_of_library(name, module):
+        return id(module)
+    return frozenset(map(id, vars(module).values()))
+
+
+def _is_of_library(name: str, module: Any) -> bool:
+    """True for modules of packages that are installed, of Python and of this package."""
+    path = getattr(module, "__file__", None)
+    return path is None or "site-packages" in path or path.startswith((*_LIBRARIES, _OWN))
+
+
+def _slots_of(name: str, module: Any) -> Iterator[Slot]:
+    if name.partition(".")[0] in _STATELESS or name in sys.stdlib_module_names or not hasattr(module, "__dict__"):
+        return
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+    for cls in classes:
+        yield from (SharedDict(cls, attribute) for attribute in _shared_states(cls))
+    if name != "__main__" and _is_of_library(name, module):
+        return
+    codes = list(_codes(module, classes))
+    yield from (Slot(module, n) for n in sorted(_stored(codes, "STORE_GLOBAL")))
+    assigned = _stored(codes, "STORE_ATTR")
+    for cls in classes:
+        yield from (Slot(cls, n) for n, v in vars(cls).items() if n in assigned and _is_value(v))
+
+
+def _is_value(value: Any) -> bool:
+    """True for what a rank may have for itself; functions and descriptors belong to the class."""
+    return not callable(value) and not hasattr(value, "__get__")
+
+
+def _shared_states(cls: type) -> Iterator[str]:
+    """Names of the dicts that the constructor of a class makes the `__dict__` of every instance."""
+    init = vars(cls).get("__init__")
+    if not isinstance(init, FunctionType) or "__dict__" not in init.__code__.co_names:
+        return
+    if any(i.opname == "STORE_ATTR" and i.argval == "__dict__" for i in get_instructions(init)):
+        names = set(init.__code__.co_names)
+        yield from (n for n, v in vars(cls).items() if n in names and isinstance(v, dict))
+
+
+def _codes(module: Any, classes: list[type]) -> Iterator[CodeType]:
+    """The code of every function of a module, also of functions inside others."""
+    members = [*vars(module).values(), *[m for cls in classes for m in vars(cls).values()]]
+    found = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
+    todo = [f.__code__ for f in found if isinstance(f, FunctionType) and f.__module__ == module.__name__]
+    while todo:
+        code = todo.pop()
+        yield code
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _stored(codes: list[CodeType], operation: str) -> set[str]:
+    return {i.argval for code in codes for i in get_instructions(code) if i.opname == operation}
+
+
+class RankGlobals:
+    """The slots' values of every rank of a simulation; exactly one rank's are in place."""
+
+    def __init__(self, size: int) -> None:
+        self._loaded = -1
+        self._values: list[dict[Slot, Any]] = [{} for _ in range(size)]
+        self._slots: list[Slot] = []
+        if size:
+            self._look(lambda slot: slot.read())
+
+    def leave(self, rank: int) -> None:
+        """Put aside what the rank assigned."""
+        if not self._values:
+            return
+        if len(sys.modules) != self._loaded:
+            self._look(lambda slot: slot.fresh())
+        self._values[rank] = {slot: slot.read() for slot in self._slots}
+
+    def enter(self, rank: int) -> None:
+        """Put back what the rank assigned."""
+        if not self._values:
+            return
+        values = self._values[rank]
+        for slot in self._slots:
+            slot.write(values[slot])
+
+    def _look(self, first: Callable[[Slot], Any]) -> None:
+        """Find slots of modules that were loaded since, with their first value for every rank."""
+        self._loaded = len(sys.modules)
+        known = set(self._slots)
+        self._slots = slots()
+        for slot in self._slots:
+            if slot not in known:
+                value = first(slot)
+                for values in self._values:
+                    values[slot] = dict(value) if isinstance(slot, SharedDict) else value

@@ -1,0 +1,79 @@
+"""A check that the plain inputs of a model are the same on every rank.
+
+A plain tensor counts as whole on every rank. A data loader that gives each rank other rows, as Accelerate's and torch's
+DistributedSampler do, would mix the rows of several ranks without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.tensor import DistTensor, captured_whole, largest_anywhere, local_parts
+
+from ._errors import BatchError
+
+
+class SameInputs:
+    """Compares a model's inputs at calls 1, 2, 4, 8, …
+
+    Processes do so by two collectives of one number each. Simulated ranks look into memory that they share, so that
+    what a simulation counts is what the program sends.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._number = 0
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise BatchError if a plain tensor is another one on some rank; every rank makes the call."""
+        if any(captured_whole(x) is not None for x in tensors):
+            return
+        self._calls += 1
+        plain = [x for x in tensors if not isinstance(x, DistTensor)]
+        if not plain or current().size == 1 or self._calls & (self._calls - 1):
+            return
+        digest = _digest(plain)
+        same = self._same_as_before(digest) if current().kind == "simulated" else _same_everywhere(digest, plain[0])
+        if not same:
+            shapes = ", ".join(str(tuple(x.shape)) for x in plain)
+            raise BatchError(
+                f"call {self._calls} of a parallel model with plain inputs",
+                f"tensors of shapes {shapes} that differ between ranks",
+                "a plain tensor is the whole batch on every rank; a data loader gave each rank rows of its own",
+                "the whole batch on every rank, without a DistributedSampler, or mw.shard_dataloader. For Accelerate "
+                "and transformers' Trainer: os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()",
+            )  # fmt: skip
+
+    def _same_as_before(self, digest: int) -> bool:
+        """True if the simulated ranks that made this call before had the same inputs."""
+        shared: Any = current().shared
+        if self._calls == 1:  # ranks make their models in the same order
+            made = shared[_MADE, current().rank] = shared.get((_MADE, current().rank), 0) + 1
+            self._number = made
+        return shared.setdefault((_MADE, self._number, "call", self._calls), digest) == digest
+
+
+_MADE = "inputs of parallel models"
+
+
+def _same_everywhere(digest: int, like: Tensor) -> bool:
+    """True if all processes give the same number."""
+    number = torch.tensor(digest, device=like.device)
+    return int(largest_anywhere(number)) == -int(largest_anywhere(-number))
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    """A number that differs, almost surely, when shapes, dtypes or elements do."""
+    found = blake2b(digest_size=7)
+    with local_parts():
+        for x in tensors:
+            found.update(f"{tuple(x.shape)} {x.dtype}".encode())
+            if not x.is_meta:
+                found.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")

@@ -1,0 +1,94 @@
+"""Globals and class attributes that a program assigns are each rank's own, as in processes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.comm import current, simulate
+
+STEP = 0
+SEEN: list[int] = []
+
+
+class Counter:
+    total = 0
+    ranks: ClassVar[list[int]] = []
+
+    def count(self) -> int:
+        Counter.total += 1
+        return Counter.total
+
+
+class Shared:
+    """State as Accelerate keeps it: every instance has the dict of the class."""
+
+    _state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.__dict__ = self._state
+
+
+def meet() -> None:
+    current().all_reduce(torch.ones(1), "sum", (0, 1))
+
+
+def step() -> int:
+    global STEP  # noqa: PLW0603 - what is tested
+    STEP += 1
+    meet()
+    return STEP
+
+
+def test_globals_are_each_ranks_own() -> None:
+    assert simulate(lambda: [step() for _ in range(3)], 2) == [[1, 2, 3]] * 2
+    assert STEP == 3
+
+
+def test_class_attributes_are_each_ranks_own() -> None:
+    def go() -> list[int]:
+        found = []
+        for _ in range(3):
+            found.append(Counter().count())
+            meet()
+        return found
+
+    assert simulate(go, 2) == [[1, 2, 3]] * 2
+    assert Counter.total == 3
+    Counter.total = 0
+
+
+def test_the_state_of_all_instances_is_each_ranks_own() -> None:
+    def go() -> Any:
+        Shared().rank = current().rank
+        meet()
+        mine = Shared()
+        mine.more = getattr(mine, "more", 0) + 1
+        meet()
+        return Shared().rank, Shared().more
+
+    assert simulate(go, 2) == [(0, 1), (1, 1)]
+    assert Shared().rank == 0
+    Shared._state.clear()
+
+
+def test_results_are_collected_in_one_list() -> None:
+    SEEN.clear()
+    simulate(lambda: (meet(), SEEN.append(current().rank)), 2)
+    assert sorted(SEEN) == [0, 1]
+
+
+def test_a_failure_leaves_no_other_ranks_values() -> None:
+    before = STEP
+
+    def go() -> None:
+        step()
+        if current().rank == 1:
+            raise ValueError
+
+    try:
+        simulate(go, 2)
+    except ValueError:
+        pass
+    assert STEP in (before, before + 1)

@@ -1,0 +1,91 @@
+"""Every way to the memory of a distributed tensor gives the whole tensor's result, or raises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from benchmarks import escapes
+from benchmarks._escape_collectives import collectives, one_process_group
+from benchmarks._escape_ways import Way, attributes, functions, memory, setters
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "escapes.md"
+CHEAP = [s for s in escapes.SETTINGS if s.name in ("Shard(0), uneven", "Partial", "two axes")]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def silent(chosen: Iterator[Way], settings: list[escapes.Setting]) -> list[str]:
+    found = escapes.findings(chosen, settings)
+    return [f"{f.setting.name}: {f.way}: {f.told}" for f in found if f.does == escapes.SILENT]
+
+
+@pytest.mark.parametrize("ways", [attributes, setters, memory], ids=lambda ways: ways.__name__)
+def test_nothing_is_silent(ways: type) -> None:
+    assert not silent(ways(), CHEAP)
+
+
+def test_no_function_that_asks_nobody_is_silent() -> None:
+    assert not silent(functions(), CHEAP[:1])
+
+
+def test_no_collective_is_silent() -> None:
+    with one_process_group():
+        assert not silent(collectives(), CHEAP[:2])
+
+
+def test_the_page_says_what_each_way_does() -> None:
+    said = {line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    does = set(escapes.page().splitlines()[2:])
+    assert does <= said, "python -m benchmarks.escapes --page makes the table anew:\n" + "\n".join(sorted(does - said))
+
+
+def test_one_rank_alone_cannot_gather() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["a"])
+
+    def go() -> None:
+        x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)])
+        if mw.get_rank() == 0:
+            x.numpy()
+
+    with pytest.raises(mw.MeshwrightError, match="rank 1 ended"):
+        mw.simulate(go, 2)
+
+
+def test_a_new_member_of_tensor_cannot_answer_about_a_part() -> None:
+    """A function that records no operator and answers with more than shapes and dtypes is refused."""
+    mesh = mw.ProcessMesh([0, 1], ["a"])
+
+    def go() -> object:
+        x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)])
+        return torch.overrides.handle_torch_function(address, (x,), x)
+
+    def address(x: torch.Tensor) -> object:
+        return x.untyped_storage()
+
+    with pytest.raises(mw.MeshwrightError, match="it is about memory"):
+        mw.simulate(go, 2)
+
+
+def test_memory_is_let_go_of_by_a_backward_pass() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["a"])
+
+    def go() -> tuple[bool, bool]:
+        x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]).requires_grad_()
+        x.data_ptr()
+        kept = x.__dict__["_memory"]
+        before = kept.whole is not None
+        (x * x).sum().backward()
+        return before, kept.whole is None
+
+    assert mw.simulate(go, 2) == [(True, True)] * 2
