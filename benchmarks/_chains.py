@@ -23,7 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-MESHES = ((2,), (3,), (4,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
+from benchmarks._samples import channels_last, expanded, transposed, with_gaps
+
+MESHES = (
+    *((2,), (3,), (4,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2)),
+    *((1,), (1, 3), (4, 1), (1, 2, 2)),
+)
 LARGEST = 50.0  # values beyond are not drawn
 NUDGE = 1e-7
 
@@ -46,6 +51,16 @@ class Chain:
         return "\n".join([head, *(line for line in self.lines if line != "pass"), *tail])
 
 
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "usual": lambda x: x,
+    "transposed": transposed,
+    "channels last": channels_last,
+    "with gaps": with_gaps,
+    "expanded": expanded,
+}
+"""How a leaf of two dims or more lies in memory."""
+
+
 @dataclass
 class Machine:
     """What the three names mean on one device; `lay` and `move` bring a library's meaning."""
@@ -59,10 +74,11 @@ class Machine:
         given = {"leaf": self.leaf, "reshard": self.move, "plain": plain, "ints": ints, "mask": mask, "order": order}
         return {"torch": torch, "F": F, "checkpoint": checkpoint, "math": math, **given}
 
-    def leaf(self, seed: int, shape: Sequence[int], layout: str) -> Any:
+    def leaf(self, seed: int, shape: Sequence[int], layout: str, order: str = "usual") -> Any:
         value = plain(seed, *shape)
         if self.nudge:
             value = value * (1 + self.nudge * plain(seed + 1, *shape))
+        value = ORDERS[order](value)
         self.leaves.append(self.lay(value.requires_grad_(), layout, seed))
         return self.leaves[-1]
 
@@ -354,6 +370,36 @@ LOSSES = (
     """,
         nd(2),
     )
+    + ops(
+        """
+    F.ctc_loss({x}.log_softmax(-1), {labels}, [{x}.shape[0]] * {x}.shape[1], [1] * {x}.shape[1], reduction={red})
+    F.ctc_loss({x}.log_softmax(-1), {labels}.reshape(-1), [{x}.shape[0]] * {x}.shape[1], (1,) * {x}.shape[1])
+    """,
+        lambda x: x.ndim == 3 and x.shape[2] > 1,
+        3,
+    )
+)
+
+INFINITIES = ops(
+    """
+    {x}.masked_fill({hidden}, -math.inf).amax({ds}, keepdim={k}).clamp(min=-3)
+    {x}.masked_fill({hidden}, -math.inf).max({d}).values.clamp(min=-3)
+    {x}.masked_fill({hidden}, -math.inf).max().clamp(min=-3)
+    {x}.masked_fill({hidden}, math.inf).amin({ds}).clamp(max=3)
+    {x}.masked_fill({hidden}, math.inf).min({d}, keepdim={k})[0].clamp(max=3)
+    {x}.masked_fill({hidden}, -math.inf).argmax({d})
+    {x}.masked_fill({hidden}, -math.inf).logsumexp({d}).clamp(min=-3)
+    {x}.masked_fill({hidden}, -math.inf).softmax({d})
+    {x}.masked_fill({hidden}, -math.inf).log_softmax({d}).clamp(min=-3)
+    {x}.masked_fill({hidden}, -math.inf).cummax({d}).values.clamp(min=-3)
+    {x}.masked_fill({hidden}, -math.inf).logcumsumexp({d}).clamp(min=-3)
+    {x}.masked_fill({hidden}, math.nan).nansum({d})
+    {x}.masked_fill({hidden}, math.nan).isnan().any({d})
+    torch.nan_to_num(({x} * math.inf).amax({d}), 0.5, 2.0, -2.0)
+    torch.nan_to_num({x}.detach() / 0.0, 0.5, 2.0, -2.0) * {x}
+    torch.linalg.vector_norm({x}.masked_fill({hidden}, math.inf), math.inf, dim={d}).clamp(max=3)
+    """,
+    distinct,
 )
 
 NORMS = ops(
@@ -547,6 +593,10 @@ WRITES = (
     {v} = {x}.clone() ~ {v}.scatter_({d}, order({seed}, {x}.shape[{d}], 1).expand([1] * {x}.ndim), {c})
     {v} = {x}.clone() ~ {v}.index_put_((order({seed}, {x}.shape[0], 1),), {x}[0], accumulate=True)
     {v} = torch.zeros_like({x}) ~ {v}[{cut}] = {x}[{cut}]
+    {v} = torch.zeros_like({x}) ~ for _i in range({x}.shape[0]): {v}[_i] = {x}[_i] * {x}[_i]
+    {v} = {x}.clone() ~ for _i in range({x}.shape[0]): {v}[_i] += {v}[_i - 1] * {c}
+    {v} = {x}.clone() ~ for _i in range(0, {x}.shape[0], 2): {v}[_i : _i + 2] *= {c}
+    {v} = torch.zeros_like({x}) ~ for _i in range({x}.shape[-1]): {v}[..., _i] = {x}[..., _i].sin()
     {v} = torch.zeros({x}.shape, dtype=torch.float64) + 0 * {x}.sum() ~ {v}[{i}] = {x}[{i}]
     {v} = {x}.clone() ~ {v}.unsqueeze_({d})
     """,
@@ -611,6 +661,7 @@ LAYERS = (
     F.conv1d({x}, plain({seed}, 2, {x}.shape[1], 2))
     F.conv1d({x}, leaf({seed}, (3, {x}.shape[1], 3), {layout3}), padding=1)
     F.conv1d({x}, plain({seed}, 2, {x}.shape[1], 3), plain(4, 2), stride=2, padding=2)
+    F.conv1d({x}, plain({seed}, 2, {x}.shape[1], 4), plain(4, 2), padding='same')
     F.conv_transpose1d({x}, plain({seed}, {x}.shape[1], 2, 2))
     F.avg_pool1d({x}, 2)
     F.scaled_dot_product_attention({x}, {same}, {same}, is_causal=True)
@@ -625,6 +676,7 @@ LAYERS = (
     + ops(
         """
     F.conv2d({x}, plain({seed}, 2, {x}.shape[1], 2, 2), padding=1)
+    F.conv2d({x}, plain({seed}, 2, {x}.shape[1], 2, 3), padding='same')
     F.scaled_dot_product_attention({x}, {same}, {same}, is_causal=True)
     F.avg_pool2d({x}, 2)
     """,
@@ -634,7 +686,11 @@ LAYERS = (
     + ops(
         """
     torch.manual_seed({seed}) ~ {v} = F.dropout({x}.contiguous(), 0.4)
-    torch.manual_seed({seed}) ~ {v} = {x} + torch.randn_like({x}.contiguous())
+    torch.manual_seed({seed}) ~ {v} = F.dropout({x}, 0.4)
+    torch.manual_seed({seed}) ~ {v} = {x} + torch.randn_like({x})
+    torch.manual_seed({seed}) ~ {v} = {x} * torch.rand_like({x}).to({x}.dtype)
+    torch.manual_seed({seed}) ~ {v} = {x} * torch.bernoulli({x}.detach().sigmoid())
+    torch.manual_seed({seed}) ~ {v} = {x}.detach().clone().uniform_() * {x}
     torch.manual_seed({seed}) ~ {v} = {x} * torch.rand({x}.shape, dtype=torch.float64)
     """
     )
@@ -663,7 +719,7 @@ MOVES = ops("reshard({x}, {layout})", weight=8)
 
 OPS: tuple[Op, ...] = tuple(
     POINTWISE + PRODUCTS + REDUCTIONS + LOSSES + NORMS + SCANS + SHAPES + INDEXING + WRITES + PIECES + SORTS + LAYERS
-    + CONTROL + MOVES
+    + INFINITIES + CONTROL + MOVES
 )  # fmt: skip
 
 
@@ -696,7 +752,13 @@ class Draft:
         """A further operand: a distributed leaf, or a plain tensor."""
         if self.rng.random() < 0.5:
             return f"plain({self.seed()}{''.join(f', {n}' for n in shape)})"
-        return f"leaf({self.seed()}, {tuple(shape)}, {self.layout(len(shape))})"
+        return self.leaf(shape)
+
+    def leaf(self, shape: Sequence[int]) -> str:
+        """A distributed leaf; one of three lies in another memory order than the usual one."""
+        order = self.rng.choice([*ORDERS, *["usual"] * 7]) if len(shape) > 1 else "usual"
+        given = "" if order == "usual" else f", {order!r}"
+        return f"leaf({self.seed()}, {tuple(shape)}, {self.layout(len(shape))}{given})"
 
 
 def _partner(s: Draft, fits: Callable[[Tensor], bool], shape: Sequence[int]) -> str:
@@ -809,6 +871,8 @@ HOLES: dict[str, Callable[[Draft], str]] = {
     "channel": lambda s: s.tensor(s.x.shape[1]),
     "groups": lambda s: str(s.rng.choice([n for n in range(1, s.x.shape[1] + 1) if s.x.shape[1] % n == 0])),
     "classes": _classes,
+    "labels": lambda s: f"(1 + ints({s.seed()}, {s.x.shape[2] - 1}, {s.x.shape[1]}, 1))",
+    "hidden": lambda s: f"mask({s.seed()}, *{tuple(s.x.shape)})",
     "newshape": lambda s: repr(_factored(s.rng, s.x.numel())),
     "perm": lambda s: repr(tuple(s.rng.sample(range(s.x.ndim), s.x.ndim))),
     "ud": lambda s: str(s.rng.randint(-s.x.ndim - 1, s.x.ndim)),
@@ -856,7 +920,7 @@ def _draft(seed: int, rng: random.Random) -> Chain | None:
     leaves = rng.choice([1, 1, 2])
     while len(s.lines) < leaves:
         shape = tuple(rng.choice([1, 2, 3, 4, 5, 5, 6, 7]) for _ in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
-        _extend(s, f"v{len(s.lines)} = leaf({s.seed()}, {shape}, {s.layout(len(shape))})")
+        _extend(s, f"v{len(s.lines)} = {s.leaf(shape)}")
     wanted = len(s.lines) + rng.randint(2, 7)
     for _ in range(4 * wanted):
         if len(s.lines) == wanted:

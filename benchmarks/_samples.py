@@ -8,6 +8,7 @@ which library is being tried; `opdb` brings the libraries.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,16 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch.testing._internal import common_methods_invocations as op_samples
+from torch.testing._internal.opinfo.core import ReductionOpInfo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from benchmarks._own_samples import OPS
+
 RANKS = 4
-KINDS = ("function", "in place", "view")
+KINDS = ("function", "in place", "view", "memory", "infinities", "own")
+"""How an entry is used: as a function, through its in-place method, by writing into the view that it returns, on
+tensors in other memory orders, on tensors with infinities and NaN, and calls that torch has no samples of."""
+RIVAL_KINDS = KINDS[:3]
 
 UNINITIALISED = "its values are uninitialised memory"
 UNINITIALISED_GRADIENT = "torch's own gradient reads uninitialised memory"
@@ -50,7 +57,7 @@ _DTYPES = (torch.float32, torch.complex64, torch.int64, torch.float64, torch.boo
 
 @dataclass(frozen=True)
 class Entry:
-    """One `op_db` entry, used as a function, through its in-place method, or by writing into the view it returns."""
+    """One `op_db` entry, or one of our own, and how it is used: see KINDS."""
 
     op: Any
     kind: str = "function"
@@ -69,12 +76,12 @@ class Entry:
     def differentiable(self) -> bool:
         dtype = self.dtype
         floating = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-        return floating and dtype in self.op.supported_backward_dtypes("cpu")
+        return self.kind != "infinities" and floating and dtype in self.op.supported_backward_dtypes("cpu")
 
     def call(self, values: Sequence[Any], spec: Any) -> Any:
         """What the entry returns for flat arguments; an in-place entry returns the argument it wrote to as well."""
         first, args, kwargs = tree_unflatten(list(values), spec)
-        if self.kind == "function":
+        if self.kind not in ("in place", "view"):
             return self.op(first, *args, **kwargs)
         base = first.clone()
         if self.kind == "in place":
@@ -100,8 +107,10 @@ def entries(kinds: Sequence[str] = ("function",)) -> list[Entry]:
                 continue
             if kind == "view" and not _may_alias(op):
                 continue
+            if kind == "own" or (kind == "infinities" and not _looks_along(op)):
+                continue
             found.append(Entry(op, kind))
-    return found
+    return found + [Entry(op, "own") for op in OPS if "own" in kinds]
 
 
 _VIEWS = (
@@ -114,6 +123,62 @@ _VIEWS = (
 
 def _may_alias(op: Any) -> bool:
     return op.name in _VIEWS
+
+
+_ALONG = (
+    "max min argmax argmin logsumexp softmax log_softmax cummax cummin cumsum cumprod logcumsumexp median nanmedian "
+    "aminmax sort topk mode kthvalue quantile nanquantile msort argsort norm linalg.norm linalg.vector_norm softmin "
+    "nn.functional.softmin isfinite isinf isnan maximum minimum fmax fmin clamp nan_to_num diff dist bucketize "
+    "searchsorted"
+).split()
+
+
+def _looks_along(op: Any) -> bool:
+    """True for operators that look at all elements along a dim, or ask for what is not finite."""
+    return isinstance(op, ReductionOpInfo) or op.name in _ALONG
+
+
+def infinite(value: Any, seed: int) -> Any:
+    """Return the tensor with infinities and NaN in it: none, some, or all elements along a dim."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return value
+    rng = torch.Generator().manual_seed(seed)
+    special = torch.tensor([-math.inf, -math.inf, math.inf, math.nan, 0.0][: 2 + seed % 4], dtype=value.dtype)
+    drawn = special[torch.randint(0, len(special), value.shape, generator=rng)]
+    share = (0.3, 0.7, 1.1)[seed % 3]
+    return torch.where(torch.rand(value.shape, generator=rng) < share, drawn, value.detach())
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def transposed(value: torch.Tensor) -> torch.Tensor:
+    return value.mT.contiguous().mT
+
+
+def channels_last(value: torch.Tensor) -> torch.Tensor:
+    """Dim 1 is the last one in memory."""
+    return value.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def with_gaps(value: torch.Tensor) -> torch.Tensor:
+    return torch.stack([value, value], -1).flatten(-2)[..., ::2]
+
+
+def expanded(value: torch.Tensor) -> torch.Tensor:
+    """Every row is the first one, and has no memory of its own."""
+    return value[:1].clone().expand(value.shape)
+
+
+_ORDERS = (transposed, with_gaps, channels_last, expanded)
+
+
+def in_other_memory(value: Any, seed: int) -> Any:
+    """Return the same tensor in another memory order; all rows alike where it is an expanded one."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim < 2 or not value.numel():
+        return value
+    wants = value.requires_grad
+    return _ORDERS[seed % len(_ORDERS)](value.detach()).requires_grad_(wants)
 
 
 # --- cases -------------------------------------------------------------------------------------------------------
@@ -248,10 +313,14 @@ def _look(sample: Any) -> str:
 def _case(entry: Entry, sample: Any, seed: int) -> Case | None:
     """The case with its truth, or None where a single device has no value."""
     flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-    flat = [fresh(v) for v in flat]
+    flat = [contiguous(v) for v in flat]
+    if entry.kind == "memory":
+        flat = [in_other_memory(v, seed) for v in flat]
+    if entry.kind == "infinities":
+        flat = [infinite(v, seed + at) for at, v in enumerate(flat)]
     if entry.kind == "in place" and sample.broadcasts_input:
         return None
-    finish = sample.output_process_fn_grad if entry.kind == "function" else _identity
+    finish = sample.output_process_fn_grad if entry.kind in ("function", "memory") else _identity
     case = Case(entry, flat, spec, finish, seed)
     try:
         outs, grads = _truth(case)
@@ -269,13 +338,23 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def fresh(value: Any) -> Any:
-    """A contiguous leaf with the same value: how a value lies in memory is not part of what is compared."""
+def contiguous(value: Any) -> Any:
+    """Return a contiguous leaf with the same value."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.layout is not torch.strided:
         return value.detach()
     copy = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(value.requires_grad)
+
+
+def fresh(value: Any) -> Any:
+    """Return a leaf with the same value in the same memory order."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_contiguous():
+        return contiguous(value)
+    value_only = value.detach()
+    memory = value_only.untyped_storage().clone()
+    copy = value_only.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
     return copy.requires_grad_(value.requires_grad)
 
 
@@ -433,7 +512,7 @@ class Variant:
 def variants(case: Case) -> list[Variant]:
     """The layouts a case is tried in; those that would repeat an earlier one are dropped."""
     tensors = [case.flat[i] for i in case.tensors]
-    line, square = (RANKS,), (2, 2)
+    line, square, flat, tall = (RANKS,), (2, 2), (1, RANKS), (RANKS, 1)
     rules: list[tuple[str, tuple[int, ...], Callable[[int, torch.Tensor], tuple[str, ...]]]] = [
         ("replicated", line, lambda k, t: ("R",)),
         ("first dim cut", line, lambda k, t: (_cut(t, 0),)),
@@ -443,6 +522,9 @@ def variants(case: Case) -> list[Variant]:
         ("mixed", line, lambda k, t: ((_cut(t, 0), "R", _cut(t, t.ndim - 1), _partial(t))[k % 4],)),
         ("2x2: first and second dim cut", square, lambda k, t: (_cut(t, 0), _cut(t, 1))),
         ("2x2: first dim cut, partial", square, lambda k, t: (_cut(t, 0), _partial(t))),
+        ("1x4: first dim cut by an axis of one", flat, lambda k, t: (_cut(t, 0), "R")),
+        ("1x4: first dim cut by an axis of one, last dim cut", flat, lambda k, t: (_cut(t, 0), _cut(t, t.ndim - 1))),
+        ("4x1: first dim cut, partial on an axis of one", tall, lambda k, t: (_cut(t, 0), _partial(t))),
     ]
     found: dict[Any, Variant] = {}
     for name, mesh, rule in rules:

@@ -200,6 +200,11 @@ class DTensorRival:
 LIBRARIES: dict[str, Callable[[], Library]] = {"meshwright": Ours, "dtensor": DTensorRival, "plain": Plain}
 
 
+def _shapes(size: int) -> list[Shape]:
+    """The meshes of `_samples.variants`."""
+    return [(size,), (2, size // 2), (1, size), (size, 1)]
+
+
 def _placement(library: Any, mark: str) -> Any:
     if mark == "P":
         return library.Partial("sum")
@@ -265,7 +270,7 @@ class _ThreadedRanks:
 
     def _make_meshes(self) -> None:
         make = torch.distributed.device_mesh.init_device_mesh
-        self.meshes.by_shape = {shape: make("cpu", shape) for shape in [(self.size,), (2, self.size // 2)]}
+        self.meshes.by_shape = {shape: make("cpu", shape) for shape in _shapes(self.size)}
 
     def mesh(self, shape: tuple[int, ...]) -> Any:
         return self.meshes.by_shape[shape]
@@ -479,10 +484,12 @@ def rival_counts(rows: Sequence[Row]) -> dict[str, int]:
     return {**counts(fair), "random_not_counted": len(rows) - len(fair)}
 
 
-def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """The functions; the in-place methods and writes through views."""
-    written = [row for row in rows if row.name.endswith(tuple(f"({kind})" for kind in _samples.KINDS[1:]))]
-    return [row for row in rows if row not in written], written
+def _by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each kind of use; a function's row has no kind in its name."""
+    found: dict[str, list[Row]] = {kind: [] for kind in _samples.KINDS}
+    for row in rows:
+        found[next((k for k in _samples.KINDS if row.name.endswith(f"({k})")), "function")].append(row)
+    return found
 
 
 def rival_rows(cap: int, kinds: Sequence[str], cached: bool) -> tuple[list[Row], dict[str, Any]]:
@@ -491,7 +498,7 @@ def rival_rows(cap: int, kinds: Sequence[str], cached: bool) -> tuple[list[Row],
         table = json.loads(CACHE.read_text())
         if table["torch"] == torch.__version__:
             return [Row(**row) for row in table["rows"]], {"cached": True, "cap": table["cap"]}
-    rows = sweep("dtensor", cap, kinds)
+    rows = sweep("dtensor", cap, [kind for kind in kinds if kind in _samples.RIVAL_KINDS])
     CACHE.parent.mkdir(exist_ok=True)
     table = {"torch": torch.__version__, "cap": cap, "rows": [_brief(row) for row in rows]}
     lines = ",\n".join(json.dumps(row) for row in table.pop("rows"))
@@ -510,19 +517,21 @@ def run(quick: bool = False, rival: str = "cached") -> dict[str, Any]:
     ours = sweep("meshwright", cap, kinds)
     ours_seconds = time.perf_counter() - start
     theirs, source = rival_rows(cap, kinds, cached=rival != "measured")
-    functions, writes = _split(ours)
-    their_functions, their_writes = _split(theirs)
-    tally, write_tally = counts(functions), counts(writes)
+    mine, their = _by_kind(ours), _by_kind(theirs)
+    functions, tallies = mine.pop("function"), {kind: counts(rows) for kind, rows in mine.items()}
+    tally = counts(functions)
     tried = len(functions) - tally["left_out"]
+    failed = sum(found["wrong"] + found["raised"] for found in tallies.values())
     return {
         "name": "opdb",
         "value": tally["right"],
         "goal": tried,
-        "ok": tally["right"] == tried and not write_tally["wrong"] and not write_tally["raised"],
-        "rival": {"dtensor": rival_counts(their_functions)},
+        "ok": tally["right"] == tried and not failed,
+        "rival": {"dtensor": rival_counts(their["function"])},
         "details": {
             "ours": tally,
-            "in_place_and_views": {"ours": write_tally, "dtensor": rival_counts(their_writes)},
+            "other_kinds": tallies,
+            "in_place_and_views": {"dtensor": rival_counts([*their["in place"], *their["view"]])},
             "random": counts([row for row in ours if row.random]),
             "left_out": {row.name: row.message for row in functions if row.status == "left_out"},
             "failures": [_brief(row) for row in ours if row.status in ("wrong", "raised")],

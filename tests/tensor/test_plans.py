@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.tensor._dist_tensor import PLANS
 
 MESH = mw.ProcessMesh([0, 1], ["a"])
 
@@ -68,3 +69,55 @@ def test_a_mask_that_is_looked_up_along_a_cut_dim_stays_a_mask() -> None:
 
     for here in mw.simulate(rank, 2):
         torch.testing.assert_close(here, found(mask))
+
+
+def updates(p: Tensor, g: Tensor, number: float) -> None:
+    """What optimizers do with numbers that change in every step."""
+    p.add_(g, alpha=-number)
+    p.mul_(1 - number)
+    p.lerp_(g, number)
+    p.addcmul_(g, g, value=number)
+    p.addcdiv_(g, g.abs() + number, value=-number)
+    p.copy_(torch.where(p > number, p * number, p / number).clamp(-number, number).pow(number))
+
+
+def test_a_number_that_changes_every_step_makes_no_plan() -> None:
+    layouts = [(mw.Shard(0), mw.Shard(0)), (mw.Shard(0), mw.Replicate()), (mw.Replicate(), mw.Shard(1))]
+
+    def on_rank() -> list[int]:
+        p, g = torch.ones(4, 4), torch.rand(4, 4)
+        pairs = [(mw.shard_tensor(p, MESH, [a]), mw.shard_tensor(g, MESH, [b])) for a, b in layouts]
+        counts: list[int] = []
+        for step in range(6):
+            for laid, update in pairs:
+                updates(laid, update, 0.1 + 0.01 * step)
+            counts.append(len(PLANS))
+        return counts
+
+    for counts in mw.simulate(on_rank, 2):
+        assert counts[2] == counts[-1]
+
+
+def test_a_number_that_dropout_ignores_is_no_plan_for_others() -> None:
+    """Without anything to drop, dropout gives its argument."""
+
+    def on_rank() -> list[bool]:
+        x = mw.shard_tensor(torch.ones(64), MESH, [mw.Shard(0)])
+        drops = [torch.nn.functional.alpha_dropout, torch.nn.functional.feature_alpha_dropout]
+        return [bool((drop(x.view(8, 8), p, True) == x.view(8, 8)).all()) for drop in drops for p in (0.0, 0.5, 0.0)]
+
+    assert mw.simulate(on_rank, 2) == [[True, False, True] * 2] * 2
+
+
+def test_the_default_dtype_is_part_of_a_plan_that_keeps_operators() -> None:
+    def on_rank() -> torch.dtype:
+        x = mw.shard_tensor(torch.arange(4), MESH, [mw.Shard(0)])
+        return torch.result_type(x, 1.5)
+
+    before = mw.simulate(on_rank, 2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert mw.simulate(on_rank, 2) == [torch.float64] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before == mw.simulate(on_rank, 2) == [torch.float32] * 2

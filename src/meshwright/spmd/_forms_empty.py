@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -10,15 +11,21 @@ from torch import Tensor
 from ._forms import LocalCall
 from ._notation import parse_rule
 from ._rule import Form
+from .torch_hooks import schema_of
 
 
-def filled(x: Any, least: int = 1) -> Any:
-    """`x` with zeros in the place of every dim of size 0, made `least` long; still connected to `x`."""
+def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
+    """Return zeros for a part without elements, with every dim of size 0 made `least` long; still connected to `x`.
+
+    A dim that is empty as a whole (its global size in `sizes` is 0) stays so: the product of nothing is 1.
+    """
     if isinstance(x, (list, tuple)):
         return [filled(t, least) for t in x]
     if not isinstance(x, Tensor) or x.numel():
         return x
-    return x.new_zeros([n or least for n in x.shape]) + x.sum(dtype=x.dtype)
+    whole = sizes or [1] * x.dim()
+    shape = [n or (least if total else 0) for n, total in zip(x.shape, whole, strict=True)]
+    return x if shape == list(x.shape) else x.new_zeros(shape) + x.sum(dtype=x.dtype)
 
 
 def trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -28,15 +35,36 @@ def trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def unless_empty(op: Any, text: str) -> Form:
     """`op`, whose rule is `text`; where this rank has no piece, `op` of zeros, cut down to nothing."""
-    least = smallest_piece(text)
+    least, numbers = smallest_piece(text), operand_numbers(op, text)
 
     def form(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-        out = op(*(filled(a, least) for a in args), **{k: filled(v, least) for k, v in kwargs.items()})
+        def fill(key: int | str, value: Any) -> Any:
+            known = key in numbers and isinstance(value, Tensor)
+            sizes = [call.total(numbers[key], d) for d in range(value.dim())] if known else None
+            return filled(value, least, sizes)
+
+        out = op(*(fill(i, a) for i, a in enumerate(args)), **{k: fill(k, v) for k, v in kwargs.items()})
         if isinstance(out, Tensor):
             return trimmed(out, call.out_shape(0))
         return tuple(trimmed(y, call.out_shape(i)) for i, y in enumerate(out))
 
     return form
+
+
+def operand_numbers(op: Any, text: str) -> dict[int | str, int]:
+    """Return position and name of the arguments that are tensors, with the numbers of the operands that they are.
+
+    Nothing is known of an operator that takes a list of tensors.
+    """
+    kinds = [str(a.type) for a in schema_of(op).arguments]
+    if any("Tensor" in kind and kind not in _TENSORS for kind in kinds):
+        return {}
+    named = [(at, a.name) for at, a in enumerate(schema_of(op).arguments) if str(a.type) in _TENSORS]
+    count = len(parse_rule(text).operands)
+    return {key: number for number, keys in enumerate(named[:count]) for key in keys}
+
+
+_TENSORS = ("Tensor", "Optional[Tensor]")
 
 
 def smallest_piece(text: str) -> int:

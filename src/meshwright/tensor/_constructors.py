@@ -74,14 +74,6 @@ def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
     return new.requires_grad_() if wanted else new
 
 
-def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
-    """Sparse and nested tensors: plain ones, made of whole values; layouts speak of dense memory."""
-    if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
-        return NotImplemented
-    args, kwargs = map_tensors(whole_local, (args, kwargs))
-    return own(*args, **kwargs)
-
-
 def _exported(own: Any, args: Any, kwargs: Any) -> Any:
     """A DLPack capsule of a copy of the whole value."""
     x = args[0] if args else kwargs.pop("tensor")
@@ -95,17 +87,12 @@ def _refused(own: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(f"{own.__name__} of a distributed tensor", found, "x.detach(), which stays distributed")
 
 
-_SPARSE = [n for n in dir(torch) if n.startswith("sparse_") and n.endswith("_tensor")]
-
 OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch, "tensor", _copied),
     (torch, "as_tensor", _taken),
     (torch, "asarray", _as_array),
     (torch.Tensor, "new_tensor", _copied_like),
     (torch.Tensor, "_make_subclass", _refused),
-    *[(torch, name, _of_wholes) for name in _SPARSE],
-    (torch.nested, "nested_tensor", _of_wholes),
-    (torch.nested, "as_nested_tensor", _of_wholes),
     (dlpack, "to_dlpack", _exported),
     (torch, "to_dlpack", _exported),
 ]

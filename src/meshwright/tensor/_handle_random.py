@@ -47,7 +47,7 @@ handles(*LIKE)(like_random)
 handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
 
 _WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
-"""Function → the number of dims of an input that has a batch; torch gives every other input one."""
+"""Function → the number of dims of an input that has a batch; the function adds one to any other input."""
 
 
 @handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
@@ -55,9 +55,10 @@ def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Dropout of whole channels: a mask of one number for each."""
     x = args[0] if args else kwargs["input"]
     p, train, inplace = dropout_arguments(args[1:], kwargs)
-    if not train or not 0 < p < 1:
+    channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
+    refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
+    if not train or not 0 < p < 1 or refused:
         return NotImplemented
-    channels = 1 if func in _WITH_BATCH and x.dim() != _WITH_BATCH[func] else 2
     ones = [1] * (x.dim() - channels)
     mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)
     return x.mul_(mask) if inplace else x * mask
