@@ -62,3 +62,64 @@ def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
     assert layouts(lambda: written(mw.Shard(0))) == {"f32[4@cp, 4]"}
     assert layouts(lambda: written(mw.Shard(1))) == {"f32[4, 4@cp]"}
     assert layouts(lambda: written(mw.Replicate())) == {"f32[4, 4]"}
+
+
+def test_attributes_are_calls_by_their_names() -> None:
+    def names() -> list[tuple[str, str]]:
+        x = mw.shard_tensor(drawn(4, 4).to(torch.complex64), LINE, [mw.Shard(0)])
+        return [(call.name, call.how) for call in mw.explain(lambda: (x.real, x.mT, x.T, x.imag, x.H)).calls]
+
+    assert mw.simulate(names, 2)[0] == [(name, "local") for name in ("real", "mT", "T", "imag", "H")]
+
+
+@pytest.mark.parametrize("placement", [mw.Shard(0), mw.Replicate()])
+@pytest.mark.parametrize("rows", [mw.Shard(0), mw.Shard(1), mw.Replicate()])
+def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard) -> None:
+    """However they are sharded; they keep their layout."""
+    x, mean, var = drawn(6, 4), drawn(4), drawn(4).abs()
+    means, variances = mean.clone(), var.clone()
+    goal = F.batch_norm(x, means, variances, training=True, momentum=0.3)
+
+    def work() -> list[Tensor]:
+        given = [mw.shard_tensor(t.clone(), LINE, [placement]) for t in (mean, var)]
+        before = [t.spec for t in given]
+        out = F.batch_norm(mw.shard_tensor(x, LINE, [rows]), *given, training=True, momentum=0.3)
+        assert [t.spec for t in given] == before
+        unchanged = [mw.unshard_dtensor(t) for t in given]
+        F.batch_norm(mw.shard_tensor(x, LINE, [rows]), *given)
+        assert all(torch.equal(a, mw.unshard_dtensor(b)) for a, b in zip(unchanged, given, strict=True))
+        return [mw.unshard_dtensor(out), *unchanged]
+
+    for found in mw.simulate(work, 2):
+        for value, wanted in zip(found, (goal, means, variances), strict=True):
+            torch.testing.assert_close(value, wanted)
+
+
+def test_experts_stay_on_their_ranks() -> None:
+    """Weights that are sharded by expert are not gathered; the rows of other experts are zero, and added up."""
+    w, x, ends = drawn(2, 8, 8).bfloat16(), drawn(6, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
+
+    def work() -> tuple[str, int, Tensor]:
+        given = [mw.shard_tensor(x, LINE), mw.shard_tensor(w, LINE, [mw.Shard(0)]), mw.shard_tensor(ends, LINE)]
+        told = mw.explain(lambda: torch._grouped_mm(*given))
+        return repr(told.result.spec), told.received, mw.unshard_dtensor(told.result)
+
+    for layout, received, found in mw.simulate(work, 2):
+        assert layout == "bf16[6, 8] +cp"
+        assert received == 0
+        torch.testing.assert_close(found, torch._grouped_mm(x, w, ends))
+
+
+def test_hooks_are_given_by_keyword_too() -> None:
+    def work() -> tuple[Tensor, Tensor]:
+        x = mw.shard_tensor(drawn(4), LINE, [mw.Shard(0)]).requires_grad_()
+        seen: list[Tensor] = []
+        x.register_hook(hook=seen.append)
+        x.register_post_accumulate_grad_hook(hook=lambda p: seen.append(p.grad))
+        (x * x).sum().backward()
+        first, second = map(mw.unshard_dtensor, seen)
+        return first, second
+
+    for found in mw.simulate(work, 2):
+        for grad in found:
+            torch.testing.assert_close(grad, 2 * drawn(4))
