@@ -42,6 +42,7 @@ GOLDEN = """
     8@x, 4              -> 8, 4 +x                Pad(x, dim 0)
     8, 4 +x             -> 8, 4 +y                Slice(y, dim 0) · AllReduce(x) · Pad(y, dim 0)
     8, 4 +x:avg         -> 8, 4 +x                Scale(x to sum)
+    8@x, 4              -> 8, 4 +x:avg            Pad(x, dim 0) · Scale(x to avg)
     8, 4 +x:max         -> 8@x, 4                 ReduceScatter(x, dim 0 max)
     8, 4 ~x             -> 8, 4                   Relabel([:, :])
     2 * 4@x, 4          -> 8, 4                   View(f32[2, 4@x, 4]) · AllGather(x, dim 1) · View(f32[8, 4])
@@ -87,6 +88,26 @@ def test_steps_lead_from_the_source_to_the_target(pair):
     assert made.specs[-1] is made.dst
     assert plan(*pair) is made
     assert hash(made.steps) == hash(tuple(made.steps))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "i64"])
+@pytest.mark.parametrize("mesh", [LINE, SQUARE, CUBE], ids=str)
+def test_bounds_of_joined_terms(mesh, dtype):
+    """Of N bytes on n ranks: (n - 1) N / n to reduce and scatter, twice that to reduce everywhere."""
+    axes = mesh.dim_names
+    pending, n = parse_spec(f"{dtype}[8, 4] " + " ".join(f"+{a}" for a in axes), mesh), mesh.size
+    scattered, whole = (parse_spec(f"{dtype}{text}", mesh) for text in (f"[8@{'@'.join(axes)}, 4]", "[8, 4]"))
+    for dst, times in ((scattered, 1), (whole, 2)):
+        made = plan(pending, dst)
+        assert [lower_bound(pending, dst, r) for r in made.ranks] == [times * (n - 1) * pending.nbytes // n] * n
+        assert lower_bound(pending, dst) == made.busiest
+
+
+@settings(max_examples=60)
+@given(conversions())
+def test_no_plan_receives_less_than_the_bound(pair):
+    made = plan(*pair)
+    assert lower_bound(*pair) <= made.busiest
 
 
 def test_a_price_decides():

@@ -513,6 +513,9 @@ group_norm: x(4, 6), 2
 group_norm: x(4, 6, 4, 2), 3, x(6)
 instance_norm: x(4, 5, 6), x(5), x(5), None, None, True, 0.1, 1e-5, False
 pixel_shuffle: x(2, 16, 3, 5), 2
+pixel_shuffle: x(1, 8, 1, 3), 2
+pixel_unshuffle: x(1, 2, 4, 2), 2
+channel_shuffle: x(1, 6, 1, 2), 3
 pixel_unshuffle: x(2, 4, 6, 4), 2
 channel_shuffle: x(2, 8, 3), 2
 im2col: x(2, 4, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]

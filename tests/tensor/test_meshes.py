@@ -124,3 +124,23 @@ def test_ranks_outside_know_what_a_call_gives(call: Callable[[Tensor], Tensor]) 
     for out, grad in mw.simulate(on_rank, 4):
         torch.testing.assert_close(out, wanted.detach())
         torch.testing.assert_close(grad, x.grad)
+
+
+def test_gradients_are_absent_outside_their_mesh() -> None:
+    """A hook's gradient and a leaf's have the spec of the mesh; ranks outside hold nothing of them."""
+
+    def on_rank() -> list[Any]:
+        x = mw.shard_tensor(torch.arange(8.0), SECOND, [mw.Shard(0)]).requires_grad_()
+        hooked: list[Any] = []
+        y = x * 2
+        y.register_hook(hooked.append)
+        (y * y).sum().backward()
+        assert x.grad is not None
+        found = [*hooked, x.grad]
+        return [(g.spec, tuple(g.shape), mw.unshard_dtensor(g)) for g in found]
+
+    for found in mw.simulate(on_rank, 4):
+        for (spec, shape, value), times in zip(found, (4.0, 8.0), strict=True):
+            assert spec.mesh is SECOND
+            assert shape == (8,)
+            torch.testing.assert_close(value, times * torch.arange(8.0))

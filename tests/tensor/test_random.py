@@ -414,3 +414,14 @@ def test_numbers_drawn_by_values_are_those_of_one_device(place: list[Any]) -> No
         torch.testing.assert_close(found, wanted)
         assert as_laid
     assert not RAN_WHOLE
+
+
+@pytest.mark.parametrize("name", [n for n in DISTRIBUTIONS if n.endswith("_")])
+def test_parameters_have_torchs_names_and_defaults(name: str) -> None:
+    """`geometric_` and `bernoulli_` have overloads; the one with a number is meant."""
+    packet = getattr(torch.ops.aten, name)
+    schema = getattr(packet, "float" if "float" in packet.overloads() else "default")._schema
+    wanted = {a.name.removesuffix("_"): a.default_value for a in schema.arguments[1:] if a.name != "generator"}
+    ours = DISTRIBUTIONS[name].parameters
+    assert list(ours) == list(wanted)
+    assert all(ours[n] == value for n, value in wanted.items() if value is not None)

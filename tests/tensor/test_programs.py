@@ -11,8 +11,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.tensor import DistTensor
-
-from .oracle import STYLES, Lay, Program, check
+from tests.engine.oracle import STYLES, Lay, Program, check
 
 PROGRAMS: dict[str, Program] = {}
 

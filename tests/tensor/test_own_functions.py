@@ -14,8 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-
-from .oracle import STYLES, check
+from tests.engine.oracle import STYLES, check
 
 
 class Product(torch.autograd.Function):
@@ -183,8 +182,7 @@ class GivesPlain(SavesParts):
 @pytest.mark.parametrize("style", STYLES)
 def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function: Any) -> None:
     from meshwright.tensor import PlainInBackwardError
-
-    from .oracle import LayOut
+    from tests.engine.oracle import LayOut
 
     def go() -> None:
         x = LayOut(STYLES[style])(torch.randn(5, 6), grad=True)

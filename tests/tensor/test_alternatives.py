@@ -1,0 +1,125 @@
+"""Which rule a call takes: the one that is asked for where it fits, and the cheaper one otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import meshwright as mw
+
+LINE = mw.ProcessMesh([0, 1], ["cp"])
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "length", "heads"), [("ring", 8, 3), ("ulysses", 7, 4), ("ring", 7, 3), ("gather", 8, 4)]
+)
+def test_attention_takes_the_named_form_where_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
+    q, k, v, weight = (drawn(2, heads, length, 4) for _ in range(4))
+    fits = {"ring": length % 4 == 0, "ulysses": heads % 2 == 0, "gather": False}[name]
+
+    def attended(given: list[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        (out * (weight if type(out) is Tensor else mw.shard_tensor(weight, LINE, [mw.Shard(2)]))).sum().backward()
+        return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+    def work() -> list[Tensor]:
+        with mw.context_parallel(name):
+            told = mw.explain(lambda: attended([mw.shard_tensor(x, LINE, [mw.Shard(2)]) for x in (q, k, v)]))
+        (how,) = [call.how for call in told.calls if "attention" in call.name]
+        assert how == (name if fits else "local")
+        return [mw.unshard_dtensor(x) for x in told.result]
+
+    goal = attended([q, k, v])
+    for found in mw.simulate(work, 2):
+        for x, wanted in zip(found, goal, strict=True):
+            torch.testing.assert_close(x, wanted)
+
+
+def layouts(call: Callable[[], Tensor], ranks: int = 2) -> set[str]:
+    return set(mw.simulate(lambda: repr(call().spec), ranks))
+
+
+def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
+    """`out=` and in-place operators keep what they write to as it is sharded."""
+    x, y = drawn(4, 4), drawn(4, 4)
+
+    def written(out: mw.Shard | mw.Replicate) -> Tensor:
+        place = mw.shard_tensor(torch.zeros(4, 4), LINE, [out])
+        place.add_(mw.shard_tensor(x, LINE, [mw.Shard(1)])).mul_(mw.shard_tensor(y, LINE, [mw.Shard(0)]))
+        torch.testing.assert_close(mw.unshard_dtensor(place), x * y)
+        return place
+
+    assert layouts(lambda: written(mw.Shard(0))) == {"f32[4@cp, 4]"}
+    assert layouts(lambda: written(mw.Shard(1))) == {"f32[4, 4@cp]"}
+    assert layouts(lambda: written(mw.Replicate())) == {"f32[4, 4]"}
+
+
+def test_attributes_are_calls_by_their_names() -> None:
+    def names() -> list[tuple[str, str]]:
+        x = mw.shard_tensor(drawn(4, 4).to(torch.complex64), LINE, [mw.Shard(0)])
+        return [(call.name, call.how) for call in mw.explain(lambda: (x.real, x.mT, x.T, x.imag, x.H)).calls]
+
+    assert mw.simulate(names, 2)[0] == [(name, "local") for name in ("real", "mT", "T", "imag", "H")]
+
+
+@pytest.mark.parametrize("placement", [mw.Shard(0), mw.Replicate()])
+@pytest.mark.parametrize("rows", [mw.Shard(0), mw.Shard(1), mw.Replicate()])
+def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard) -> None:
+    """However they are sharded; they keep their layout."""
+    x, mean, var = drawn(6, 4), drawn(4), drawn(4).abs()
+    means, variances = mean.clone(), var.clone()
+    goal = F.batch_norm(x, means, variances, training=True, momentum=0.3)
+
+    def work() -> list[Tensor]:
+        given = [mw.shard_tensor(t.clone(), LINE, [placement]) for t in (mean, var)]
+        before = [t.spec for t in given]
+        out = F.batch_norm(mw.shard_tensor(x, LINE, [rows]), *given, training=True, momentum=0.3)
+        assert [t.spec for t in given] == before
+        unchanged = [mw.unshard_dtensor(t) for t in given]
+        F.batch_norm(mw.shard_tensor(x, LINE, [rows]), *given)
+        assert all(torch.equal(a, mw.unshard_dtensor(b)) for a, b in zip(unchanged, given, strict=True))
+        return [mw.unshard_dtensor(out), *unchanged]
+
+    for found in mw.simulate(work, 2):
+        for value, wanted in zip(found, (goal, means, variances), strict=True):
+            torch.testing.assert_close(value, wanted)
+
+
+def test_experts_stay_on_their_ranks() -> None:
+    """Weights that are sharded by expert are not gathered; the rows of other experts are zero, and added up."""
+    w, x, ends = drawn(2, 8, 8).bfloat16(), drawn(6, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
+
+    def work() -> tuple[str, int, Tensor]:
+        given = [mw.shard_tensor(x, LINE), mw.shard_tensor(w, LINE, [mw.Shard(0)]), mw.shard_tensor(ends, LINE)]
+        told = mw.explain(lambda: torch._grouped_mm(*given))
+        return repr(told.result.spec), told.received, mw.unshard_dtensor(told.result)
+
+    for layout, received, found in mw.simulate(work, 2):
+        assert layout == "bf16[6, 8] +cp"
+        assert received == 0
+        torch.testing.assert_close(found, torch._grouped_mm(x, w, ends))
+
+
+def test_hooks_are_given_by_keyword_too() -> None:
+    def work() -> tuple[Tensor, Tensor]:
+        x = mw.shard_tensor(drawn(4), LINE, [mw.Shard(0)]).requires_grad_()
+        seen: list[Tensor] = []
+        x.register_hook(hook=seen.append)
+        x.register_post_accumulate_grad_hook(hook=lambda p: seen.append(p.grad))
+        (x * x).sum().backward()
+        first, second = map(mw.unshard_dtensor, seen)
+        return first, second
+
+    for found in mw.simulate(work, 2):
+        for grad in found:
+            torch.testing.assert_close(grad, 2 * drawn(4))
