@@ -18,8 +18,6 @@ from ._dist_tensor import DistTensor, stamp
 from ._errors import MemoryAccessError
 from ._handle_memory import refusal
 from ._handle_values import everywhere
-from ._local import whole_local
-from ._tree import map_tensors, tensors_in
 from .torch_hooks import guard_operator, guard_set_data, no_interception, offer_call, offer_set, read_number
 
 
