@@ -18,9 +18,9 @@ from .samples import build, samples
 from .walker import Sample, results_of
 
 RANKS = 2
-NUMBERS = (inf, -inf, nan, 0.0, -0.0, 10.0, 0.5)
-TERMS = 100
-"""A sum of so many large terms is finite."""
+NUMBERS = (inf, -inf, nan, 0.0, -0.0, 10.0, 0.5, 1e6, 1e-6)
+TERMS = 2.0**17
+"""Large terms are the largest number divided by this, so that they bear every factor that lets a sum pass."""
 
 
 def floating(x: Any) -> bool:

@@ -1,10 +1,11 @@
 """What a program keeps in modules and classes: each simulated rank has its own, as each process would.
 
 Simulated ranks are threads of one process, so they share its modules. Before another rank goes on, what the running
-rank assigned is put aside, and what the other one assigned is put back. Three things are swapped:
+rank assigned is put aside, and what the other one assigned is put back. Four things are swapped:
 
 * globals that a function of the program's own modules assigns (`global step`),
 * class attributes of those modules that some function assigns (`Counter.total += 1`),
+* globals in which `torch.export` keeps what it is doing,
 * dicts that a class of any library uses as the state of all its instances (`self.__dict__ = self._shared_state`).
 
 Lists and dicts that the program only changes in place stay shared: programs collect the results of all ranks in them.
@@ -19,6 +20,8 @@ from dis import get_instructions
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
+
+from .torch_hooks import EXPORTER
 
 _MISSING = object()
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -92,18 +95,22 @@ def _is_of_library(name: str, module: Any) -> bool:
 
 
 def _slots_of(name: str, module: Any) -> Iterator[Slot]:
-    if name.partition(".")[0] in _STATELESS or name in sys.stdlib_module_names or not hasattr(module, "__dict__"):
+    if not _may_have_state(name) or not hasattr(module, "__dict__"):
         return
     classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
     for cls in classes:
         yield from (SharedDict(cls, attribute) for attribute in _shared_states(cls))
-    if name != "__main__" and _is_of_library(name, module):
+    if name not in ("__main__", EXPORTER) and _is_of_library(name, module):
         return
     codes = list(_codes(module, classes))
     yield from (Slot(module, n) for n in sorted(_stored(codes, "STORE_GLOBAL")))
     assigned = _stored(codes, "STORE_ATTR")
     for cls in classes:
         yield from (Slot(cls, n) for n, v in vars(cls).items() if n in assigned and _is_value(v))
+
+
+def _may_have_state(name: str) -> bool:
+    return name == EXPORTER or (name.partition(".")[0] not in _STATELESS and name not in sys.stdlib_module_names)
 
 
 def _is_value(value: Any) -> bool:

@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
 __all__ = [
+    "EXPORTER",
     "GLOBAL_HOOKS",
     "PROFILER",
     "PROFILER_STARTS",
@@ -51,6 +52,9 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = tuple(
     table for name, table in vars(module).items() if name.startswith("_global_") and isinstance(table, dict)
 )
 """The tables of hooks that torch calls for all modules of the process, and FlopCounterMode fills."""
+
+EXPORTER = "torch.export._trace"
+"""The module that keeps the state of a running `torch.export` in its globals."""
 
 PROFILER = profiler
 """The module whose functions start and stop torch's profiler, which is one for all threads of a process."""

@@ -49,7 +49,7 @@ class Places:
 
 
 def _placed(
-    routed: Routed, roles: Roles, x: DistTensor, ids: Tensor, scores: Tensor, parameters: Sequence[DistTensor]
+    routed: Routed, roles: Roles, x: DistTensor, ids: Tensor, scores: DistTensor, parameters: Sequence[DistTensor]
 ) -> Any:
     """What becomes of the tokens: a sum over all ranks that wait for it."""
     capacity = routed.capacity or 0
@@ -67,8 +67,16 @@ def _placed(
     made = _made(routed, rows.to_local(), [p.to_local() for p in parameters])
     mine = _own_slots(rows.spec, slots[order.argsort()], capacity, tuple(made.shape))
     terms = torch.constant_pad_nd(made.flatten(0, 1), [0, 0, 0, 1]).index_select(0, mine)
+    is_mine = (mine < made.shape[0] * made.shape[1]).view(-1, routed.choices)
+    weights = torch.where(is_mine, _local_everywhere(scores, roles).to_local(), 0)
+    found = combined(terms, weights)  # on each rank: a sum over ranks could not be multiplied with infinite weights
     waits = Layout(((), ()), tuple((a, "sum") for a in roles.tokens))
-    return combined(present(terms, Spec(roles.mesh, waits, terms.shape, terms.dtype)), scores)
+    return present(found, Spec(roles.mesh, waits, found.shape, found.dtype))
+
+
+def _local_everywhere(x: DistTensor, roles: Roles) -> DistTensor:
+    """Return the whole value, which each rank of the tokens' axes uses for rows of its own."""
+    return redistribute(x, roles.mesh, Layout(((),) * x.dim(), varying=roles.tokens))
 
 
 def _made(routed: Routed, rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import Simulated, current
 from meshwright.tensor import DistTensor, captured_whole, largest_anywhere, local_parts
 
 from ._errors import BatchError
@@ -39,7 +38,8 @@ class SameInputs:
         if not plain or current().size == 1 or self._calls & (self._calls - 1):
             return
         digest = _digest(plain)
-        same = self._same_as_before(digest) if current().kind == "simulated" else _same_everywhere(digest, plain[0])
+        here = current()
+        same = self._same_as_before(here, digest) if isinstance(here, Simulated) else _same_everywhere(digest, plain[0])
         if not same:
             shapes = ", ".join(str(tuple(x.shape)) for x in plain)
             raise BatchError(
@@ -50,13 +50,12 @@ class SameInputs:
                 "and transformers' Trainer: os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()",
             )  # fmt: skip
 
-    def _same_as_before(self, digest: int) -> bool:
+    def _same_as_before(self, here: Simulated, digest: int) -> bool:
         """True if the simulated ranks that made this call before had the same inputs."""
-        shared: Any = current().shared
         if self._calls == 1:  # ranks make their models in the same order
-            made = shared[_MADE, current().rank] = shared.get((_MADE, current().rank), 0) + 1
+            made = here.shared[_MADE, here.rank] = here.shared.get((_MADE, here.rank), 0) + 1
             self._number = made
-        return shared.setdefault((_MADE, self._number, "call", self._calls), digest) == digest
+        return here.shared.setdefault((_MADE, self._number, "call", self._calls), digest) == digest
 
 
 _MADE = "inputs of parallel models"

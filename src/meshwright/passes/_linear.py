@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -104,11 +104,18 @@ def _is_linear(spot: Spot, out: Value) -> bool:
     """True for a linear operator of one tensor, with constants that are the same on every rank."""
     if spot.op not in SCALINGS | MOVES or len(spot.ins) != 1 or not isinstance(spot.args[0], Value):
         return False
-    if spot.op in PRODUCTS and not keeps_terms(spot.args[1]):
+    if spot.kwargs and spot.op is not aten.clone.default:
         return False
-    if spot.op in QUOTIENTS and not keeps_terms(1 / spot.args[1] if spot.args[1] else inf):
-        return False
-    return spot.args[0].dtype == out.dtype and (not spot.kwargs or spot.op is aten.clone.default)
+    return spot.args[0].dtype == out.dtype and _keeps_terms(spot, out)
+
+
+def _keeps_terms(spot: Spot, out: Value) -> bool:
+    """True unless a factor may make a term overflow."""
+    if spot.op not in PRODUCTS | QUOTIENTS:
+        return True
+    number: Any = spot.args[1]
+    factor = number if spot.op in PRODUCTS else 1 / number if number else inf
+    return isinstance(out.dtype, torch.dtype) and keeps_terms(factor, out.dtype)
 
 
 def _may_join(a: Reduced, b: Reduced) -> bool:

@@ -3,8 +3,9 @@
 In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong
 where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), where terms are divided by
 zero, and where a large factor makes terms overflow whose sum does not. So a pending sum passes an operator only if
-everything that it is multiplied with is known to be finite and at most one in magnitude. The values of a floating
-tensor are not known, so a sum is reduced before it is multiplied with one. Integers wrap around, and are exact.
+everything that it is multiplied with is a number of at most `largest_factor(dtype)` in magnitude, or a mask. The values
+of a floating tensor are not known, so a sum is reduced before it is multiplied with one. Integers wrap around, and are
+exact.
 """
 
 from __future__ import annotations
@@ -48,14 +49,28 @@ def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) 
         return NONE
     others = {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
     fillable = frozenset(i for i, factors in others.items() if all(map(_is_finite, factors)))
-    if not all(abs(c) <= 1 for c in scales) or not all(map(_shrinks, given)):
+    limit = min((largest_factor(x.dtype) for x in operands if isinstance(x, Tensor) and not _selects(x)), default=1.0)
+    if not all(abs(c) <= limit for c in scales) or not all(_divides(x, limit) for x in given):
         return Passing(frozenset(), fillable)
-    return Passing(frozenset(i for i in fillable if all(map(_keeps_terms, others[i]))), fillable)
+    return Passing(frozenset(i for i in fillable if all(_keeps_terms(x, limit) for x in others[i])), fillable)
 
 
-def keeps_terms(factor: float | complex) -> bool:
-    """True if every term of a sum may be multiplied with the number: no term overflows, and no zero loses its sign."""
-    return 0 < abs(factor) <= 1
+def keeps_terms(factor: float | complex, dtype: torch.dtype) -> bool:
+    """True if every term of a sum of this dtype may be multiplied with the number; a zero would lose its sign."""
+    return 0 < abs(factor) <= largest_factor(dtype)
+
+
+def largest_factor(dtype: torch.dtype) -> float:
+    """Return the magnitude up to which a number may multiply the terms of a sum.
+
+    65,536 is the usual first scale of a loss. With it, terms overflow from 5e33 on in float32 and bfloat16. float16
+    ends at 65,504, so that terms must not grow.
+    """
+    is_wide = (dtype.is_floating_point or dtype.is_complex) and torch.finfo(dtype).max > _LARGEST_OF_HALF
+    return 65536.0 if is_wide else 1.0
+
+
+_LARGEST_OF_HALF = torch.finfo(torch.float16).max
 
 
 def _is_integral(values: Sequence[Any]) -> bool:
@@ -78,10 +93,10 @@ def _is_finite(factor: Any) -> bool:
     return _selects(factor) if isinstance(factor, Tensor) else isfinite(abs(factor))
 
 
-def _keeps_terms(factor: Any) -> bool:
+def _keeps_terms(factor: Any, limit: float) -> bool:
     if factor is None:
         return True
-    return factor.dtype == torch.bool if isinstance(factor, Tensor) else keeps_terms(factor)
+    return factor.dtype == torch.bool if isinstance(factor, Tensor) else 0 < abs(factor) <= limit
 
 
 def _keeps_zero(given: Any) -> bool:
@@ -91,6 +106,6 @@ def _keeps_zero(given: Any) -> bool:
     return _selects(given) if isinstance(given, Tensor) else given != 0 and isfinite(abs(given))
 
 
-def _shrinks(given: Any) -> bool:
-    """True if no term becomes larger when divided by the number."""
-    return given is None or isinstance(given, Tensor) or abs(given) >= 1
+def _divides(given: Any, limit: float) -> bool:
+    """True if no term becomes too large when divided by the number."""
+    return given is None or isinstance(given, Tensor) or abs(given) * limit >= 1

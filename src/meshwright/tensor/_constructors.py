@@ -18,7 +18,15 @@ from ._dist_tensor import DistTensor, stamp
 from ._errors import MemoryAccessError
 from ._handle_memory import refusal
 from ._handle_values import everywhere
-from .torch_hooks import guard_operator, guard_set_data, no_interception, offer_call, offer_set, read_number
+from .torch_hooks import (
+    backward_running,
+    guard_operator,
+    guard_set_data,
+    no_interception,
+    offer_call,
+    offer_set,
+    read_number,
+)
 
 
 def _copied(own: Any, args: Any, kwargs: Any) -> Any:
@@ -128,7 +136,7 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     """What `torch.Tensor(x)` and `plain.new(x)` do: a plain tensor on the memory of `x`."""
-    if isinstance(args[0], DistTensor):
+    if isinstance(args[0], DistTensor) and backward_running() == -1:  # autograd aliases local parts
         raise refusal("torch.Tensor(x), or a legacy constructor like it", args[0], "x.detach(), or torch.tensor(x)")
     return run(*args)
 
