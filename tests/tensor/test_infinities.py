@@ -90,7 +90,7 @@ def test_an_empty_part_has_no_say(name: str, values: str) -> None:
 
 
 TERMS = [torch.tensor([[3.0, -2.0, 1.0], [1e33, 0.0, 5.0]]), torch.tensor([[-1.0, 2.0, 0.0], [-1e33, -4.0, -5.0]])]
-OTHER = torch.tensor([[inf, nan, 0.0], [10.0, -inf, 2.0]])
+OTHER = torch.tensor([[inf, nan, 0.0], [0.0, -inf, 2.0]])
 PAIR = mw.ProcessMesh([0, 1], ["x"])
 USES: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     **{f"times {c}": lambda x, lay, c=c: x * c for c in (inf, -inf, nan, 10.0, 10, -1.0, 0.5, 0.0)},
