@@ -142,14 +142,16 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """`plain.set_(x)`: `plain` on the memory of `x`."""
-    if isinstance(args[1], DistTensor):
+    """`plain.set_(x)`: `plain` on the memory of `x`; and `x.set_(...)`, which gives `x` other memory."""
+    if isinstance(args[0], DistTensor):
+        raise refusal("Tensor.set_", args[0], "x.data = new, or x.copy_(new), or a new tensor")
+    if len(args) > 1 and isinstance(args[1], DistTensor):
         raise refusal("Tensor.set_ of a plain tensor", args[1], "plain.data = x, after which it is distributed, too")
     return run(*args)
 
 
 guard_operator(read_number, _number)
-for _overload in ("source_Tensor", "source_Tensor_storage_offset"):
+for _overload in torch.ops.aten.set_.overloads():
     guard_operator(getattr(torch.ops.aten.set_, _overload), _set)
 guard_operator(torch.ops.aten.alias.default, _aliased)
 

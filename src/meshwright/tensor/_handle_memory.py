@@ -120,11 +120,11 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return write_into(x, whole[0])
 
 
-@handles(*_present("set_", "resize_", "resize_as_"))
+@handles(*_present("resize_", "resize_as_"))
 def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Refused, unless nothing changes: the memory of a part cannot become another tensor's, or grow."""
     x = args[0]
-    shape = getattr(args[1], "shape", args[1:]) if func is not Tensor.set_ and len(args) > 1 else None
+    shape = getattr(args[1], "shape", args[1:]) if len(args) > 1 else None
     if isinstance(x, DistTensor) and shape is not None and tuple(_flat(shape)) == tuple(x.shape):
         return x
     some = next(a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor))
