@@ -299,7 +299,7 @@ CASES: list[Case] = [
         "no batches",
     ),
     (
-        "one graph", on_ranks(lambda: torch.compile(torch.sin, backend="eager", fullgraph=True)(x())),
+        "one graph", on_ranks(lambda: torch.compile(lambda t: t.sin(), backend="eager", fullgraph=True)(x())),
         tensor.CompileError, "without fullgraph",
     ),
     ("a trace", on_ranks(lambda: make_fx(torch.sin)(x())), tensor.TraceError, "plain model"),

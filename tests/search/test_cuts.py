@@ -81,8 +81,9 @@ def dims(cuts: Cuts) -> dict[str, int | None]:
     return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
 
 
-BLACKWELL = Prices(cluster_of("B200"), 8, 8)
-"""On H100, whole weights of attention beside a cut sequence take as long, within a thousandth, and more memory."""
+BLACKWELL = replace(Prices(cluster_of("B200"), 8, 8), byte=1e-18)
+"""Whole weights of attention beside a sharded sequence take as long and more memory, so memory has a very low price. On
+H100 they take as long within a thousandth."""
 
 
 def test_what_megatron_does_by_hand_comes_out() -> None:

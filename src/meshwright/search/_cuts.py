@@ -183,8 +183,8 @@ class CutProblem:
 
     @cached_property
     def fastest(self) -> Cuts:
-        """The best where bytes are worth no more than `prices.byte`; of equally fast ones, that with fewest bytes."""
-        return self.solved(max(self.prices.byte, TIE))
+        """The best where bytes are worth no more than `prices.byte`."""
+        return self.solved(self.prices.byte)
 
     def solved(self, byte: float) -> Cuts:
         """The best where a held byte is worth `byte` seconds."""
@@ -360,6 +360,6 @@ class CutProblem:
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 """Operators whose form for cut sums writes down what the operator itself does not: never worth it."""
-DEAR, ENOUGH, GAP, TIE = 1e-3, 1e-9, 1e-3, 1e-18
+DEAR, ENOUGH, GAP = 1e-3, 1e-9, 1e-3
 """Seconds that a byte is worth where nothing else counts; the part of a sum that makes no difference; and how much
 longer than the fastest cuts that do not fit those may take that do, before a better price is looked for."""
