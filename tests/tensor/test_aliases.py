@@ -120,3 +120,15 @@ def test_a_local_result_of_another_shape_than_its_layout_says_is_an_error() -> N
     mw.register_rule("meshwright_test.grow", "n d -> n d")  # wrong: each rank adds a row
     with pytest.raises(mw.MeshwrightError, match="the rule is wrong"):
         on_four(grow, [mw.Shard(0)])
+
+
+def test_the_result_of_attention_has_the_memory_order_of_one_device() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        q = x.view(2, 8, 4, 16).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        joined = out.transpose(1, 2).flatten(2)
+        return out.stride(), joined._base is not None
+
+    one = program(torch.arange(1024.0).view(2, 8, 64))
+    assert one == ((512, 16, 64, 1), True)
+    assert on_four(program, [mw.Shard(2)], (2, 8, 64)) == [one] * 4

@@ -15,6 +15,7 @@ from meshwright.layout import Spec, replicated
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import (
     Operator,
+    as_on,
     composite_kernel,
     imagining,
     list_kernel,
@@ -119,7 +120,8 @@ def _captured(
     nodes: list[Node] = []
     with no_modes(), imagining(_sizes(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
-        with operators_recorded(lambda *node: nodes.append(Node(*node))):
+        device = next((x.device for x in tensors_in((args, kwargs))), None)
+        with operators_recorded(lambda *node: nodes.append(Node(*node)), as_on(device)):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
 

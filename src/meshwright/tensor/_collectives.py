@@ -179,8 +179,14 @@ def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
     )  # fmt: skip
 
 
+def _new_dtensor(own: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to build a DTensor of a distributed tensor; fast for others, since every result of DTensor comes here."""
+    is_plain = len(args) > 1 and not isinstance(args[1], DistTensor)  # (class, local tensor, …)
+    return NotImplemented if is_plain else _reduced_elsewhere(own, args, kwargs)
+
+
 if dist.is_available():
     for _op in collective_operators():
         guard_operator(_op, _guard)
     for _owner, _name in constructors_of_distributed():
-        offer_call(_owner, _name, _reduced_elsewhere)
+        offer_call(_owner, _name, _new_dtensor if _name.endswith("__new__") else _reduced_elsewhere)

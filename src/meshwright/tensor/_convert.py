@@ -17,6 +17,7 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
+from ._dist_tensor import wants_grad
 from ._places import is_backward, keep_place
 from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception
 
@@ -68,7 +69,7 @@ class Move:
         if self.rare is not None:
             return self.rare(x)
         grad_on = torch.is_grad_enabled()
-        if self.graded and ((grad_on and x.requires_grad) or forward_mode()):
+        if self.graded and ((grad_on and wants_grad(x)) or forward_mode()):
             return _convert(x, self)
         if self.is_relabel:
             return x

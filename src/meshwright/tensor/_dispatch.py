@@ -149,7 +149,7 @@ def _carry_out(
         run, by_value = _plan_lists(func, args, kwargs, tensors)
         out = run(func, types, args, kwargs)
         if key is not None and not recording():
-            _remember(key, floats_in(args, kwargs), run, by_value)
+            _remember(key, args, kwargs, run, by_value)
         return out
     mesh = _common_mesh(func, tensors)
     if any(not isinstance(t, DistTensor) for t in tensors):
@@ -165,28 +165,48 @@ def _carry_out(
     out = run(func, types, args, kwargs)
     if key is not None and not recording():
         kept = _or_below(settled(run)) if isinstance(func, Operator) else settled(run)
-        _remember(key, floats_in(args, kwargs), kept, by_value or handled)
+        _remember(key, args, kwargs, kept, by_value or handled)
     return out
 
 
-def _remember(key: Any, floats: tuple[Any, ...], run: Run, by_value: bool) -> None:
+def _remember(key: Any, args: Any, kwargs: Any, run: Run, by_value: bool) -> None:
+    floats = floats_in(args, kwargs)
     if len(PLANS) >= PLAN_LIMIT:
         PLANS.clear()
         _VALUED.clear()
     if floats and (by_value or key in _VALUED):
         _VALUED.add(key)
-        PLANS[key], key = _valued(key), (key, floats)
+        PLANS[key], key = _valued(key, args, kwargs), (key, floats)
     PLANS[key] = run
 
 
-def _valued(key: Any) -> Run:
-    """Return what looks up the plan of a call by the values of its floats, too."""
+def _valued(key: Any, args: Any, kwargs: Any) -> Run:
+    """Return what looks up the plan of a call by the values of its floats, too; `args` are those of the first call."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         plan = PLANS.get((key, floats_in(args, kwargs)))
         return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
 
-    return run
+    places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
+    return _valued_by_one(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
+
+
+def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
+    """Return what `run` does for a call whose only float is the argument at `place`, in one lookup."""
+    plans: dict[float, Run] = {}
+    named = isinstance(place, str)
+
+    def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        value = (kwargs if named else args)[place]
+        plan = plans.get(value) if value else None  # 0.0 equals -0.0
+        if plan is not None:
+            return plan(func, types, args, kwargs)
+        found = PLANS.get((key, floats_in(args, kwargs)))
+        if found is not None and value:
+            plans[value] = found
+        return run(func, types, args, kwargs)
+
+    return run_one
 
 
 def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
@@ -256,7 +276,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     run, passes_arguments = _closed(func, args, kwargs, captured, found)
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
-    if not passes_arguments:
+    if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
         run = _by_setting(run, mesh, _default_dtype, args, kwargs)
     if isinstance(found, Step) and found.context is not None:
         run = _by_setting(run, mesh, _context, args, kwargs)
@@ -290,6 +310,13 @@ def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], me
 
 Setting = Callable[[Any, Any], Any]
 """A global setting that a plan depends on, given the call's arguments."""
+
+
+def _keeps_dtypes(step: Step) -> bool:
+    """True if the default dtype has no influence: every result has the dtype of an operand."""
+    node = step.node
+    given = {x.dtype for x in tensors_in((node.args, node.kwargs))}
+    return given.issuperset(x.dtype for x in tensors_in(node.out))
 
 
 def _context(args: Any, kwargs: Any) -> Any:

@@ -39,6 +39,10 @@ PLAN_LIMIT = 200_000
 
 
 _LOCAL_SHAPE: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
+wants_grad: Callable[[Tensor], bool] = getattr(Tensor.requires_grad, "__get__")  # noqa: B009 - stubs: a bool
+"""Return `x.requires_grad`, faster than the attribute; call it with interception off."""
+is_leaf: Callable[[Tensor], bool] = getattr(Tensor.is_leaf, "__get__")  # noqa: B009 - stubs: a bool
+"""Return `x.is_leaf`, faster than the attribute; call it with interception off."""
 
 
 class DistTensor(Tensor):
@@ -63,17 +67,7 @@ class DistTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if transforming() or modes_active() or jit_tracing():
             return DistTensor._observed(func, types, args, kwargs)
-        key = None
-        if not kwargs:
-            if len(args) == 2:
-                a, b = args
-                if type(a) is DistTensor:
-                    if type(b) is DistTensor:
-                        key = (func, a._spec, b._spec)
-                    elif b is None or type(b) is int:
-                        key = (func, a._spec, b)
-            elif len(args) == 1 and type(args[0]) is DistTensor:
-                key = (func, args[0]._spec)
+        key = None if kwargs else _short_signature(func, args)
         if key is None:
             key = signature(func, args, kwargs)
         plan = PLANS.get(key)
@@ -190,6 +184,28 @@ def plain_view(x: Tensor) -> Tensor:
 _MARKS: dict[type, Any] = {float: float, complex: complex}
 
 
+def _short_signature(func: Any, args: Any) -> Any:
+    """Return the signature of a call of one to three distributed tensors and integers; None for another call."""
+    count = len(args)
+    if not 0 < count < 4 or type(args[0]) is not DistTensor:
+        return None
+    if count == 1:
+        return func, args[0]._spec
+    b = args[1]
+    if type(b) is DistTensor:
+        b = b._spec
+    elif b is not None and type(b) is not int:
+        return None
+    if count == 2:
+        return func, args[0]._spec, b
+    c = args[2]
+    if type(c) is DistTensor:
+        c = c._spec
+    elif c is not None and type(c) is not int:
+        return None
+    return func, args[0]._spec, b, c
+
+
 def signature(func: Any, args: Any, kwargs: Any) -> Any:
     """What two calls must share to be carried out alike; None where that cannot be said.
 
@@ -223,6 +239,8 @@ def _mark(value: Any) -> Any:
         return value._spec
     if kind is int or kind is str or value is None:
         return value
+    if kind is Tensor:
+        return _mark_tensor(value)
     if kind in _MARKS:
         return _MARKS[kind]
     if kind is bool:

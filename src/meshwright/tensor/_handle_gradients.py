@@ -153,7 +153,7 @@ def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) else [value]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @handles(_T.grad.__get__, numbers=False)

@@ -11,7 +11,7 @@ from meshwright.layout import ProcessMesh, Spec, replicated
 
 from ._capture import strides_of
 from ._convert import Move, convert_local
-from ._dist_tensor import DistTensor, plain_view
+from ._dist_tensor import DistTensor, is_leaf, plain_view, wants_grad
 from ._pending import defer_reduction
 from .torch_hooks import no_interception
 
@@ -24,9 +24,9 @@ def shared_move(x: Tensor, how: Move) -> Tensor:
     """
     if how.is_trivial:
         return x
-    if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and x.requires_grad):
+    if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and wants_grad(x)):
         return how(x)
-    if x.is_leaf:
+    if is_leaf(x):
         return defer_reduction(x, how) if how.is_relabel else how(x)
     held: Any = x.__dict__
     found = held.get("_shared")

@@ -9,8 +9,7 @@ accumulation over several passes is then one reduction.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -102,14 +101,17 @@ def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
         found.terms = found.take() + grad
 
 
-@contextmanager
-def deferring(wanted: bool) -> Generator[None]:
+class deferring:  # entered in every step: a class is faster than a generator
     """Inside, backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
-    before, _state.deferring = _state.deferring, wanted
-    try:
-        yield
-    finally:
-        _state.deferring = before
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before, _state.deferring = _state.deferring, self._wanted
+
+    def __exit__(self, *error: object) -> None:
+        _state.deferring = self._before
 
 
 def forget(leaf: Any) -> None:

@@ -27,8 +27,10 @@ class PerRank(Generic[Choice]):
         self._chosen: WeakKeyDictionary[Any, Choice] = WeakKeyDictionary()
 
     def get(self) -> Choice:
-        """The choice that holds now."""
-        if self._chosen and rank_or_none() is not None and current() in self._chosen:
+        """Return the choice that holds now."""
+        if not self._chosen:
+            return self._usual
+        if rank_or_none() is not None and current() in self._chosen:
             return self._chosen[current()]
         return self._chosen.get(threading.current_thread(), self._usual)
 

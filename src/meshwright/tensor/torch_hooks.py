@@ -192,10 +192,10 @@ def forward_mode() -> bool:
 
 
 MAKE_DUAL: Any = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
-"""What `forward_ad.make_dual` calls."""
+"""The C++ part of `forward_ad.make_dual`."""
 
 UNPACK_DUAL: Any = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
-"""What `forward_ad.unpack_dual` calls."""
+"""The C++ part of `forward_ad.unpack_dual`."""
 
 is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
 """True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
@@ -322,6 +322,38 @@ def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
     return op(*args, **kwargs)
+
+
+def as_on(device: torch.device | None) -> Run:
+    """Return how an operator on meta tensors is carried out, with the strides that its results have on a device.
+
+    torch chooses kernels of some operators by device, and the kernels differ in the memory order of their results.
+    """
+
+    def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = _plainly(op, args, kwargs)
+        if device is None or not op.name().startswith(_ORDERED_BY_DEVICE) or fake_tensor.is_fake(args[0]):
+            return out
+        try:
+            with fake_tensor.FakeTensorMode():
+                real = op(*tree_map(partial(_like_on, device), args), **tree_map(partial(_like_on, device), kwargs))
+        except Exception:  # the device is missing on this machine, or torch has no fake kernel
+            return out
+        return tree_map(lambda x, y: _like_on(x.device, x, y.stride()), out, real)
+
+    return run
+
+
+_ORDERED_BY_DEVICE = tuple(
+    f"aten::{name}" for name in ("scaled_dot_product_attention", "fft_", "linalg_eig", "linalg_svd")
+)
+
+
+def _like_on(device: torch.device, x: Any, strides: tuple[int, ...] | None = None) -> Any:
+    """Return an empty tensor like `x` on a device; `x` itself if it is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty_strided(x.shape, strides or x.stride(), dtype=x.dtype, device=device)
 
 
 class _Recorder(SchemaCheckMode):
