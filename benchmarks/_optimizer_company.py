@@ -133,7 +133,7 @@ def scheduling(name: str, make: Callable[[Any], Any], **options: Any) -> None:
     PROGRAMS[f"{name}, tensor lr, {options}"] = schedule
 
 
-for more in ({}, {"foreach": True, "capturable": False}, {"fused": True}):
+for more in ({}, {"foreach": False}, {"fused": True}):
     scheduling("ExponentialLR", lambda of: lr_scheduler.ExponentialLR(of, 0.5), **more)
     scheduling("OneCycleLR", lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=6), **more)
     scheduling("CosineAnnealingLR", lambda of: lr_scheduler.CosineAnnealingLR(of, 4), **more)

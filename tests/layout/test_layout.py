@@ -64,13 +64,13 @@ def test_every_axis_has_one_role(spec):
 
 @given(specs())
 def test_the_gradient_of_a_layout(spec):
-    """Shards stay; terms become a varying repetition, and back; a mean's terms stay terms of a sum."""
+    """Shards stay; terms become a varying repetition, and back; a mean's and an extremum's become terms of a sum."""
     layout, dual = spec.layout, spec.layout.dual()
     assert dual.dims == layout.dims
     ops = dict(layout.partial)
-    averaged = {a for a, op in ops.items() if op == "avg"}
-    assert set(dual.varying) == set(ops) - averaged
-    assert dict(dual.partial) == dict.fromkeys({*layout.varying, *averaged}, "sum")
+    shared = {a for a, op in ops.items() if op in ("avg", "max", "min")}
+    assert set(dual.varying) == set(ops) - shared
+    assert dict(dual.partial) == dict.fromkeys({*layout.varying, *shared}, "sum")
     if all(op == "sum" for op in ops.values()):
         assert dual.dual() == layout
     assert spec.dual().layout == dual

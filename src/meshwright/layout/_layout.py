@@ -117,13 +117,15 @@ class Layout:
         return Replicate()
 
     def dual(self) -> Layout:
-        """The layout of the gradient: slices stay, terms become a varying repetition, and the other way round.
+        """Return the layout of the gradient: slices stay, terms become a varying repetition, and the other way round.
+
+        The gradient of an average, a maximum or a minimum is the sum of the gradients of its terms.
 
         >>> Layout((("dp",), ()), partial=(("tp", "sum"),), varying=("cp",)).dual()
         [@dp, :] +cp ~tp
         """
-        stays = tuple((a, "sum") for a, op in self.partial if op == "avg")
-        flips = tuple(a for a, op in self.partial if op != "avg")
+        stays = tuple((a, "sum") for a, op in self.partial if op in _SHARING)
+        flips = tuple(a for a, op in self.partial if op not in _SHARING)
         return Layout(self.dims, (*((a, "sum") for a in self.varying), *stays), flips)
 
     def with_varying(self, axes: Iterable[str]) -> Layout:
@@ -138,6 +140,10 @@ class Layout:
         """The pending and varying axes in text, such as ` +ep +cp:max ~dp`."""
         pending = "".join(f" +{a}" + ("" if op == "sum" else f":{op}") for a, op in self.partial)
         return pending + "".join(f" ~{a}" for a in self.varying)
+
+
+_SHARING = ("avg", "max", "min")
+"""Reductions whose gradient is shared out among the terms, as equal parts or by the terms that attain the value."""
 
 
 def without_trivial_axes(layout: Layout, sizes: Mapping[str, int]) -> Layout:

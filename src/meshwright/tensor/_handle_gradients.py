@@ -14,9 +14,10 @@ from meshwright.layout import Spec, replicated
 from ._absent import absent
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
+from ._errors import OperationError
 from ._local import spec_of, whole_local
 from ._memory import release_memory
-from ._pending import deferring, flush, forget
+from ._pending import deferring, flush, flush_read, forget
 from ._registry import handles
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward
 
@@ -25,7 +26,16 @@ _T: Any = Tensor
 
 
 def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
-    """Return the local gradient of a tensor with `spec` as the distributed tensor that it is."""
+    """Return the local gradient of a tensor with `spec` as the distributed tensor that it is.
+
+    Raises OperationError for a pending product: the gradients of its factors do not tell that of the product.
+    """
+    if any(op == "prod" for _, op in spec.layout.partial):
+        raise OperationError(
+            "the gradient of a pending product", repr(spec),
+            "each rank has the gradient of its own factor, which does not tell the gradient of the product",
+            "fix: mw.reshard(x, mesh, placements) without Partial('prod') before the gradient is asked for",
+        )  # fmt: skip
     with no_interception():
         dual = spec.dual().with_dtype(grad.dtype)
         grad = arranged(grad, dual)
@@ -96,6 +106,7 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
             allow_unreachable=True,
             accumulate_grad=True,
         )
+    flush_read()
 
 
 @handles(torch.autograd.grad)

@@ -123,14 +123,26 @@ def forget(leaf: Any) -> None:
 
 
 def flush() -> None:
-    """Reduces every gradient that waits, in buckets of equal reductions, and adds it to `.grad`."""
-    if not _state.waiting:
-        return
-    waiting, _state.waiting = list(_state.waiting.values()), {}
+    """Reduce every gradient that waits, in buckets of equal reductions, and add it to `.grad` in place."""
+    if _state.waiting:
+        waiting, _state.waiting = list(_state.waiting.values()), {}
+        _add_up(waiting)
+
+
+def flush_read() -> None:
+    """Reduce the gradients that wait to be added to a `.grad` that is there: the program may hold that tensor."""
+    with no_interception():
+        read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
+    if read:
+        _state.waiting = {key: item for key, item in _state.waiting.items() if key not in read}
+        _add_up(list(read.values()))
+
+
+def _add_up(waiting: Sequence[_Pending]) -> None:
     with no_interception(), torch.no_grad():
         for bucket in _buckets(waiting):
             for item, grad in zip(bucket, _reduced(bucket), strict=True):
-                item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad + grad
+                item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad.add_(grad)
 
 
 def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:

@@ -1,0 +1,73 @@
+"""Gradients of leaves: in every layout, and added up over several backward passes, they are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.tensor import OperationError
+
+MESH = mw.ProcessMesh(range(2), ["x"])
+PROGRAMS = [
+    lambda x: (x * 2).sum(),
+    lambda x: x.sum() * 3,
+    lambda x: (x * x).sum(),
+    lambda x: x.exp().sum(),
+    lambda x: (x * torch.arange(3.0)).sum(),
+    lambda x: x.amax(),
+]
+
+
+def _leaf(value: Tensor, placement: Any) -> Tensor:
+    return mw.shard_tensor(value, MESH, [placement]).detach().requires_grad_()
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("value", [torch.ones(3), torch.tensor([-1.0, 0.5, 2.0])], ids=["equal", "different"])
+def test_the_gradient_of_a_pending_leaf_is_that_of_one_device(op: Any, value: Tensor) -> None:
+    def gradients() -> list[Any]:
+        found: list[Any] = []
+        for program in PROGRAMS:
+            x, y = _leaf(value, mw.Partial(op)), _leaf(value, mw.Partial(op))
+            program(x).backward()
+            assert x.grad is not None
+            found += [x.grad.tolist(), torch.autograd.grad(program(y), y)[0].tolist()]
+        return found
+
+    wanted: list[Any] = []
+    for program in PROGRAMS:
+        x = value.clone().requires_grad_()
+        program(x).backward()
+        assert x.grad is not None
+        wanted += [x.grad.tolist()] * 2
+    assert mw.simulate(gradients, 2) == [wanted] * 2
+
+
+def test_the_gradient_of_a_pending_product_is_refused() -> None:
+    def program() -> None:
+        x = _leaf(torch.ones(3), mw.Partial("prod"))
+        (x * 2).sum().backward()
+        assert x.grad is not None
+
+    with pytest.raises(OperationError, match=r"pending product"):
+        mw.simulate(program, 2)
+
+
+def test_a_second_backward_pass_adds_to_the_gradient_that_the_program_holds() -> None:
+    """The gradient is a sum over ranks, which is reduced late; a tensor that was read before has it all the same."""
+
+    def program() -> tuple[Any, ...]:
+        w = mw.shard_tensor(torch.ones(4), MESH, [mw.Replicate()]).requires_grad_()
+        x = mw.shard_tensor(torch.ones(2, 4), MESH, [mw.Shard(0)])
+        (w * x).sum().backward()
+        held = w.grad
+        assert held is not None
+        part = held[:2]
+        (w * x).sum().backward()
+        return held.tolist(), part.tolist(), w.grad is held
+
+    assert mw.simulate(program, 2) == [([4.0] * 4, [4.0] * 2, True)] * 2
