@@ -70,9 +70,10 @@ class Net(nn.Module):
         self.second = nn.Parameter(layer.shard(numbers(3, 5), R, S1))
         self.scale = nn.Parameter(self.first.detach().norm(dim=1, keepdim=True))
         self.norm = nn.BatchNorm1d(5)
+        nn.init.constant_(self.norm.bias, 0.5)  # at zero its gradient is rounding error alone
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x @ self.first.t() * self.scale.reshape(-1)) @ self.second.t()
+        return (self.norm(x @ self.first.t()) * self.scale.reshape(-1)) @ self.second.t()
 
 
 def backward(net: nn.Module, layer: Layer, step: int) -> None:

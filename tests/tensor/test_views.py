@@ -67,3 +67,21 @@ def test_a_view_sees_what_is_written_to_its_base(layout: str) -> None:
 
     for found in mw.simulate(on_rank, 4):
         torch.testing.assert_close(found, program(plain.clone(), lambda t: t))
+
+
+def test_a_list_function_writes_a_view_and_its_base_in_order():
+    """The view has memory of its own on these ranks; the base is written to after the view, in the same call."""
+
+    def program(x):
+        view = x[1:3]
+        torch._foreach_add_([view, x, view], [1.0, 2.0, 4.0])
+        torch._foreach_mul_([x[0:4], x], [2.0, 3.0])
+        return [x, view]
+
+    wanted = [t.tolist() for t in program(torch.arange(12.0).view(6, 2))]
+
+    def ranks():
+        x = mw.shard_tensor(torch.arange(12.0).view(6, 2), mw.ProcessMesh(range(4), ["x"]), [mw.Shard(0)])
+        return [mw.unshard_dtensor(t).tolist() for t in program(x)]
+
+    assert mw.simulate(ranks, 4) == [wanted] * 4

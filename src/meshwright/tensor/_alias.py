@@ -51,6 +51,8 @@ class DistView(DistTensor):
     _viewing = True
     _source: Source
     _outer: DistView
+    _agreed: int
+    """The version of an outer view at which it and its base last held the same values."""
 
     def _read_again(self) -> None:
         _refresh(self._outer)
@@ -71,6 +73,7 @@ def as_view(
     view.__class__ = DistView
     view._source = Source(base, func, args, kwargs, at, version_of(base), single)
     view._outer = view
+    view._agreed = version_of(view)
     return view
 
 
@@ -136,7 +139,7 @@ def before_call(views: Sequence[DistView]) -> list[int]:
 def after_call(views: Sequence[DistView], before: Sequence[int], out: Any) -> None:
     """Writes every view back that was written to since `before`, and makes local views of views known as such."""
     for view, version in zip(views, before, strict=True):
-        if version_of(view) != version:
+        if version_of(view) not in (version, view._outer._agreed):
             _write_back(view._outer)
     for r in tensors_in(out):
         if type(r) is DistTensor:
@@ -164,7 +167,7 @@ def _refresh(view: DistView) -> None:
     done = call_whole(source.func, source.args, source.kwargs)
     new = list(tensors_in(done.out))[source.at]
     write_into(view, stamp(new, _whole_spec_of(new, view)))
-    source.version = now
+    source.version, view._agreed = now, version_of(view)
 
 
 def check_writable(x: Tensor) -> None:
@@ -208,6 +211,7 @@ def _write_back(view: DistView) -> None:
         _write_back(source.base._outer)
     if source.single:
         source.version = version_of(source.base)
+    view._agreed = version_of(view)
 
 
 def _overlaps(x: Tensor) -> bool:
