@@ -43,8 +43,11 @@ RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", 
 
 
 def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
-    """The rule of `op` for these arguments; an in-place operator `add_` has the rule of `add`."""
-    name, entry = _entry(op, RULES)
+    """Return the rule of `op` for these arguments; an in-place operator `add_` has the rule of `add`.
+
+    An overload with `out=` has none: a rule says nothing about the tensors that only receive results.
+    """
+    name, entry = ("", None) if _has_targets(op) else _entry(op, RULES)
     rule = _for(entry, args, kwargs)
     if rule is None or rule.guard is not None or name not in GUARDED or _aliases(op):
         return rule
@@ -64,6 +67,11 @@ def _for(entry: Entry | None, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _aliases(op: Operator) -> bool:
     """True when the operator writes to an operand, or gives views of it."""
     return any(a.alias_info is not None for a in schema_of(op).arguments)
+
+
+def _has_targets(op: Operator) -> bool:
+    """True for an operator with keyword arguments that it only writes to."""
+    return any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema_of(op).arguments)
 
 
 def _entry(op: Operator, table: Mapping[str, Entry]) -> tuple[str, Entry | None]:
