@@ -34,6 +34,8 @@ from .opdb import Ours
 Marks = tuple[str, ...]
 RANKS = 4
 _NN: Any = vars(torch._C)["_nn"]
+UNADDED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch cannot add, so that they cannot be pending sums."""
 QUICK = 12  # every so many operators
 
 
@@ -223,7 +225,7 @@ class Laying:
 
 def _mark(mark: str, x: Tensor) -> str:
     if mark == "P":
-        return "R" if x.dtype is torch.bool or x.dtype.itemsize == 1 else "P"
+        return "R" if x.dtype is torch.bool or x.dtype.itemsize == 1 or x.dtype in UNADDED else "P"
     if mark == "R" or not x.dim():
         return "R"
     return f"S{int(mark) % x.dim()}"

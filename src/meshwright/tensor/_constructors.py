@@ -18,6 +18,7 @@ from ._dist_tensor import DistTensor, stamp
 from ._errors import MemoryAccessError
 from ._handle_memory import refusal
 from ._handle_values import everywhere
+from ._out import into_targets
 from .torch_hooks import (
     backward_running,
     guard_operator,
@@ -86,6 +87,11 @@ def _exported(own: Any, args: Any, kwargs: Any) -> Any:
     return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
 
 
+def _filled(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return `torch.range(..., out=x)`: the numbers, written into `x`."""
+    return into_targets(own, args, kwargs, ["out"]) if isinstance(kwargs.get("out"), DistTensor) else NotImplemented
+
+
 def _refused(own: Any, args: Any, kwargs: Any) -> Any:
     found = next((a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
     if found is None:
@@ -97,6 +103,7 @@ OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch, "tensor", _copied),
     (torch, "as_tensor", _taken),
     (torch, "asarray", _as_array),
+    (torch, "range", _filled),
     (torch.Tensor, "new_tensor", _copied_like),
     (torch.Tensor, "_make_subclass", _refused),
     (dlpack, "to_dlpack", _exported),

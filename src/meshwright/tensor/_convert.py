@@ -19,7 +19,7 @@ from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._dist_tensor import wants_grad
 from ._places import is_backward, keep_place
-from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception
+from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception, unwritten
 
 
 class Move:
@@ -110,7 +110,9 @@ def arranged(x: Tensor, spec: Spec) -> Tensor:
     if isinstance(x, FakeTensor):  # a program that is recorded has no writes
         return x.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
     strides = dense_strides(x.shape, order)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)  # no view, unlike a permute
+    new = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    with unwritten(new):
+        return new.copy_(x)  # no view, unlike a permute
 
 
 @lru_cache(maxsize=65536)
@@ -156,7 +158,9 @@ def _owned(x: Tensor) -> Tensor:
     """`x` as no view of anything, so that it may be written to; it keeps its memory."""
     if not x._is_view():
         return x
-    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    new = x.new_empty(0)
+    with unwritten(new):
+        return new.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def convert_local(x: Tensor, src: Spec, dst: Spec) -> Tensor:

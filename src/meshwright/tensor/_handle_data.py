@@ -242,7 +242,8 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if x._away:
         pass
-    elif set(new._spec.layout.axes) != set(x._spec.layout.axes):
+    elif _real_axes(new._spec) != _real_axes(x._spec):
+        new = new.clone()  # a view of `x` would keep it
         return _moved_into(x, new, name)
     elif name == "squeeze_":
         gone = _squeezed_dims(x, *args[1:], **kwargs)
@@ -275,6 +276,11 @@ def _squeezed_dims(x: Tensor, dim: Any = None) -> tuple[int, ...]:
     return tuple(d for d in listed if x.shape[d] == 1)
 
 
+def _real_axes(spec: Spec) -> set[str]:
+    """Return the axes that divide or repeat the tensor; an axis of size 1 does neither."""
+    return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
+
+
 def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
     """`x` itself with the value, the memory and the past of `new`, which could not share the memory of `x`."""
     with no_interception():
@@ -284,5 +290,12 @@ def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
             name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",
             f"x = x.{name[:-1]}(...), which makes a new tensor",
         )  # fmt: skip
-    swap_tensors(x, new.clone())
+    try:
+        swap_tensors(x, new)
+    except RuntimeError as error:
+        raise OperationError(
+            name, f"{x._spec!r}, which other tensors or the autograd graph refer to",
+            "the parts have to move, and the others would keep the memory that they share",
+            f"x = x.{name[:-1]}(...), which makes a new tensor",
+        ) from error  # fmt: skip
     return x

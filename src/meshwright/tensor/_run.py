@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
 from ._tree import map_leaves, map_tensors, tensors_in
-from .torch_hooks import call_plain, no_interception, parameters_of, view_replay, written_arguments
+from .torch_hooks import call_plain, no_interception, no_modes, parameters_of, view_replay, written_arguments
 
 _NOTHING: dict[str, Any] = {}
 
@@ -323,17 +324,32 @@ def run_twin(node: Node, captured: Captured) -> Run | None:
     if twin is None:
         return None
 
+    unseen = _is_unseen(node)
+
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         real = _real(captured, args, kwargs)
         target = real(node.args[0])
         before = target.clone() if torch.is_grad_enabled() else target
         new = twin(before, *real(node.args[1:]), **real(node.kwargs))
-        if before.requires_grad and new.is_floating_point() and not new.requires_grad:
-            with torch.no_grad():  # autograd does not see what the operator writes
-                return write_into(target, new)
-        return write_into(target, new)
+        with torch.no_grad() if unseen else nullcontext():
+            return write_into(target, new)
 
     return run if isinstance(node.args[0], Tensor) else None
+
+
+def _is_unseen(node: Node) -> bool:
+    """True if autograd does not see what the operator writes: the gradient passes as if nothing had been written."""
+    target: Any = node.args[0]
+    if not target.is_floating_point() and not target.is_complex():
+        return False
+    with no_modes(), torch.enable_grad():
+        written = torch.empty_like(target, requires_grad=True) * 1
+        before = written.grad_fn
+        try:
+            node.op(written, *node.args[1:], **node.kwargs)
+        except RuntimeError:  # torch refuses the derivative, which the call itself will say
+            return False
+        return written.grad_fn is before
 
 
 def _twin(node: Node) -> Callable[..., Any] | None:

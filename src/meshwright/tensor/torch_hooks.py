@@ -26,7 +26,7 @@ from torch._ops import (
 from torch._subclasses import fake_tensor
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import forward_ad
-from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.autograd.grad_mode import _force_original_view_tracking, _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.jit import _recursive
@@ -68,6 +68,10 @@ unscale: Callable[..., None] = getattr(torch, "_amp_foreach_non_finite_check_and
 
 seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
+
+
+unwritten = _unsafe_preserve_version_counter
+"""Context in which writes to a new tensor do not count: its version stays 0, as if an operator had made it."""
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
