@@ -281,7 +281,7 @@ def _real_axes(spec: Spec) -> set[str]:
     return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
 
 
-def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
+def _moved_into(x: DistTensor, new: Tensor, name: str) -> DistTensor:
     """`x` itself with the value, the memory and the past of `new`, which could not share the memory of `x`."""
     with no_interception():
         is_view = x._is_view()
