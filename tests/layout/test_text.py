@@ -12,6 +12,7 @@ from meshwright.layout import (
     LayoutError,
     ProcessMesh,
     Product,
+    dense_strides,
     parse_layout,
     parse_spec,
     read_dtype,
@@ -94,3 +95,19 @@ def test_the_form():
 def test_text_that_is_no_spec_is_refused(text, why):
     with pytest.raises(LayoutError, match=why.replace("(", r"\(")):
         parse_spec(text, MESH)
+
+
+@given(specs(), st.randoms(use_true_random=False))
+def test_a_spec_with_strides_parses_back(spec, random):
+    order = list(range(spec.ndim))
+    random.shuffle(order)
+    strided = spec.with_strides(dense_strides(spec.shape, order))
+    assert parse_spec(repr(strided), spec.mesh) is strided
+
+
+def test_strides_are_written_behind_the_layout():
+    spec = parse_spec("f32[8@x, 4] strides (1, 8)", MESH)
+    assert spec.strides == (1, 8)
+    assert spec.order == (1, 0)
+    assert repr(spec) == "f32[8@x, 4] strides (1, 8)"
+    assert parse_spec("f32[8@x, 4] strides (4, 1)", MESH).strides is None
