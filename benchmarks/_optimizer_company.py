@@ -69,7 +69,7 @@ class Net(nn.Module):
         self.first = nn.Parameter(layer.shard(numbers(5, 6), S0, R))
         self.second = nn.Parameter(layer.shard(numbers(3, 5), R, S1))
         self.scale = nn.Parameter(self.first.detach().norm(dim=1, keepdim=True))
-        self.norm = nn.BatchNorm1d(5)
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
         nn.init.constant_(self.norm.bias, 0.5)  # at zero its gradient is rounding error alone
 
     def forward(self, x: Tensor) -> Tensor:

@@ -83,9 +83,9 @@ def states_of(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def kept(x: Tensor) -> Tensor:
-    """A copy of the whole value, as this rank sees it."""
+    """Return a copy of the whole value, as this rank sees it, to be compared in single precision."""
     x = mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x
-    return x.detach().clone()
+    return x.detach().to(torch.float32 if x.is_floating_point() else x.dtype, copy=True)
 
 
 @dataclass(frozen=True)
