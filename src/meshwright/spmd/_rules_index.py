@@ -197,10 +197,14 @@ def one_hot_rule(x: Tensor, num_classes: int = -1) -> str | None:
 
 def embedding_bag_rule(
     weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
-    sparse: bool = False, per_sample_weights: Tensor | None = None, *rest: Any, **kwargs: Any,
+    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    *rest: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """Columns may be cut; what else it returns tells nothing about them (except for the maximum)."""
-    if sparse or mode == 2:
+    """Return the rule that shards columns; side results do not depend on them, except for the maximum.
+
+    With `include_last_offset`, torch's meta kernel gives side results other sizes than its kernels do.
+    """
+    if sparse or mode == 2 or include_last_offset:
         return None
 
     def by_columns(call: LocalCall, *args: Any, **kwargs: Any) -> Any:

@@ -90,6 +90,12 @@ def version_of(x: Tensor) -> int:
         return 0 if x.is_inference() else x._version
 
 
+def is_unversioned(x: Tensor) -> bool:
+    """True for a tensor that was made in inference mode: nothing counts what is written to it."""
+    with no_interception():
+        return x.is_inference()
+
+
 def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` on the whole tensors; results are replicated, and views of gathered arguments are views still.
 
@@ -136,10 +142,13 @@ def before_call(views: Sequence[DistView]) -> list[int]:
     return [version_of(v) for v in views]
 
 
-def after_call(views: Sequence[DistView], before: Sequence[int], out: Any) -> None:
-    """Writes every view back that was written to since `before`, and makes local views of views known as such."""
+def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
+    """Write back every view that was written to since `before`, and make local views of views known as such.
+
+    `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
+    """
     for view, version in zip(views, before, strict=True):
-        if version_of(view) not in (version, view._outer._agreed):
+        if version_of(view) not in (version, view._outer._agreed) or any(x is view for x in written):
             _write_back(view._outer)
     for r in tensors_in(out):
         if type(r) is DistTensor:
@@ -160,7 +169,7 @@ def _refresh(view: DistView) -> None:
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
     now = version_of(source.base)
-    if now == source.version:
+    if now == source.version and not is_unversioned(view):
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")

@@ -16,6 +16,7 @@ from torch.utils import dlpack
 
 from ._dist_tensor import DistTensor, stamp
 from ._errors import MemoryAccessError
+from ._handle_data import takes_memory
 from ._handle_memory import refusal
 from ._handle_values import everywhere
 from ._out import into_targets
@@ -149,7 +150,9 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """`plain.set_(x)`: `plain` on the memory of `x`; and `x.set_(...)`, which gives `x` other memory."""
+    """Return `x.set_(source)`; raise MemoryAccessError unless both tensors are plain, or both are distributed."""
+    if len(args) == 2 and all(isinstance(t, DistTensor) for t in args) and takes_memory(*args):
+        return args[0]
     if isinstance(args[0], DistTensor):
         raise refusal("Tensor.set_", args[0], "x.data = new, or x.copy_(new), or a new tensor")
     if len(args) > 1 and isinstance(args[1], DistTensor):

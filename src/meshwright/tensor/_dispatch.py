@@ -25,7 +25,7 @@ from . import (
     _handle_values,
 )
 from ._absent import Absent
-from ._alias import DistView, after_call, before_call, check_writable, run_whole
+from ._alias import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
 from ._capture import Captured, asks_sizes, autocast_dtype, capture
 from ._collectives import handler_of
 from ._context import context
@@ -115,8 +115,22 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     if out is NotImplemented:
         out = _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
     if views:
-        after_call(views, before, out)
+        after_call(views, before, out, _written_unseen(func, args, kwargs, tensors))
     return out
+
+
+def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the views of inference mode that the call writes to: by its operators, or by its name if torch refuses."""
+    unseen = [t for t in tensors if type(t) is DistView and is_unversioned(t)]
+    if not unseen:
+        return []
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception:  # a result whose size depends on values
+        name = name_of(func)
+        return unseen if name.endswith("_") or name == "__setitem__" else []
+    written = {id(m) for m in written_inputs(captured)}
+    return [t for m, t in zip(captured.inputs, tensors, strict=True) if id(m) in written]
 
 
 def _is_below(func: Any) -> bool:

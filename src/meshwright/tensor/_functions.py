@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from meshwright.layout import Spec
 
+from ._alias import version_of
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import CollectiveError, PlainInBackwardError
@@ -93,9 +94,9 @@ def _on_whole(function: Any) -> Any:
 
 def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The results; of an argument among them that was not written to, torch would make a plain tensor of its own."""
-    before = [(x, x._version) for x in args if isinstance(x, DistTensor)]
+    before = [(x, version_of(x)) for x in args if isinstance(x, DistTensor)]
     out = function(*args)
-    same = {id(x) for x, version in before if x._version == version}
+    same = {id(x) for x, version in before if version_of(x) == version}
 
     def own(x: Any) -> Any:
         return present(alias_of(x), x._spec) if id(x) in same else x

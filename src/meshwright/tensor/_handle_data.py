@@ -104,6 +104,21 @@ def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     x._spec = need
 
 
+def takes_memory(x: DistTensor, source: DistTensor) -> bool:
+    """Give `x` the memory and the layout of `source`, as `x.set_(source)` does; False if this cannot be done.
+
+    `torch.nn.utils.parametrize` calls `set_` on parameters. A view has memory of its own, and stays as it is.
+    """
+    if x.dtype != source.dtype or x._viewing or source._viewing:
+        return False
+    with no_interception():
+        _T.data.__set__(x, plain_view(source))
+    held: Any = x.__dict__
+    held.pop("_shared", None)
+    x._spec = source._spec
+    return True
+
+
 def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
     """The spec of `x` once it has taken over data that has the spec `have`."""
     if have.shape == x._spec.shape:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._alias import version_of
 from ._dispatch import name_of, planned
 from ._dist_tensor import DistTensor, signature
 from ._errors import OperationError, TraceError
@@ -108,7 +109,7 @@ class _Wholes:
         with transforms_paused():
             found = {id(t): t for t in tensors_in(tree) if isinstance(t, DistTensor)}
             self.pairs = {key: (t, whole_local(t)) for key, t in found.items()}
-            self.versions = {key: w._version for key, (_, w) in self.pairs.items()}
+            self.versions = {key: version_of(w) for key, (_, w) in self.pairs.items()}
         tell_whole(NAME, WHY)
 
     def plain(self, t: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class _Wholes:
     def check(self, func: Any) -> None:
         """Raises OperationError where the call wrote into a tensor whose parts lie elsewhere."""
         for key, (t, whole) in self.pairs.items():
-            if whole._version != self.versions[key] and whole_spec(t._spec) is not t._spec:
+            if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
                 raise OperationError(
                     f"to write with {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
                     "there the tensor is a whole copy, and what is written to it is lost",

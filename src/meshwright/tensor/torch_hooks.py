@@ -70,8 +70,9 @@ seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
 
 
-unwritten = _unsafe_preserve_version_counter
-"""Context in which writes to a new tensor do not count: its version stays 0, as if an operator had made it."""
+def unwritten(new: torch.Tensor) -> Any:
+    """Context in which writes to a new tensor do not count: its version stays 0, as if an operator had made it."""
+    return nullcontext() if new.is_inference() else _unsafe_preserve_version_counter(new)
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -329,35 +330,36 @@ def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def as_on(device: torch.device | None) -> Run:
-    """Return how an operator on meta tensors is carried out, with the strides that its results have on a device.
+    """Return how an operator on meta tensors is carried out, with the sizes and strides of its results on a device.
 
-    torch chooses kernels of some operators by device, and the kernels differ in the memory order of their results.
+    torch chooses kernels of some operators by device, and they differ in the memory order of their results, or in
+    the sizes of results that only a backward pass reads.
     """
 
     def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _plainly(op, args, kwargs)
-        if device is None or not op.name().startswith(_ORDERED_BY_DEVICE) or fake_tensor.is_fake(args[0]):
+        if device is None or not op.name().startswith(_CHOSEN_BY_DEVICE) or fake_tensor.is_fake(args[0]):
             return out
         try:
             with fake_tensor.FakeTensorMode():
                 real = op(*tree_map(partial(_like_on, device), args), **tree_map(partial(_like_on, device), kwargs))
         except Exception:  # the device is missing on this machine, or torch has no fake kernel
             return out
-        return tree_map(lambda x, y: _like_on(x.device, x, y.stride()), out, real)
+        return tree_map(lambda x, y: _like_on(x.device, y), out, real)
 
     return run
 
 
-_ORDERED_BY_DEVICE = tuple(
-    f"aten::{name}" for name in ("scaled_dot_product_attention", "fft_", "linalg_eig", "linalg_svd")
+_CHOSEN_BY_DEVICE = tuple(
+    f"aten::{name}" for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "linalg_eig", "linalg_svd")
 )
 
 
-def _like_on(device: torch.device, x: Any, strides: tuple[int, ...] | None = None) -> Any:
+def _like_on(device: torch.device, x: Any) -> Any:
     """Return an empty tensor like `x` on a device; `x` itself if it is no tensor."""
     if not isinstance(x, torch.Tensor):
         return x
-    return torch.empty_strided(x.shape, strides or x.stride(), dtype=x.dtype, device=device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 class _Recorder(SchemaCheckMode):
