@@ -64,7 +64,7 @@ def test_every_axis_has_one_role(spec):
 
 @given(specs())
 def test_the_gradient_of_a_layout(spec):
-    """Shards stay; terms become a varying repetition, and back; a mean's terms stay terms of a sum."""
+    """The dual keeps shards, and swaps pending sums with varying axes; a pending mean becomes a pending sum."""
     layout, dual = spec.layout, spec.layout.dual()
     assert dual.dims == layout.dims
     ops = dict(layout.partial)
@@ -145,13 +145,19 @@ def test_placements_refuse_nonsense():
         Partial("mean")
     assert Partial() == Partial("sum")
     assert [repr(p) for p in (Replicate(), Shard(1), Partial(), Partial("max"))] == [
-        "Replicate()", "Shard(1)", "Partial()", "Partial('max')",
-    ]  # fmt: skip
+        "Replicate()",
+        "Shard(1)",
+        "Partial()",
+        "Partial('max')",
+    ]
 
 
 def test_an_error_has_four_parts():
     error = MeshwrightError("this", "that", "because", "other")
     assert (error.asked, error.found, error.why, error.write) == ("this", "that", "because", "other")
     assert str(error).splitlines() == [
-        "MeshwrightError: this", "  found: that", "  why:   because", "  write: other",
-    ]  # fmt: skip
+        "MeshwrightError: this",
+        "  found: that",
+        "  why:   because",
+        "  write: other",
+    ]
