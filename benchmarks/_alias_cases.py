@@ -1,8 +1,7 @@
 """Calls of every operator of torch whose result may share memory with an argument, derived from torch's schemas.
 
-A schema marks a result that may share memory with an argument by an alias annotation, such as `Tensor(a)`. Arguments
-are made from the schema: the name and the type of an argument say which values it takes. `UNCALLED` names the operators
-that are left out, each with its reason.
+A schema marks such a result by an alias annotation, such as `Tensor(a)`. Arguments are made from the schema: their
+names and types give the values to try. `UNCALLED` lists the operators that are left out, each with its reason.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ UNCALLED = {
     **dict.fromkeys(("cuda", "pin_memory"), "it needs an accelerator"),
     "_test_autograd_multiple_dispatch_view": "torch's own tests use it, and nothing else",
     "slice_inverse": "autograd uses it on gradients; its result has the size of another tensor",
-    "_reshape_alias": "its strides are those of a tensor that `reshape` has looked at before",
+    "_reshape_alias": "its strides must be those that `reshape` found for its argument",
 }
 
 SHAPES: dict[str, tuple[int, ...]] = {"t": (5, 4), "numpy_T": (5, 4), "matrix_H": (5, 4), "numpy_T.a": (5, 4)}
-"""Operators that take no tensor of the usual shape."""
+"""Operators that need a tensor of a particular shape."""
 USUAL = (4, 3, 6)
 COMPLEX = {"_conj", "conj", "imag", "view_as_real", "resolve_conj"}
 
@@ -64,12 +63,12 @@ _SIZES: dict[str, list[dict[str, Any]]] = {
     "hsplit.array": [{"indices": [1]}],
     "tensor_split.tensor_indices_or_sections": [{"tensor_indices_or_sections": torch.tensor(2)}],
 }  # fmt: skip
-"""Arguments beside `self` of operators whose sizes must fit together."""
+"""Arguments beside `self`, for operators whose arguments must have sizes that fit together."""
 
 
 @dataclass(frozen=True, eq=False)
 class ViewCall:
-    """One call of an operator on `x`, a tensor of `shape` and `dtype`, with the other arguments by their names."""
+    """One call of an operator on a tensor `x` of `shape` and `dtype`, with the other arguments by name."""
 
     op: Any
     shape: tuple[int, ...]
@@ -83,11 +82,11 @@ class ViewCall:
         return f"{self.op}({given})"
 
     def __call__(self, x: Any) -> Any:
-        """Return what the operator returns for `x`; the value of an argument that is a function is made of `x`."""
+        """Return the operator's result for `x`; an argument given as a function is called on `x` first."""
         return self.op(x, **{k: v(x) if v is _like else v for k, v in self.kwargs})
 
     def as_method(self, x: Any) -> Any:
-        """Return what the tensor's method of the same name returns for `x`."""
+        """Return the result of the method of `x` that has the operator's name."""
         given = {k: v(x) if v is _like else v for k, v in self.kwargs}
         names = [a.name for a in self.op._schema.arguments if not a.kwarg_only][1:]
         while names and names[-1] not in given:
@@ -102,7 +101,7 @@ class ViewCall:
 
 
 def view_operators() -> Iterator[Any]:
-    """Yield every overload of `torch.ops.aten` that writes to no argument, and whose result may alias one."""
+    """Yield every overload of `torch.ops.aten` that writes to no argument and may return an alias of one."""
     for schema in torch._C._jit_get_all_schemas():
         returns = any(r.alias_info is not None for r in schema.returns)
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
@@ -119,7 +118,7 @@ def view_operators() -> Iterator[Any]:
 
 
 def view_calls(op: Any) -> list[ViewCall]:
-    """Return the calls of one operator; empty where torch accepts none of them."""
+    """Return the calls of one operator that torch accepts."""
     base, overload = op._schema.name.removeprefix("aten::"), op._schema.overload_name
     full = f"{base}.{overload}" if overload else base
     shape = SHAPES.get(full) or SHAPES.get(base) or USUAL
@@ -134,7 +133,7 @@ def view_calls(op: Any) -> list[ViewCall]:
 
 
 def _combined(op: Any) -> Iterator[dict[str, Any]]:
-    """Yield arguments beside `self`: the first value of each, then every other value of each in turn."""
+    """Yield arguments beside `self`: all first values, then the other values of one argument at a time."""
     values: dict[str, list[Any]] = {}
     for argument in list(op._schema.arguments)[1:]:
         if str(argument.type) == "Tensor":
@@ -156,7 +155,7 @@ def _like(x: Any) -> Any:
 
 
 def _is_accepted(call: ViewCall) -> bool:
-    """True if torch takes the arguments: what it refuses for a contiguous tensor is not a call."""
+    """True if torch accepts the arguments for a contiguous tensor."""
     try:
         call(torch.zeros(call.shape, dtype=call.dtype))
     except Exception:
@@ -165,7 +164,7 @@ def _is_accepted(call: ViewCall) -> bool:
 
 
 def has_method(call: ViewCall) -> bool:
-    """True if the tensor's method of the operator's name takes the call's arguments in the schema's order."""
+    """True if a method with the operator's name takes the arguments of the call in the schema's order."""
     try:
         call.as_method(torch.zeros(call.shape, dtype=call.dtype))
     except Exception:
@@ -174,5 +173,5 @@ def has_method(call: ViewCall) -> bool:
 
 
 def tensors_of(out: Any) -> list[Tensor]:
-    """Return the tensors of a result: itself, or those of a list."""
+    """Return the tensors of a result, which is a tensor or a list of tensors."""
     return [out] if isinstance(out, Tensor) else list(out)

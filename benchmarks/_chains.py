@@ -58,7 +58,7 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "with gaps": with_gaps,
     "expanded": expanded,
 }
-"""How a leaf of two dims or more lies in memory."""
+"""Memory formats of a leaf with two or more dims."""
 
 
 @dataclass
@@ -755,7 +755,7 @@ class Draft:
         return self.leaf(shape)
 
     def leaf(self, shape: Sequence[int]) -> str:
-        """A distributed leaf; one of three lies in another memory order than the usual one."""
+        """Return a distributed leaf; about one of three has another memory order than the usual one."""
         order = self.rng.choice([*ORDERS, *["usual"] * 7]) if len(shape) > 1 else "usual"
         given = "" if order == "usual" else f", {order!r}"
         return f"leaf({self.seed()}, {tuple(shape)}, {self.layout(len(shape))}{given})"

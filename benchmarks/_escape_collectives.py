@@ -1,6 +1,6 @@
 """The functions of torch.distributed that take a tensor, each called on a distributed tensor in a group of one process.
 
-Functions are found by walking the modules; their arguments are filled in by the names and the types of parameters.
+The functions are found by walking the modules. Their arguments are chosen by the names and the types of parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks._escape_ways import Lay, Way, plainly, value
 
 @contextmanager
 def one_process_group() -> Generator[None]:
-    """A default process group of this process alone."""
+    """Create a default process group of this process alone, for the duration of the context."""
     if dist.is_initialized():
         yield
         return
@@ -39,7 +39,7 @@ _LISTS = ("tensor_list", "tensors", "input_list", "input_tensor_list", "output_t
           "gather_list", "input_tensors", "output_tensors", "input_tensor_lists", "output_tensor_lists")  # fmt: skip
 _OBJECTS = ("obj", "object_list", "object_gather_list", "scatter_object_input_list", "scatter_object_output_list")
 _GIVEN: dict[str, Callable[[], Any]] = {"group": lambda: dist.group.WORLD, "src": lambda: 0, "dst": lambda: 0}
-"""Parameters that are named even where they have a default."""
+"""Parameters that are passed even if they have a default."""
 _OTHERS: dict[str, Any] = {
     "world_size": 1, "scatter_dim": 0, "gather_dim": 0, "reduceOp": "sum", "reduce_op": "sum", "split_dim": 0,
     "output_split_sizes": None, "input_split_sizes": None, "backend": "gloo",
@@ -47,7 +47,7 @@ _OTHERS: dict[str, Any] = {
 
 
 def _arguments(function: Callable[..., Any], lay: Lay) -> dict[str, Any] | None:
-    """Arguments for the parameters of a function by their names; None for a function that takes no tensor."""
+    """Return arguments by name for the parameters of a function; None if the function takes no tensor."""
     found: dict[str, Any] = {}
     any_tensor = False
     for name, parameter in inspect.signature(function).parameters.items():
@@ -75,7 +75,7 @@ def _tensors(name: str, lay: Lay) -> Any:
 
 
 _BLOCKING = ("send", "recv")
-"""Parts of names of functions that wait for another process: on one device, in a group of one, they are not called."""
+"""Parts of names of functions that wait for another process; in a group of one process they are not called."""
 
 
 def _called(function: Callable[..., Any], lay: Lay) -> Any:
@@ -89,7 +89,7 @@ def _called(function: Callable[..., Any], lay: Lay) -> Any:
 
 
 def collectives() -> Iterator[Way]:
-    """Every function of `torch.distributed`, its functional and its differentiable collectives that takes a tensor."""
+    """Yield every function of `torch.distributed` that takes a tensor, and every functional or differentiable one."""
     for module in (dist, functional, differentiable):
         for name, function in sorted(vars(module).items()):
             public = inspect.isfunction(function) and not name.startswith("_") and not name.endswith("_context")
@@ -186,4 +186,4 @@ BESIDE: dict[str, Callable[[Lay], Any]] = {
     "DTensor.from_local(x)": lambda lay: _as_dtensor(lay, _from_local),
     "distribute_tensor(x)": lambda lay: _as_dtensor(lay, _distributed),
 }
-"""Ways through classes, and with arguments that signatures do not tell."""
+"""Calls of classes, and calls whose arguments cannot be found from signatures."""

@@ -1,9 +1,9 @@
-"""Every way to the memory of a tensor that torch, NumPy, safetensors and Python offer, found by walking their names.
+"""Every way to reach the memory of a tensor in torch, NumPy, safetensors and Python, found by walking their names.
 
-A way is a function of `lay`, which makes the tensors: on one device it returns them as they are, on a mesh it lays them
-out. The result of a way, with the tensors that it may have written to, must be the same in both places, or the way must
-raise. Arguments are tried from a list of candidates, and those that one device accepts are kept, so a member that torch
-adds tomorrow is a way without a change here.
+A way is a function of `lay`, which returns a tensor as it is on one device, and distributes it on a mesh. The result of
+a way and the tensors that it may have written to must be the same in both places, or the way must raise an error.
+Arguments come from a list of candidates, and those that one device accepts are kept. So a member that torch adds later
+becomes a way without a change here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Lay = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One call that may reach the memory of a tensor."""
+    """A call that may reach the memory of a tensor."""
 
     group: str
     name: str
@@ -44,7 +44,7 @@ class Way:
 
 
 def value(rows: int = 3) -> Tensor:
-    """A matrix of numbers between 0 and 1, on which most functions are defined."""
+    """Return a matrix of numbers between 0 and 1, where most functions are defined."""
     return torch.arange(1.0, 1.0 + 2 * rows).view(rows, 2) / (2 * rows + 2)
 
 
@@ -57,12 +57,12 @@ NAMED: dict[str, Callable[[], Tensor]] = {
     "number": lambda: torch.tensor(0.5),
     "count": lambda: torch.tensor(2),
 }
-"""What a name in a list of candidate arguments stands for; other arguments stand for themselves."""
+"""Name in a list of candidate arguments → the tensor in its place; other arguments are passed as they are."""
 CANDIDATES: list[tuple[Any, ...]] = [
     (), ("y",), (0,), (1,), (0, 1), (2.0,), ("y", "y"), (0, "index"), (0, "index", "y"), (torch.float64,), ((2, 3),),
     ("mask",), ("mask", 1.0), ("mask", "y"), ([0],), (abs,), ("y", max), ("index",), ("number",), ("count",), ("row",),
 ]  # fmt: skip
-"""Arguments of methods, beside the tensor itself."""
+"""Candidate arguments of methods, beside the tensor itself."""
 FUNCTION_CANDIDATES: list[tuple[Any, ...]] = [
     ("x",), (["x", "y"],), ("x", "y"), ("x", 0), ("number",), ("count",), ("count", "count"), (("count", 2),),
     ((2,), "number"), (0, "count"), (0.0, "number", 3), ("index.T", "row3", (3, 2)), ("x", "count"), ("x", "number"),
@@ -70,20 +70,20 @@ FUNCTION_CANDIDATES: list[tuple[Any, ...]] = [
 """Arguments of functions."""
 NAMED |= {"index.T": lambda: torch.tensor([[0, 1, 2], [1, 0, 1]]), "row3": lambda: torch.tensor([0.5, 0.25, 1.0])}
 KEPT = 2
-"""How many lists of arguments are tried of those that one device accepts."""
+"""Number of argument lists that are tried for each member, among those that one device accepts."""
 
 _OF_PYTHON = {
     "__class__", "__delattr__", "__dict__", "__dir__", "__doc__", "__getattribute__", "__init__", "__init_subclass__",
     "__module__", "__new__", "__setattr__", "__subclasshook__", "__torch_dispatch__", "__torch_function__",
     "__weakref__", "__annotations__", "__getstate__", "__sizeof__", "__dlpack_c_exchange_api__",
 }  # fmt: skip
-"""Members that are about the Python object."""
+"""Members that concern the Python object and not the tensor."""
 _LOCAL_BY_CONTRACT = {"__repr__", "__str__", "__hash__", "_cdata", "_clear_non_serializable_cached_data"}
-"""Members that tell of the object in this process, and say so: its text names the rank and the part."""
+"""Members that describe the object in this process; their text names the rank and the part."""
 
 
 def given(arguments: tuple[Any, ...], lay: Lay) -> tuple[Any, ...]:
-    """The arguments with fresh tensors in the place of their names."""
+    """Return the arguments with new tensors in place of names."""
     return tuple(_given(a, lay) for a in arguments)
 
 
@@ -100,7 +100,7 @@ def plainly(x: Tensor) -> Tensor:
 
 
 def accepted(call: Callable[..., Any], candidates: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The first lists of arguments that `call` takes on one device."""
+    """Yield the first lists of arguments that `call` accepts on one device."""
     found = 0
     for arguments in candidates:
         try:
@@ -115,7 +115,7 @@ def accepted(call: Callable[..., Any], candidates: list[tuple[Any, ...]]) -> Ite
 
 
 def _is_undetermined(name: str) -> bool:
-    """True for functions that return memory as it was found, or an address among numbers."""
+    """True for functions that return uninitialized memory, or an address among numbers."""
     return "empty" in name or name.startswith("fbgemm_")
 
 
@@ -131,12 +131,12 @@ def attributes() -> Iterator[Way]:
 
 
 def _with(x: Any, read: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What was read of `x`, and `x` afterwards."""
+    """Return the result of reading `x`, and `x` afterwards."""
     return read(x), x
 
 
 def methods() -> Iterator[Way]:
-    """Methods of a laid out tensor, and of a plain one with laid out arguments."""
+    """Yield methods of a distributed tensor, and of a plain tensor with distributed arguments."""
     for name in members():
         member = getattr(Tensor, name, None)
         if not callable(member) or name in ("backward", "__deepcopy__"):
@@ -155,7 +155,7 @@ def _called(x: Any, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def setters() -> Iterator[Way]:
-    """`x.name = …` for every attribute that can be set, with the value that another tensor has."""
+    """Yield `x.name = y.name` for every attribute of a tensor that can be set."""
     for name in members():
         descriptor = getattr(Tensor, name, None)
         if callable(descriptor) or not hasattr(descriptor, "__set__") or name.startswith("__"):
@@ -171,7 +171,7 @@ def _set(lay: Lay, name: str, x: str, y: str) -> Any:
 
 
 class _Asked(Exception):
-    """A function asked `__torch_function__`."""
+    """Signal that a function asked `__torch_function__`."""
 
 
 class _Probe(Tensor):
@@ -189,7 +189,7 @@ def _asks(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
         function(*given(arguments, probe))
     except _Asked:
         return True
-    except Exception:  # refused in another way: not asked
+    except Exception:  # the function raised an error of its own before it asked
         return False
     return False
 
@@ -205,11 +205,11 @@ _NOT_CALLED = {
     "use_deterministic", "get_file_path", "vmap", "wait", "is_warn_always", "get_", "unify", "_", "cond", "while_loop",
     "has_torch_function",
 }  # fmt: skip
-"""Beginnings of names of functions that change the process, or take functions or files."""
+"""Prefixes of names of functions that change the process, or take functions or files."""
 
 
 def functions() -> Iterator[Way]:
-    """Functions of torch that never ask `__torch_function__` about one of the tensors that they were given."""
+    """Yield functions of torch that never ask `__torch_function__` about one of their tensors."""
     for owner, module in _MODULES.items():
         for name, function in sorted(vars(module).items()):
             skipped = name.startswith(tuple(_NOT_CALLED)) or _is_undetermined(name) or inspect.isclass(function)
@@ -227,12 +227,12 @@ def _applied(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[
 
 
 def read_address(x: Any, at: int) -> list[int]:
-    """The bytes at an address, as C code would read those of `x`."""
+    """Return the bytes at an address, as many as `x` has, read as C code would."""
     return list(ctypes.string_at(at, x.numel() * x.element_size()))
 
 
 def read_strided(x: Any) -> list[list[float]]:
-    """The elements of a matrix, as C code would read them by its address and its strides."""
+    """Return the elements of a matrix, read by its address and its strides as C code would."""
     numbers = np.frombuffer(bytes(read_address(x, x.data_ptr())), np.float32)
     rows, columns = x.stride()
     return [[float(numbers[i * rows + j * columns]) for j in range(x.shape[1])] for i in range(x.shape[0])]
@@ -246,7 +246,7 @@ def _saved(lay: Lay) -> Any:
 
 
 class _Two(nn.Module):
-    """A module with weights that are tied."""
+    """A module with tied weights."""
 
     def __init__(self, lay: Lay) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def _written(lay: Lay, write: Callable[[Any], Any]) -> Any:
 
 
 def _aliased(lay: Lay, call: Callable[[Any], Any]) -> Any:
-    """The tensor after its result was written to, which may share its memory."""
+    """Return the tensor after a write to the result of `call`, which may share the tensor's memory."""
     return _written(lay, lambda x: call(x).fill_(7.0))
 
 
@@ -313,7 +313,7 @@ def _read_after_data(x: Any) -> Any:
 
 
 def _tied(x: Any) -> Any:
-    """Which of the tensors on the memory of `x` have one address, and which have one storage."""
+    """Return, for each pair of tensors made from `x`, True if their addresses agree; then the same for storages."""
     several = [x.detach(), x.detach(), x, x.clone(), x.view(-1)]
     addresses = [t.data_ptr() for t in several]
     storages = [t.untyped_storage().data_ptr() for t in several]
@@ -325,7 +325,7 @@ def _end(x: Any) -> Any:
 
 
 def _exchanged(x: Any) -> Any:
-    """What C code would do that finds the capsule: none is there for it, or it sees the memory of the part."""
+    """Return the memory that C code would reach by `__dlpack_c_exchange_api__`; without one, it asks `__dlpack__`."""
     if type(x) is Tensor:
         return "the memory"
     return "the memory" if getattr(type(x), "__dlpack_c_exchange_api__", None) is None else "the part"
@@ -452,7 +452,7 @@ MEMORY: dict[str, Callable[[Lay], Any]] = {
     "torch.asarray of a parameter": lambda lay: torch.asarray(lay(value()).requires_grad_()),
     "torch.tensor of a parameter": lambda lay: torch.tensor(lay(value()).requires_grad_()),
 }
-"""Ways through other libraries and through Python's own protocols."""
+"""Ways by other libraries and by Python's own protocols."""
 
 
 def memory() -> Iterator[Way]:
@@ -461,6 +461,6 @@ def memory() -> Iterator[Way]:
 
 
 def ways() -> Iterator[Way]:
-    """All of them but the collectives, which need a process group."""
+    """Yield all ways except the collectives, which need a process group."""
     for group in (attributes, methods, setters, functions, memory):
         yield from group()

@@ -1,8 +1,8 @@
-"""Runs the tests of one package on one mutant, in a copy of the source and in a forked process.
+"""Test runs on one mutant: the tests of one package, in a copy of the source and in a forked process.
 
 The parent process has imported torch and everything else that the tests need, except this package. A forked child
-imports the mutated package from the copy and runs pytest up to the first failure. So a mutant costs its tests' time and
-about one second. The parent never imports `meshwright`.
+imports the mutated package from the copy and runs pytest up to the first failure. So a mutant takes the time of its
+tests and about one second. The parent never imports `meshwright`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OWN_MODULES = ("meshwright", "tests", "benchmarks", "conftest", "__")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a package's tests: the first test that failed (or a reason), or None if all passed."""
+    """The result of a package's tests: the first failed test or another reason, or None if all tests passed."""
 
     killer: str | None
     seconds: float
@@ -64,7 +64,10 @@ class Tree:
 
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant | None):
-        """The tree with the mutant in it; the file and its time stamp are restored, so compiled files stay valid."""
+        """Put the mutant into the tree for the duration of the context.
+
+        The file and its time stamp are restored, so that compiled files stay valid.
+        """
         if mutant is None:
             yield
             return
@@ -79,7 +82,7 @@ class Tree:
 
 
 class Runner:
-    """Runs a package's tests on mutants; `prepare` measures them on the unchanged source first."""
+    """A runner of a package's tests on mutants; `prepare` runs the tests on the unchanged source first."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -88,9 +91,9 @@ class Runner:
         importlib.import_module("torch").set_num_threads(1)
 
     def prepare(self, package: str) -> None:
-        """Run the tests on the unchanged source, import what they imported, and see that they are still collected.
+        """Run the tests on the unchanged source, import the modules that they imported, and collect the tests again.
 
-        Raises RuntimeError if a test fails there: nothing could be learnt from mutants then.
+        Raises RuntimeError if a test fails on the unchanged source, because mutants would then show nothing.
         """
         if package in self.base:
             return
@@ -107,7 +110,7 @@ class Runner:
     def run(
         self, package: str, mutant: Mutant | None, first: Sequence[str], limit: float | None = None, *options: str
     ) -> Outcome:
-        """Run the tests of `package`: those of `first`, then the others, the fast ones first, up to a failure."""
+        """Run the tests of `package` up to the first failure: those in `first` first, then fast before slow ones."""
         base = self.base.get(package)
         limit = limit or 120.0 + 4 * (base.seconds if base else 0.0)
         report, begin = self.tree.at.parent / "report.jsonl", time.perf_counter()
@@ -158,7 +161,7 @@ def _in_child(tree: Path, options: Sequence[str], plugin: _Plugin) -> None:
 
 
 def _wait(child: int, limit: float) -> int | None:
-    """The exit code of the child; None if it ran past the limit. Its whole process group is ended."""
+    """Return the exit code of the child, or None if it ran past the limit; end its whole process group."""
     end, code = time.monotonic() + limit, None
     while time.monotonic() < end:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -175,7 +178,7 @@ def _wait(child: int, limit: float) -> int | None:
 
 
 class _Plugin:
-    """Orders the tests, and writes what each took, the first failure, and the modules that were imported."""
+    """A pytest plugin that orders the tests and records their times, the first failure and the imported modules."""
 
     def __init__(self, report: Path, first: Sequence[str], durations: dict[str, float]) -> None:
         self.report, self.durations = report, durations

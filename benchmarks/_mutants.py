@@ -1,16 +1,16 @@
 """The mutants of a source file, made by mutmut's mutators, and a seeded sample of them.
 
-A mutant differs from the source in one expression or statement. Of all mutants of one syntax node, one is kept, chosen
-by hash, so that a call of five arguments counts no more than a comparison. The sample orders mutants by a hash of the
-seed, the file, the source line and the replacement, so a change of one line leaves the rest of the sample as it is.
+A mutant differs from the source in one expression or statement. One mutant of each syntax node is kept, chosen by hash,
+so that a call with five arguments counts no more than a comparison. The sample orders mutants by a hash of the seed,
+the file, the source line and the replacement. So a change of one line leaves the rest of the sample as it is.
 
-Left out, because no test should have to notice them:
+These mutants are left out, because no test should have to notice them:
 
-- type annotations, type aliases, `cast`, `TypeVar` and `if TYPE_CHECKING`, which do nothing at run time;
+- type annotations, type aliases, `cast`, `TypeVar` and `if TYPE_CHECKING`, which have no effect at run time;
 - docstrings, and every text inside `raise`, an error, a warning, `__repr__`, `__str__` and `_errors.py`: wording is
   free;
 - `strict=` of `zip`, which is an assertion;
-- strings with other letter case (a string that becomes "XX…XX" is kept), and `None` in the place of `False`;
+- strings with other letter case (a string that becomes "XX…XX" is kept), and `None` in place of `False`;
 - imports, `__init__.py`, `__all__`, `__slots__` and decorators;
 - `len(…)` and `isinstance(…)` with other arguments (mutmut leaves them out too).
 """
@@ -37,8 +37,8 @@ TEXT_FUNCTIONS = {"__repr__", "__str__"}
 class Mutant:
     """One change of one file.
 
-    `line` is the first changed line, `before` and `after` the changed lines without their indentation, and `key` is
-    stable under changes elsewhere in the file.
+    `line` is the number of the first changed line. `before` and `after` are the changed lines without indentation.
+    `key` stays the same under changes elsewhere in the file.
     """
 
     file: str
@@ -56,7 +56,7 @@ class Mutant:
 
 
 def sample(root: Path, packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Return the first `count` mutants of the packages in the order of their hashes."""
+    """Return the first `count` mutants of the packages, in the order of their hashes."""
     places = [place for package in packages for place in _package_places(root, package, seed)]
     chosen = sorted(places, key=lambda place: place.key)[:count]
     return [place.mutant(root) for place in chosen]
@@ -117,7 +117,7 @@ def _stripped(lines: Iterable[str]) -> str:
 
 
 class _Nodes(cst.CSTVisitor):
-    """Collects the nodes that may be mutated, with their line and their mutants."""
+    """A visitor that collects the nodes that may be mutated, with their lines and mutants."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -142,7 +142,7 @@ class _Nodes(cst.CSTVisitor):
 
 
 def _holds_text(node: cst.CSTNode) -> bool:
-    """True if the strings inside `node` are only read by people."""
+    """True if only people read the strings inside `node`."""
     return isinstance(node, cst.FunctionDef) and node.name.value in TEXT_FUNCTIONS
 
 
@@ -171,7 +171,7 @@ def _is_alias(name: str, value: cst.BaseExpression) -> bool:
 
 
 def _is_idle(node: cst.CSTNode, new: cst.CSTNode) -> bool:
-    """True if `new` differs by letter case in a string, by `strict=` of a call, or by None in the place of False."""
+    """True if `new` only differs in the letter case of a string, in `strict=`, or by None in place of False."""
     if isinstance(node, cst.SimpleString) and isinstance(new, cst.SimpleString):
         return node.value.lower() == new.value.lower()
     if isinstance(node, cst.Call) and isinstance(new, cst.Call):

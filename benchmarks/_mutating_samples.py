@@ -1,10 +1,10 @@
 """Calls of every operator of torch that writes to an argument, made from torch's own samples and schemas.
 
-The operators are those of `torch.ops.aten` whose schema marks an argument as written. A call comes from the first of
-these sources that has one which a single device takes:
+The operators are those of `torch.ops.aten` whose schema marks an argument as written. The sources of calls are tried in
+this order, until one gives a call that one device accepts:
 
-1. calls of the operator itself, recorded below torch's samples, its optimizers and its gradients;
-2. recorded calls of an operator of the same name (`add` for `add_` and `add.out`), with arguments matched by name;
+1. calls of the operator itself, recorded while torch's samples, their gradients and torch's optimizers run;
+2. recorded calls of an operator with the same name (`add` for `add_` and `add.out`), with arguments matched by name;
 3. arguments made from the types of the schema.
 """
 
@@ -30,18 +30,18 @@ from meshwright.tensor import operators_recorded
 
 from ._samples import seed_all
 
-NO_TENSORS = "TorchScript alone has it: an operator of lists, dictionaries and generators"
+NO_TENSORS = "only TorchScript uses it: an operator of lists, dictionaries and generators"
 UNINITIALISED = "its result is uninitialised memory"
 ONE_DEVICE_REFUSES = "no sample, and one device refuses all arguments that were made from the schema"
 _UNINITIALISED = ("empty", "_ctc_loss", "_convert_indices")
-"""Parts of names; the last two leave some entries as they were."""
+"""Parts of names of operators with such results; the last two leave some elements as they were."""
 LIMIT = 200_000  # elements of a recorded call
 PER_OPERATOR = 4
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mutating operator: all arguments by the names that the schema gives them."""
+    """One call of a mutating operator, with all arguments by their names in the schema."""
 
     op: Any
     arguments: dict[str, Any]
@@ -57,7 +57,7 @@ class Call:
         return tuple(a.name for a in self.op._schema.arguments if is_written(a))
 
     def fresh(self) -> dict[str, Any]:
-        """The arguments as copies, with one copy for a tensor that is there several times."""
+        """Return copies of the arguments, with one copy of a tensor that occurs several times."""
         copies: dict[int, Tensor] = {}
         return tree_map(lambda x: copied(x, copies), self.arguments)
 
@@ -75,7 +75,7 @@ def is_written(argument: Any) -> bool:
 
 
 def mutating_operators() -> list[Any]:
-    """Every overload of `torch.ops.aten` with an argument that is written."""
+    """Return every overload of `torch.ops.aten` that writes to an argument."""
     found: list[Any] = []
     for schema in torch._C._jit_get_all_schemas():
         space, _, name = schema.name.partition("::")
@@ -87,7 +87,7 @@ def mutating_operators() -> list[Any]:
 
 
 def takes_tensors(op: Any) -> bool:
-    """False for operators that TorchScript alone has: of lists, dictionaries and generators."""
+    """True unless the operator is one of TorchScript's, of lists, dictionaries and generators."""
     return op.name().removesuffix(".default") in _DISPATCHED
 
 
@@ -95,13 +95,13 @@ _DISPATCHED = frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def bound(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, without those that were left out."""
+    """Return the arguments of a call by name, without defaults."""
     names = [a.name for a in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def called(op: Any, arguments: dict[str, Any]) -> Any:
-    """The operator on arguments by name."""
+    """Call the operator on arguments by name."""
     return op(**renamed(op, arguments))
 
 
@@ -116,7 +116,7 @@ MISSING = object()
 
 
 class _Below(TorchDispatchMode):
-    """Sees operators below autograd, where those of gradients are."""
+    """A mode that sees operators below autograd, where operators of gradients run."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Below(TorchDispatchMode):
 
 
 class Recorded:
-    """Calls of operators below torch's samples: name of an overload → arguments by name."""
+    """Calls of operators recorded while torch's samples run: name of an overload → arguments by name."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -150,7 +150,7 @@ class Recorded:
             self.calls[str(op)].append(bound(op, *tree_map(lambda x: copied(x, copies), (list(args), dict(kwargs)))))
 
     def watch(self, job: Callable[[], Any]) -> None:
-        """Runs `job` once above autograd and once below."""
+        """Run `job` once while operators are recorded above autograd, and once below."""
         with contextlib.suppress(Exception):
             seed_all(0)
             with _before(self.note):
@@ -176,7 +176,7 @@ def _look(x: Any) -> Any:
 
 
 def record() -> Recorded:
-    """Calls below all of torch's samples and optimizers."""
+    """Return the calls recorded while all of torch's samples and optimizers run."""
     found = Recorded()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -253,8 +253,14 @@ def _other_jobs() -> Iterator[Callable[[], Any]]:
     yield lambda: torch.ops.aten._amp_update_scale_(
         torch.tensor([8.0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1), 2.0, 0.5, 4
     )
-    for norm in (torch.nn.BatchNorm1d(6), torch.nn.BatchNorm1d(6, track_running_stats=False), torch.nn.RReLU(),
-                 torch.nn.GRU(6, 4), torch.nn.LSTM(6, 4), torch.nn.RNN(6, 4)):  # fmt: skip
+    for norm in (
+        torch.nn.BatchNorm1d(6),
+        torch.nn.BatchNorm1d(6, track_running_stats=False),
+        torch.nn.RReLU(),
+        torch.nn.GRU(6, 4),
+        torch.nn.LSTM(6, 4),
+        torch.nn.RNN(6, 4),
+    ):
         yield lambda norm=norm: _with_gradient(norm(torch.randn(5, 6, requires_grad=True)))
 
 
@@ -262,7 +268,7 @@ def _other_jobs() -> Iterator[Callable[[], Any]]:
 
 
 def calls_of(op: Any, recorded: Recorded, most: int = 2) -> list[Call] | str:
-    """Calls of a mutating operator that one device takes, or why there are none."""
+    """Return calls of a mutating operator that one device accepts, or the reason why there are none."""
     if not takes_tensors(op):
         return NO_TENSORS
     if any(part in op._schema.name for part in _UNINITIALISED):
@@ -295,7 +301,7 @@ def _candidates(op: Any, recorded: Recorded) -> Iterator[tuple[str, dict[str, An
 
 
 def _twins(op: Any, recorded: Recorded) -> list[Any]:
-    """Operators of the same name, in place or not, of which calls were recorded; the most alike first."""
+    """Return recorded operators of the same name, in place or not; those with the most common arguments first."""
     name = op._schema.name.split("::")[1]
     base = name.removesuffix("_")
     found: list[Any] = []
@@ -310,7 +316,7 @@ def _twins(op: Any, recorded: Recorded) -> list[Any]:
 
 
 def _from_twin(op: Any, twin: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments of another operator, with tensors to write to where this one wants some."""
+    """Return arguments taken from a call of another operator, with new tensors to write to; None if they do not fit."""
     made: dict[str, Any] = {}
     outs = [a for a in op._schema.arguments if is_written(a) and a.kwarg_only]
     for a in op._schema.arguments:
@@ -347,12 +353,12 @@ def _fits(argument: Any, value: Any) -> bool:
 
 
 def _target(like: Any) -> Any:
-    """A tensor to write to; numbers of its own, which have to go."""
+    """Return a tensor to write to, filled with ones that the call has to overwrite."""
     return torch.ones_like(like) if isinstance(like, Tensor) else like
 
 
 def _results_of(op: Any, arguments: dict[str, Any]) -> list[Any] | None:
-    """What the operator gives for its other arguments without any to write to."""
+    """Return the results of an overload without tensors to write to; None if there is no such overload."""
     packet = op.overloadpacket
     for overload in packet.overloads():
         other = getattr(packet, overload)
@@ -372,9 +378,13 @@ def _results_of(op: Any, arguments: dict[str, Any]) -> list[Any] | None:
 
 # --- arguments made from types ---------------------------------------------------------------------------------------
 
-_FLOATS = [torch.linspace(0.1, 0.9, 30).view(5, 6), torch.linspace(0.1, 0.9, 36).view(6, 6),
-           torch.linspace(0.1, 0.9, 6), torch.linspace(0.1, 0.9, 180).view(5, 6, 6),
-           torch.linspace(0.1, 0.9, 720).view(4, 5, 6, 6)]  # fmt: skip
+_FLOATS = [
+    torch.linspace(0.1, 0.9, 30).view(5, 6),
+    torch.linspace(0.1, 0.9, 36).view(6, 6),
+    torch.linspace(0.1, 0.9, 6),
+    torch.linspace(0.1, 0.9, 180).view(5, 6, 6),
+    torch.linspace(0.1, 0.9, 720).view(4, 5, 6, 6),
+]
 _INTS = [torch.arange(6), torch.arange(30).view(5, 6) % 5, torch.tensor(2)]
 _VALUES: dict[str, list[Any]] = {
     "int": [1, 0, 2], "float": [0.5, 1.0], "bool": [False, True], "number": [2, 0.5],
@@ -399,7 +409,7 @@ def _choices(argument: Any) -> list[Any]:
 
 
 def _from_types(op: Any) -> Iterator[dict[str, Any]]:
-    """Products of a few values for each argument, those with equal tensors first."""
+    """Yield products of a few values for each argument, products with equal tensors first."""
     arguments = op._schema.arguments
     outs = [a for a in arguments if is_written(a) and a.kwarg_only]
     if outs:
@@ -428,9 +438,9 @@ def _products(arguments: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _survivor(op: Any) -> dict[str, Any] | None:
-    """The first arguments made from types that one device takes.
+    """Return the first arguments made from types that one device accepts.
 
-    Some kernels do not check their arguments and write beyond them, so a forked process tries.
+    Some kernels do not check their arguments and write beyond them, so a forked process tries them.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -454,7 +464,7 @@ def _is_taken(op: Any, made: dict[str, Any]) -> bool:
 
 
 def _refused(call: Call) -> str | None:
-    """Why the call is no sample; None where one device takes it and gives the same twice."""
+    """Return the reason why the call is no sample; None if one device accepts it and gives equal results twice."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -475,7 +485,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def evaluated(call: Call, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The results, and every written argument as it is then."""
+    """Return the results of the call, and the written arguments after it."""
     seed_all(1)
     out = called(call.op, arguments)
     return out, {name: arguments[name] for name in call.written if name in arguments}

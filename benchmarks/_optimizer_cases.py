@@ -1,7 +1,7 @@
 """Optimizers with their options, and parameters with their gradients in layouts that differ.
 
-Options come from the signature of each class of `torch.optim`. A `Setting` makes parameters and gives them gradients;
-on one device its layouts are ignored, so the same code makes the truth.
+Options come from the signature of each class of `torch.optim`. A `Setting` makes parameters and gives them gradients.
+On one device its layouts are ignored, so the same code computes the expected values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CHOICES: dict[str, Any] = {
 
 
 def classes() -> list[type[torch.optim.Optimizer]]:
-    """Every optimizer class of `torch.optim`."""
+    """Return every optimizer class of `torch.optim`."""
     found = [k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)]
     return sorted((k for k in found if k is not torch.optim.Optimizer), key=lambda k: k.__name__)
 
 
 def options_of(kind: type) -> list[dict[str, Any]]:
-    """Every implementation with none of the choices, with each of them, and with all that go together."""
+    """Return every implementation with no choice, with each choice, and with all choices that are allowed together."""
     names = set(inspect.signature(kind).parameters)
     choices = {k: v for k, v in CHOICES.items() if k in names}
     sets = [{}, *({k: v} for k, v in choices.items()), choices]
@@ -66,7 +66,7 @@ S0, S1, S2, R = mw.Shard(0), mw.Shard(1), mw.Shard(2), mw.Replicate()
 
 
 class Layer:
-    """Lays tensors out on a mesh, or leaves them as they are on one device."""
+    """A function that distributes tensors on a mesh, or leaves them as they are on one device."""
 
     def __init__(self, mesh: Sequence[int] | None) -> None:
         self.on = None if mesh is None else mw.ProcessMesh(torch.arange(4).reshape(*mesh).tolist(), ["x", "y"])
@@ -77,7 +77,7 @@ class Layer:
         return mw.shard_tensor(x, self.on, list(marks))
 
     def terms(self, x: Tensor) -> Tensor:
-        """`x` as a sum over the ranks of all axes."""
+        """Return `x` as a pending sum over all axes."""
         if self.on is None:
             return x
         from meshwright.comm import current
@@ -88,7 +88,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Setting:
-    """Parameters on a mesh, and what gives them gradients before each step."""
+    """Parameters on a mesh, and the function that gives them gradients before each step."""
 
     name: str
     mesh: tuple[int, int]
@@ -103,7 +103,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def by_loss(layer: Layer, params: Sequence[Tensor], step: int) -> Any:
-    """Gradients of a convex loss whose data is sharded along its first dim: parameters are used by batches."""
+    """Give the parameters gradients of a convex loss with data sharded along its first dim."""
     loss: Any = 0.0
     for k, p in enumerate(params):
         data = layer.shard(numbers(4, p.numel(), seed=step + k).abs() + 0.1, S0, R)
@@ -113,7 +113,7 @@ def by_loss(layer: Layer, params: Sequence[Tensor], step: int) -> Any:
 
 
 def by_hand(*marks: Any) -> Callable[[Layer, Sequence[Tensor], int], Any]:
-    """Gradients of a distance, set by hand in a layout of their own; "plain" and "partial" are possible, too."""
+    """Return a function that sets gradients of a distance in the layout of `marks`, or as "plain" or "partial"."""
 
     def grade(layer: Layer, params: Sequence[Tensor], step: int) -> Any:
         loss: Any = 0.0
@@ -135,7 +135,7 @@ def _laid(layer: Layer, x: Tensor, marks: Sequence[Any]) -> Tensor:
 
 
 def parameters(*marks: Any) -> Callable[[Layer], list[Tensor]]:
-    """Matrices laid out alike."""
+    """Return a function that makes matrices in one layout."""
     return lambda layer: [nn.Parameter(layer.shard(numbers(n, m), *marks)) for n, m in ((5, 6), (8, 3), (2, 4))]
 
 
@@ -146,12 +146,17 @@ def different(layer: Layer) -> list[Tensor]:
 
 
 def computed(layer: Layer) -> list[Tensor]:
-    """Parameters made of computed values: norms, sums, means, products."""
+    """Return parameters made of computed values: norms, sums, means, products."""
     rows, columns = layer.shard(numbers(5, 6), S0, R), layer.shard(numbers(6, 5), R, S1)
     made = [
-        rows.norm(dim=1, keepdim=True), columns.norm(dim=1, keepdim=True), rows.norm(dim=0, keepdim=True),
-        columns.sum(1, keepdim=True), rows.mean(0, keepdim=True), (rows @ columns), rows.std() * rows.detach(),
-    ]  # fmt: skip
+        rows.norm(dim=1, keepdim=True),
+        columns.norm(dim=1, keepdim=True),
+        rows.norm(dim=0, keepdim=True),
+        columns.sum(1, keepdim=True),
+        rows.mean(0, keepdim=True),
+        (rows @ columns),
+        rows.std() * rows.detach(),
+    ]
     return [nn.Parameter(x.detach()) for x in made]
 
 
@@ -218,7 +223,7 @@ SETTINGS = (
 
 
 def every(quick: bool) -> Iterator[tuple[type[torch.optim.Optimizer], dict[str, Any], list[Setting]]]:
-    """Classes with options, and the settings that each is tried in; with `quick`, one in a few of these."""
+    """Yield each class with its options and the settings to try; with `quick`, one of every few combinations."""
     for kind in classes():
         for at, options in enumerate(options_of(kind)):
             if not quick:

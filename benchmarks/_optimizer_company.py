@@ -1,4 +1,4 @@
-"""What people do beside an optimizer's step, on one device and on distributed parameters."""
+"""Programs around an optimizer's step, such as clipping, scaling and averaging, on distributed parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._samples import differ
 
 
 def differentiated(kind: Any, options: dict[str, Any], setting: Setting, layer: Layer) -> list[list[Tensor]]:
-    """One differentiable step from parameters and gradients, and the gradients of what it gives."""
+    """Return the results of one differentiable step from parameters and gradients, and their gradients."""
     leaves = [x.detach().requires_grad_() for x in setting.make(layer)]
     params = [x.clone() for x in leaves]
     grads: list[Tensor] = []
@@ -35,7 +35,7 @@ def _kept(x: Tensor) -> Tensor:
 
 
 PROGRAMS: dict[str, Callable[[Layer], Any]] = {}
-"""Name of a program → the program, which gives the values to compare."""
+"""Name of a program → the program, which returns the values to compare."""
 
 
 def program(fn: Callable[[Layer], Any]) -> Callable[[Layer], Any]:
@@ -44,7 +44,7 @@ def program(fn: Callable[[Layer], Any]) -> Callable[[Layer], Any]:
 
 
 def failures() -> Iterator[tuple[str, str]]:
-    """The programs that give other numbers than one device."""
+    """Yield the programs that give other numbers than one device."""
     for name, program in PROGRAMS.items():
         message = failure_of(program)
         if message is not None:
@@ -62,7 +62,7 @@ def _numbers(program: Callable[[Layer], Any], layer: Layer) -> list[Any]:
 
 
 class Net(nn.Module):
-    """Two layers, a norm with buffers, and a parameter made of a computed value."""
+    """A model of two layers, a norm with buffers, and a parameter made of a computed value."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ for more in ({}, {"foreach": True}, {"fused": True}):
 
 @program
 def lists_of_views(layer: Layer) -> list[Any]:
-    """The same tensor twice, views that are local, and views that are copies, all in one list."""
+    """Update one list with the same tensor twice, views that are local, and views that are copies."""
     x = layer.shard(numbers(6, 5), S0, R)
     torch._foreach_add_([x, x, x[1:3], x.t(), x[:, 2]], [1.0, 2.0, 3.0, 4.0, 5.0])
     torch._foreach_mul_([x[0:4], x], [x[2:6] + 1, x * 0.5])
@@ -216,7 +216,7 @@ def fused_step_of_one_tensor_twice(layer: Layer) -> list[Any]:
 
 @program
 def view_of_a_fused_parameter(layer: Layer) -> list[Any]:
-    """A view that is a copy sees what a fused step wrote."""
+    """Return a parameter after fused steps, and a view of it that is a copy."""
     p = nn.Parameter(layer.shard(numbers(6, 5), S0, R))
     view = p.detach()[1:4]
     optimizer = torch.optim.Adam([p], lr=0.1, fused=True)
@@ -238,6 +238,6 @@ def penalty_on_gradients(layer: Layer) -> list[Any]:
 
 @program
 def callback_of_numbers(layer: Layer) -> list[Any]:
-    """`apply_` and `map_` call Python functions with numbers."""
+    """Return the results of `apply_` and `map_`, which call Python functions with numbers."""
     x, y = layer.shard(numbers(6, 5), S0, R), layer.shard(numbers(6, 5, seed=1), R, S1)
     return [x.apply_(lambda v: v * v), y.map_(x, lambda a, b: a - b)]

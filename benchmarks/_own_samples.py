@@ -1,6 +1,6 @@
 """Calls that torch's operator samples lack: lengths as lists, even kernels, loops that write to slices.
 
-An `Own` operator has what the sweep uses of an entry of `op_db`.
+An `Own` operator has the attributes of an `op_db` entry that the sweep uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 @dataclass(frozen=True)
 class Own:
-    """A function and its samples: for each, the first argument, other arguments and named ones."""
+    """A function and its samples: for each, the first argument, the other arguments and the keyword arguments."""
 
     name: str
     function: Callable[..., Any]
@@ -52,7 +52,7 @@ INPUTS, TARGETS = [6, 6, 5, 6, 4], [3, 2, 1, 3, 2]
 
 
 def _ctc() -> Iterator[tuple[Any, ...]]:
-    """Lengths as lists, tuples and tensors; targets in rows, and one behind the other."""
+    """Yield lengths as lists, tuples and tensors, with targets in rows and concatenated."""
     rows = torch.randint(1, 4, (5, 3))
     flat = torch.cat([row[:n] for row, n in zip(rows, TARGETS, strict=True)])
     kinds: tuple[Callable[[list[int]], Any], ...] = (list, tuple, torch.tensor)
@@ -119,7 +119,10 @@ def _by_select(x: Tensor) -> Tensor:
 
 
 def _by_piece(x: Tensor) -> Tensor:
-    """In-place operators on what `unbind` and `chunk` give take no gradient."""
+    """Return a product with a detached copy that is written through `unbind` and `chunk`.
+
+    torch allows no such writes to a tensor that requires a gradient.
+    """
     y = x.detach().clone()
     for row in y.unbind(0):
         row.mul_(2)

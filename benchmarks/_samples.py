@@ -26,8 +26,8 @@ from benchmarks._own_samples import OPS
 
 RANKS = 4
 KINDS = ("function", "in place", "view", "memory", "infinities", "own")
-"""How an entry is used: as a function, through its in-place method, by writing into the view that it returns, on
-tensors in other memory orders, on tensors with infinities and NaN, and calls that torch has no samples of."""
+"""Uses of an entry: as a function, by its in-place method, with a write into the view that it returns, on tensors in
+other memory orders, on tensors with infinities and NaN, and on samples that torch lacks."""
 RIVAL_KINDS = KINDS[:3]
 
 UNINITIALISED = "its values are uninitialised memory"
@@ -57,7 +57,7 @@ _DTYPES = (torch.float32, torch.complex64, torch.int64, torch.float64, torch.boo
 
 @dataclass(frozen=True)
 class Entry:
-    """One `op_db` entry, or one of our own, and how it is used: see KINDS."""
+    """One `op_db` entry or own sample, and the kind of its use, one of KINDS."""
 
     op: Any
     kind: str = "function"
@@ -134,12 +134,12 @@ _ALONG = (
 
 
 def _looks_along(op: Any) -> bool:
-    """True for operators that look at all elements along a dim, or ask for what is not finite."""
+    """True for operators that use all elements along a dim, or that test for infinities or NaN."""
     return isinstance(op, ReductionOpInfo) or op.name in _ALONG
 
 
 def infinite(value: Any, seed: int) -> Any:
-    """Return the tensor with infinities and NaN in it: none, some, or all elements along a dim."""
+    """Return the tensor with some or all elements replaced by infinities and NaN."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
         return value
     rng = torch.Generator().manual_seed(seed)
@@ -157,7 +157,7 @@ def transposed(value: torch.Tensor) -> torch.Tensor:
 
 
 def channels_last(value: torch.Tensor) -> torch.Tensor:
-    """Dim 1 is the last one in memory."""
+    """Return the tensor with dim 1 innermost in memory."""
     return value.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -166,7 +166,7 @@ def with_gaps(value: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(value: torch.Tensor) -> torch.Tensor:
-    """Every row is the first one, and has no memory of its own."""
+    """Return the first row, expanded to the shape of the tensor."""
     return value[:1].clone().expand(value.shape)
 
 
@@ -174,7 +174,7 @@ _ORDERS = (transposed, with_gaps, channels_last, expanded)
 
 
 def in_other_memory(value: Any, seed: int) -> Any:
-    """Return the same tensor in another memory order; all rows alike where it is an expanded one."""
+    """Return the same tensor in another memory order; an expanded tensor only keeps the first row."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim < 2 or not value.numel():
         return value
     wants = value.requires_grad

@@ -1,9 +1,9 @@
 """Aliases: every operator of torch whose result may share memory with an argument, against one device.
 
-For each call, each memory format of its argument and each layout, a program writes through the result or writes to the
-source. Values of both, version counters, strides, contiguity and gradients must equal one device's on every rank. Where
-one device raises an error, every rank must raise one too. A program that every rank refuses with an OperationError of
-four parts is counted apart.
+For each call, each memory format of its argument and each layout, a program writes to the result or to the source. The
+values of both, version counters, strides, contiguity and gradients must equal those of one device on every rank. If one
+device raises an error, every rank must raise an error too. A program for which every rank raises OperationError is
+counted apart.
 
     python -m benchmarks.aliases                    the figure
     python -m benchmarks.aliases --op reshape       the calls of one operator, every failure
@@ -75,7 +75,7 @@ WRITES = ("result", "last result", "source", "base")
 
 @dataclass(frozen=True)
 class Story:
-    """One program: a call on an argument of a memory format, and what is written to."""
+    """One program: a call on an argument of one memory format, and the tensor that is written to."""
 
     call: ViewCall
     method: bool
@@ -84,7 +84,7 @@ class Story:
 
     @property
     def name(self) -> str:
-        """The call, the memory format and the write, for people."""
+        """Description of the call, the memory format and the write."""
         how = "method " if self.method else ""
         return f"{how}{self.call.name} of a {self.format} tensor, write to the {self.write}"
 
@@ -96,7 +96,7 @@ class Story:
         return value * (1 + 0.5j) if value.is_complex() else value
 
     def run(self, leaf: Any) -> dict[str, Any]:
-        """Return everything that the program tells: values, versions, strides."""
+        """Return the values, versions and strides that the program finds."""
         base = leaf * 1
         source = FORMATS[self.format][1](base)
         out = self.call.as_method(source) if self.method else self.call(source)
@@ -124,7 +124,7 @@ class Story:
 
 
 def _strides(x: Any) -> list[int]:
-    """Return the strides of the dims that have any."""
+    """Return the strides of the dims with more than one element."""
     return [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] if x.numel() else []
 
 
@@ -140,7 +140,7 @@ def stories(operators: Sequence[Any] | None = None) -> Iterator[Story]:
 
 
 def _partly_overlaps(story: Story) -> bool:
-    """True if elements of a result share memory and no stride is 0: what a write does there is undefined in torch."""
+    """True if elements of a result share memory and no stride is 0; the effect of a write is then undefined."""
     try:
         out = story.call(FORMATS[story.format][1](story.base()))
     except RuntimeError:
@@ -153,7 +153,7 @@ def _partly_overlaps(story: Story) -> bool:
 
 
 def _outcome(story: Story, leaf: Any, whole: Callable[[Any], Any]) -> dict[str, Any] | str:
-    """Return the facts, whole values and the gradient; "raises" where the program fails."""
+    """Return the facts, whole values and the gradient; a text that begins with "raises" if the program fails."""
     try:
         facts = story.run(leaf)
         values = facts.pop("values")
@@ -174,7 +174,7 @@ def _wanted(story: Story) -> dict[str, Any] | str:
 
 
 def _attempt(library: Ours, story: Story, mesh: tuple[int, ...], marks: Marks) -> Failure | None:
-    """Return the failure of one rank."""
+    """Return the failure of one rank, or None."""
     value = story.base().requires_grad_()
     leaf = library.place(value, mesh, marks, lambda n: _samples.exact_terms(value.detach(), n))
     wanted, found = _wanted(story), _outcome(story, leaf, library.whole)
@@ -195,7 +195,7 @@ def _fits(story: Story, marks: Marks) -> bool:
 
 
 def sweep(programs: Sequence[Story], layouts: Sequence[Any] = LAYOUTS) -> Iterator[tuple[Story, Any, Failure | None]]:
-    """Yield what became of each program in each layout."""
+    """Yield each program with each layout, and its failure or None."""
     library = Ours()
     for mesh, marks in layouts:
         for start in range(0, len(programs), 64):
@@ -217,7 +217,7 @@ def _run(library: Ours, jobs: Sequence[Callable[[], Failure | None]], ranks: int
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Return the figure: how many programs in how many layouts are not as on one device."""
+    """Return the figure: the number of programs and layouts whose results are not those of one device."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     programs = list(stories())

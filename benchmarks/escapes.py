@@ -1,11 +1,11 @@
-"""Ways to the memory of a distributed tensor that silently give this rank's part: each is right, or raises.
+"""Accesses to the memory of a distributed tensor that silently use this rank's part; each must be right or raise.
 
     python -m benchmarks escapes                   every way in every layout
     python -m benchmarks.escapes --only numpy      the ways whose name has "numpy", printed one by one
     python -m benchmarks.escapes --page            the table of docs/concepts/escapes.md
 
-A way is silent if some rank gets another result than one device, and no error. Ways and collectives are enumerated in
-`_escape_ways` and `_escape_collectives`.
+A way is silent if a rank gets no error and another result than one device. `_escape_ways` and `_escape_collectives`
+enumerate the ways.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks._escape_ways import Lay, Way, memory, plainly, ways
 from meshwright.comm import current
 
 ALIKE, RAISES, SILENT, UNCLEAR = "whole", "raises", "silent", "raises another error"
-"""What a way does: it gives the whole tensor's result, it raises an error of four parts, or neither."""
+"""Outcomes of a way: the result of the whole tensor, a clear error, another result, an unclear error."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Setting:
         return int(np.prod(self.sizes))
 
     def lay(self, x: Tensor) -> Tensor:
-        """`x` laid out; a dim that the tensor does not have stays whole, terms add up to `x`."""
+        """Return `x` in the layout; placements of dims that `x` lacks replicate, and pending terms add up to `x`."""
         mesh = mw.ProcessMesh(np.arange(self.ranks).reshape(self.sizes).tolist(), ["a", "b"][: len(self.sizes)])
         placements = [_fitting(p, x) for p in self.placements]
         if not any(p.is_partial() for p in placements):
@@ -81,7 +81,7 @@ PAGE_SETTINGS = ("Shard(0), uneven", "Partial", "Replicate")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a way does in a setting, and how its result differs from one device's."""
+    """The outcome of a way in a setting, and the difference from the result of one device."""
 
     way: Way
     setting: Setting
@@ -90,7 +90,7 @@ class Finding:
 
 
 def examine(way: Way, setting: Setting) -> Finding | None:
-    """What the way does; None where one device gives another result each time."""
+    """Return the outcome of the way; None if one device gives another result each time."""
     wanted = _result(way, plainly)
     if not same(wanted, _result(way, plainly)):
         return None
@@ -102,17 +102,17 @@ def examine(way: Way, setting: Setting) -> Finding | None:
 
 
 def _result(way: Way, lay: Lay) -> Any:
-    """The result as plain values, or the error."""
+    """Return the result as plain values, or the error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return plain_values(way.call(lay))
-        except Exception as error:  # to be judged
+        except Exception as error:  # `_judged` decides
             return error
 
 
 def _judged(found: Sequence[Any], wanted: Any) -> tuple[str, str]:
-    """What the ranks did, and the first result that is another than one device's."""
+    """Return the outcome, and the first error or the first result that differs from that of one device."""
     errors = [f for f in found if isinstance(f, Exception)]
     if errors and all(isinstance(e, mw.MeshwrightError) or _is_read_only(e) for e in errors):
         return RAISES, f"{type(errors[0]).__name__}"
@@ -125,12 +125,12 @@ def _judged(found: Sequence[Any], wanted: Any) -> tuple[str, str]:
 
 
 def _is_read_only(error: Exception) -> bool:
-    """True for NumPy's refusal to write into an array that holds a gathered copy."""
+    """True for NumPy's error on a write to a read-only array, such as a gathered copy."""
     return isinstance(error, ValueError) and "read-only" in str(error)
 
 
 def plain_values(found: Any) -> Any:
-    """A result as arrays, numbers and names of types, which can be compared."""
+    """Return a result as arrays, numbers and names of types, which can be compared."""
     if isinstance(found, Tensor):
         return _tensor_values(found)
     if isinstance(found, np.ndarray):
@@ -179,7 +179,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def findings(chosen: Iterable[Way], settings: Iterable[Setting] = SETTINGS) -> Iterator[Finding]:
-    """What each way does in each setting."""
+    """Yield the outcome of each way in each setting."""
     chosen = list(chosen)
     for setting in settings:
         found = (examine(way, setting) for way in chosen)
@@ -191,7 +191,7 @@ def every_way() -> list[Way]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The number of silent ways over all settings; quick: two settings."""
+    """Return the figure: the number of silent ways over all settings, or over two settings if `quick`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with one_process_group():
@@ -213,7 +213,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def page() -> str:
-    """The table of `docs/concepts/escapes.md`: a line for each way that has a name of its own."""
+    """Return the table of `docs/concepts/escapes.md`, with a row for each way that has its own name."""
     with one_process_group():
         named = [*memory(), *(way for way in collectives() if "functional" not in way.name)]
         found = list(findings(named, [s for s in SETTINGS if s.name in PAGE_SETTINGS]))
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a way's name")
     parser.add_argument("--setting", default="", help="part of a setting's name")
     parser.add_argument("--page", action="store_true", help="print the table of the page")
-    parser.add_argument("--all", action="store_true", help="print ways that are right, too")
+    parser.add_argument("--all", action="store_true", help="also print ways that are right")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

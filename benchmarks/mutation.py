@@ -2,14 +2,15 @@
 
     python -m benchmarks.mutation                                the sample of 300
     python -m benchmarks.mutation --package reshard --count 60   60 mutants of one package
-    python -m benchmarks.mutation --package reshard --survivors  the kept survivors again, with their diffs
+    python -m benchmarks.mutation --package reshard --survivors  the stored survivors again, with their diffs
 
-mutmut makes the mutants (`_mutants` says which are left out), and a seed samples them. Each runs only the tests in
-`tests/PACKAGE`, in a copy of the source under `out/mutation`, up to the first failing test (`_mutant_runs`). A timeout
-kills too. Results are kept in `out/mutation/results.json`, so a stopped run goes on where it was. A result counts while
-sources and tests are unchanged. Otherwise the mutant runs again, and the test that killed it runs first.
+mutmut makes the mutants, and a seed samples them; `_mutants` lists those that are left out. Each mutant runs only the
+tests in `tests/PACKAGE`, in a copy of the source under `out/mutation`, up to the first failing test (`_mutant_runs`). A
+timeout counts as a failure. `out/mutation/results.json` stores the results, so a stopped run can continue. A result is
+valid while sources and tests are unchanged. Otherwise the mutant runs again, first on the test that killed it.
 
-`equivalent_mutants.toml` says why a surviving mutant is equivalent. Equivalent mutants still count as survivors.
+`equivalent_mutants.toml` gives the reason why a surviving mutant is equivalent. Equivalent mutants still count as
+survivors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 
 
 class Kept:
-    """Results of earlier runs, in a file: for each mutant its verdict and the state of the source it was found on."""
+    """Results of earlier runs, in a file: the verdict on each mutant, and the state of the source at that time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,18 +49,18 @@ class Kept:
         return json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def verdict(self, mutant: Mutant, state: str) -> dict[str, Any] | None:
-        """The result on the same sources and tests, if there is one."""
+        """Return the result on the same sources and tests, or None."""
         found = self.results.get(mutant.key)
         return found if found is not None and found["state"] == state else None
 
     def likely_killers(self, mutant: Mutant) -> list[str]:
-        """The test that killed this mutant before, then those that killed others in its file, most frequent first."""
+        """Return the test that killed this mutant before, then the most frequent killers of mutants in its file."""
         own = self.results.get(mutant.key, {}).get("killer")
         near = Counter(r["killer"] for r in self.results.values() if r["file"] == mutant.file and r["killer"])
         return [test for test in dict.fromkeys([own, *(test for test, _ in near.most_common())]) if test]
 
     def keep(self, mutant: Mutant, result: dict[str, Any]) -> None:
-        """Add a result to the file, beside those that other processes have added."""
+        """Add a result to the file, and keep the results that other processes added."""
         self.results = self._read() | {mutant.key: {"file": mutant.file, **result}}
         temporary = self.path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(self.results, indent=1))
@@ -67,7 +68,7 @@ class Kept:
 
 
 def state_of(package: str) -> str:
-    """A hash of all sources and of the package's tests."""
+    """Return a hash of all sources and of the package's tests."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests" / package).rglob("*.py"), ROOT / "tests" / "conftest.py"]
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -76,7 +77,7 @@ def state_of(package: str) -> str:
 
 
 def measure(mutants: Sequence[Mutant], progress: bool = False) -> dict[str, dict[str, Any]]:
-    """The verdict on every mutant, by its key; those that are kept are not measured again."""
+    """Return the verdict on every mutant by its key; stored verdicts are not measured again."""
     OUT.mkdir(parents=True, exist_ok=True)
     kept, states = Kept(OUT / "results.json"), {package: state_of(package) for package in PACKAGES}
     with _Runs() as runs:
@@ -88,7 +89,7 @@ def _order(mutant: Mutant) -> tuple[int, str, str]:
 
 
 class _Runs:
-    """A runner in a directory of its own, made when it is first needed."""
+    """A runner with its own directory, made when it is first needed."""
 
     def __init__(self) -> None:
         self._runner: Runner | None = None
@@ -101,7 +102,7 @@ class _Runs:
             self._runner.tree.close()
 
     def on(self, mutant: Mutant, first: Sequence[str]) -> Outcome:
-        """Run the tests of the mutant's package, those of `first` before the others."""
+        """Run the tests of the mutant's package, the tests in `first` before the others."""
         if self._runner is None:
             self._runner = Runner(Tree(ROOT, OUT / str(os.getpid()) / "tree"))
         self._runner.prepare(package_of(mutant))
@@ -125,13 +126,13 @@ def package_of(mutant: Mutant) -> str:
 
 
 def reasons() -> dict[tuple[str, str, str], str]:
-    """Why a mutant is equivalent, by file, source lines and mutated lines."""
+    """Return the reasons why mutants are equivalent, by file, source lines and mutated lines."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
     return {(e["file"], e["line"].strip(), e["becomes"].strip()): " ".join(e["why"].split()) for e in entries}
 
 
 def survivors(mutants: Sequence[Mutant], verdicts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The mutants that no test noticed, with the reason why each is equivalent, if there is one."""
+    """Return the mutants that no test noticed, with the reason why a mutant is equivalent, if there is one."""
     why = reasons()
     return [
         {"at": f"{m.file}:{m.line}", "diff": m.diff, "equivalent": why.get((m.file, m.before, m.after))}
@@ -141,7 +142,7 @@ def survivors(mutants: Sequence[Mutant], verdicts: dict[str, dict[str, Any]]) ->
 
 
 def figure(mutants: Sequence[Mutant], verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figure: the share that was killed."""
+    """Return the figure: the share of mutants that was killed."""
     killed = {m.key for m in mutants if verdicts[m.key]["killer"] is not None}
     left = survivors(mutants, verdicts)
     tried = Counter(map(package_of, mutants))
@@ -165,7 +166,7 @@ def figure(mutants: Sequence[Mutant], verdicts: dict[str, dict[str, Any]]) -> di
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure, over all packages."""
+    """Return the figure over all packages."""
     mutants = sample(ROOT, PACKAGES, QUICK if quick else FULL, SEED)
     return figure(mutants, measure(mutants, progress=True))
 
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--package", choices=PACKAGES, action="append", help="mutate only this package")
     parser.add_argument("--count", type=int, default=FULL, help="number of mutants")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--survivors", action="store_true", help="run only those that survived before")
+    parser.add_argument("--survivors", action="store_true", help="run only mutants that survived before")
     args = parser.parse_args()
     mutants = sample(ROOT, args.package or PACKAGES, args.count, args.seed)
     if args.survivors:

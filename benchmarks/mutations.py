@@ -1,9 +1,9 @@
 """Figure: every operator that writes to an argument, on distributed tensors, against one device.
 
 Every overload of `torch.ops.aten` whose schema marks an argument as written is called on four simulated ranks, as the
-operator and as torch's public function or method, under every layout of `LAYOUTS`. Results, every written argument,
-and gradients where one device has them are compared on every rank. A call that is refused with an error of this
-library counts as refused, and as wrong if it changed an argument.
+operator and as torch's public function or method, under every layout of `LAYOUTS`. Results, written arguments and
+gradients are compared with one device on every rank. A call that raises an error of this library counts as refused, or
+as wrong if it changed an argument.
 
     python -m benchmarks.mutations                          the figure
     python -m benchmarks.mutations --op _foreach_add_       the failures of some operators
@@ -36,15 +36,15 @@ RANKS = 4
 _NN: Any = vars(torch._C)["_nn"]
 UNADDED = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that torch cannot add, so that they cannot be pending sums."""
-QUICK = 12  # every so many operators
+QUICK = 12  # the quick figure takes one of this many operators
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a call are laid out: a mesh and, for a written tensor or another one, one mark per axis.
+    """Layouts for the tensors of a call: a mesh, and one mark per axis for written tensors and for the others.
 
     `0` and `-1` shard the first and the last dim, `R` replicates, `P` is a pending sum, and `plain` leaves the tensor
-    plain. Several marks for the others are taken in turn.
+    plain. The other tensors take the entries of `others` in turn.
     """
 
     name: str
@@ -70,7 +70,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank found: "right", "wrong", "raised" or "refused"."""
+    """The verdict of one rank on a case: "right", "wrong", "raised" or "refused"."""
 
     status: str
     message: str = ""
@@ -89,7 +89,7 @@ class Failure:
 
 @dataclass
 class Case:
-    """A call by one way, and what one device makes of it."""
+    """A call in one of its forms, and its results on one device."""
 
     call: Call
     way: str
@@ -99,11 +99,11 @@ class Case:
     gradients: Any = None
 
 
-# --- the ways to call an operator ------------------------------------------------------------------------------------
+# --- the forms of a call ---------------------------------------------------------------------------------------------
 
 
 def ways(call: Call) -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
-    """The operator itself, and torch's public functions and methods of that name."""
+    """Yield the operator itself, and torch's public functions and methods of the same name."""
     yield "operator", lambda arguments: called(call.op, arguments)
     name = call.op._schema.name.split("::")[1]
     for where, function in _public(name):
@@ -113,8 +113,13 @@ def ways(call: Call) -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
 def _public(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     if hasattr(Tensor, name):
         yield f"Tensor.{name}", getattr(Tensor, name)
-    for module, prefix in ((torch, ""), (torch.linalg, "linalg_"), (torch.special, "special_"), (torch.fft, "fft_"),
-                           (_NN, "")):  # fmt: skip
+    for module, prefix in (
+        (torch, ""),
+        (torch.linalg, "linalg_"),
+        (torch.special, "special_"),
+        (torch.fft, "fft_"),
+        (_NN, ""),
+    ):
         short = name.removeprefix(prefix)
         if name.startswith(prefix) and callable(getattr(module, short, None)):
             yield f"{module.__name__}.{short}", getattr(module, short)
@@ -125,8 +130,7 @@ def _call_public(call: Call, function: Callable[..., Any], arguments: dict[str, 
     schema = call.op._schema.arguments
     outs = [arguments[a.name] for a in schema if a.kwarg_only and is_written(a)]
     placed = [arguments[a.name] for a in schema if not a.kwarg_only and a.name in arguments]
-    named = {a.name: arguments[a.name] for a in schema
-             if a.kwarg_only and not is_written(a) and a.name in arguments}  # fmt: skip
+    named = {a.name: arguments[a.name] for a in schema if a.kwarg_only and not is_written(a) and a.name in arguments}
     if outs:
         named["out"] = outs[0] if len(outs) == 1 else tuple(outs)
     return function(*placed, **named)
@@ -138,9 +142,10 @@ def _call_public(call: Call, function: Callable[..., Any], arguments: dict[str, 
 def carried_out(
     case: Case, place: Callable[[Tensor, bool], Any], graded: bool
 ) -> tuple[Any, dict[str, Any], list[Tensor]]:
-    """The results, the written arguments, and the leaves that gradients are taken of.
+    """Return the results, the written arguments, and the leaves whose gradients are compared.
 
-    `place` lays a tensor out, given whether it is written. A written tensor that wants a gradient is made of a leaf.
+    `place` distributes a tensor; its second argument is True for a written tensor. A written tensor that requires a
+    gradient is computed from a leaf.
     """
     leaves: list[Tensor] = []
     made: dict[int, Any] = {}
@@ -157,7 +162,7 @@ def carried_out(
         return made[id(x)]
 
     arguments: dict[str, Any] = {}
-    for first in (True, False):  # what is written goes first: it may be among the others too
+    for first in (True, False):  # written tensors go first, because they may occur among the others too
         for name, value in case.call.arguments.items():
             if (name in case.call.written) is first:
                 arguments[name] = tree_map(lambda x, first=first: lay(x, first), value)
@@ -174,7 +179,7 @@ def _differentiated(out: Any, written: Any, leaves: Sequence[Tensor]) -> list[Te
 
 
 def prepared(call: Call) -> list[Case]:
-    """Every way that one device takes, with its numbers."""
+    """Return every form of the call that one device accepts, with its numbers."""
     cases: list[Case] = []
     for name, run in ways(call):
         case = Case(call, name, run)
@@ -193,7 +198,7 @@ def prepared(call: Call) -> list[Case]:
 
 def _add_gradients(case: Case) -> None:
     if any(a.kwarg_only for a in case.call.op._schema.arguments if is_written(a)):
-        return  # torch refuses `out=` where gradients are wanted, or takes the result for a constant
+        return  # torch refuses `out=` if gradients are required, or treats the result as a constant
     try:
         out, written, leaves = carried_out(case, lambda x, _: x, True)
         gradients = _differentiated(out, written, leaves)
@@ -207,7 +212,7 @@ def _kept(x: Any) -> Any:
 
 
 class Laying:
-    """Lays out the tensors of a call on the calling rank."""
+    """A function that distributes the tensors of a call on the calling rank."""
 
     def __init__(self, library: Ours, layout: Layout) -> None:
         self.library, self.layout, self.others = library, layout, 0
@@ -232,7 +237,7 @@ def _mark(mark: str, x: Tensor) -> str:
 
 
 def tried(case: Case, layout: Layout, library: Ours) -> Outcome:
-    """One rank's view of one case under one layout."""
+    """Return the verdict of the calling rank on one case under one layout."""
     with torch.no_grad():
         found = _values(case, layout, library)
     if found.status != "right" or not case.graded:
@@ -284,7 +289,7 @@ def _words(error: BaseException) -> str:
 
 
 def failures_of(call: Call, library: Ours) -> tuple[int, list[Failure]]:
-    """The number of cases of a call, and those that were not right."""
+    """Return the number of cases of a call, and the failures."""
     cases = prepared(call)
     jobs = [(case, layout) for case in cases for layout in LAYOUTS]
 
@@ -307,7 +312,7 @@ def failures_of(call: Call, library: Ours) -> tuple[int, list[Failure]]:
 
 
 def sweep(operators: Sequence[Any], most: int = 1, show: bool = False) -> dict[str, Any]:
-    """Counts of cases and outcomes over operators, and the failures."""
+    """Return the counts of cases and outcomes over operators, and the failures."""
     library, recorded = Ours(), record()
     cases, failures, unbuilt = 0, list[Failure](), dict[str, str]()
     with warnings.catch_warnings():
@@ -326,7 +331,7 @@ def sweep(operators: Sequence[Any], most: int = 1, show: bool = False) -> dict[s
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: cases that are wrong or raise."""
+    """Return the figure: the number of cases that are wrong or raise an error."""
     torch.set_num_threads(1)
     start, operators = time.perf_counter(), mutating_operators()
     operators = operators[::QUICK] if quick else operators

@@ -201,7 +201,7 @@ LIBRARIES: dict[str, Callable[[], Library]] = {"meshwright": Ours, "dtensor": DT
 
 
 def _shapes(size: int) -> list[Shape]:
-    """The meshes of `_samples.variants`."""
+    """Return the shapes of the meshes in `_samples.variants`."""
     return [(size,), (2, size // 2), (1, size), (size, 1)]
 
 

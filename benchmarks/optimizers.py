@@ -1,9 +1,9 @@
 """Figure: every optimizer of torch with its options on distributed parameters, against one device.
 
 Each class of `torch.optim` makes steps with every implementation (foreach, fused, capturable, differentiable) and
-every choice of its constructor, on parameters and gradients in layouts that differ. Parameters and states are compared
-on every rank behind every step, so replicas that drift apart show. What one device refuses has to be refused with the
-same error. What people do beside an optimizer follows in `_optimizer_company`.
+every choice of its constructor, on parameters and gradients in various layouts. Parameters and states are compared on
+every rank after every step, so that replicas that drift apart are found. If one device raises an error, the mesh must
+raise the same error. `_optimizer_company` adds programs around an optimizer's step.
 
     python -m benchmarks.optimizers                    the figure
     python -m benchmarks.optimizers --class Adam       the failures of one class
@@ -32,9 +32,9 @@ from ._samples import differ
 
 RANKS, STEPS = 4, 3
 BFLOAT16 = 100.0
-"""Slack for Muon, which orthogonalises in bfloat16: other sums, other roundings."""
+"""Slack for Muon, which orthogonalises in bfloat16, where sums in another order round otherwise."""
 ONE_DEVICES_OWN = ("parse", "view size is not compatible")
-"""In errors that one device raises for sparse gradients and channels-last parameters: here these are other tensors."""
+"""Texts of errors that only one device raises, for sparse gradients and channels-last parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Failure:
 
 
 Seen = list[list[Tensor]]
-"""Behind each step: the parameters, and the tensors of their states."""
+"""For each step, the parameters and the tensors of their states after it."""
 
 
 def steps(kind: Any, options: dict[str, Any], setting: Setting, mesh: Any) -> Seen:
-    """What the optimizer makes of the parameters, and its states."""
+    """Return the parameters and the optimizer's states after each step."""
     layer = Layer(mesh)
     options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
     if options.get("differentiable"):
@@ -77,7 +77,7 @@ def steps(kind: Any, options: dict[str, Any], setting: Setting, mesh: Any) -> Se
 
 
 def states_of(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors among the states, in the order of parameters and names."""
+    """Return the tensors among the states, in the order of parameters and names."""
     states = [optimizer.state.get(p, {}) for p in params]
     return [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
 
@@ -90,7 +90,7 @@ def kept(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What steps gave, or the error that ended them."""
+    """The results of the steps, or the error that ended them."""
 
     seen: Seen | None
     error: BaseException | None
@@ -104,7 +104,7 @@ class Outcome:
 
 
 def compared(kind: type, found: Outcome, wanted: Outcome, slack: float = 1.0) -> tuple[str, str] | None:
-    """The status and the message of a case that is not right; sparse gradients for SparseAdam are refused."""
+    """Return status and message of a case that is not right, else None; SparseAdam may raise OperationError."""
     if wanted.seen is None:
         if any(words in str(wanted.error) for words in ONE_DEVICES_OWN):
             return None
@@ -135,7 +135,7 @@ def _words(error: BaseException | None) -> str:
 
 
 def failures_of(kind: Any, options: dict[str, Any], settings: Sequence[Setting]) -> list[Failure]:
-    """The settings in which the optimizer is not right."""
+    """Return the failures of the optimizer over the settings."""
     wanted = [Outcome.of(kind, options, setting, None) for setting in settings]
     text = ", ".join(f"{k}={v}" for k, v in options.items())
     try:
@@ -155,7 +155,7 @@ def failures_of(kind: Any, options: dict[str, Any], settings: Sequence[Setting])
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: cases that are wrong or raise."""
+    """Return the figure: the number of cases that are wrong or raise an error."""
     torch.set_num_threads(1)
     start, cases, failures = time.perf_counter(), 0, list[Failure]()
     with warnings.catch_warnings():

@@ -31,7 +31,7 @@ QUESTIONS = (
     "x.device", "x.layout", "x.requires_grad", "x.is_leaf", "x.is_cuda", "x.grad_fn", "x.is_floating_point()",
     "x.detach()", "x.requires_grad_()",
 )  # fmt: skip
-"""Attributes and methods that need no rule; those with a goal come first."""
+"""Attributes and methods that need no rule; the ones with a goal come first."""
 AXES = (1, 2, 3, 4)
 WORLD = 2 ** max(AXES)
 
@@ -217,7 +217,7 @@ def add_times(quick: bool) -> dict[str, list[float]]:
 
 
 def question_ratios(quick: bool) -> dict[str, dict[str, float]]:
-    """Return the time of each question about a tensor over a plain tensor's, in turns: ours and DTensor's."""
+    """Return the time of each attribute of our tensors and of DTensors, over that of a plain tensor."""
     from torch.distributed import tensor
 
     import meshwright as mw

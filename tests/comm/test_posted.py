@@ -1,4 +1,4 @@
-"""A carrier whose exchanges are posted as messages: the same results, whichever rank is first."""
+"""A transport that posts exchanges as messages: the results do not depend on which rank is first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD = (0, 1, 2)
 
 
 def exchanged(ranks: Carrier, times: int) -> list[list[float]]:
-    """What a rank receives when every rank sends several tensors of several shapes to every other one."""
+    """Return the data that a rank receives when every rank sends tensors of several shapes to every other rank."""
     found: list[Tensor] = []
     for n in range(times):
         peers = [peer for peer in WORLD if peer != ranks.rank]
@@ -41,7 +41,7 @@ def test_exchanges_are_those_of_the_inner_carrier() -> None:
 
 
 def test_works_may_overtake_each_other() -> None:
-    """Rank 0 does its pieces of work in another order than rank 1: each message goes to the work that it is of."""
+    """Rank 0 runs its works in another order than rank 1, and each message still reaches the right work."""
 
     def program() -> list[float]:
         posted, here = Posted(current()), current().rank
@@ -98,7 +98,7 @@ def test_backward_threads_talk_to_the_carrier_of_a_process() -> None:
         assert seen == [posted]
         assert current() is everywhere
         with pytest.raises(ZeroDivisionError), posted.during(1):
-            1 / 0  # noqa: B018
+            1 / 0  # noqa: B018 - the error is the point
         assert current() is everywhere
     finally:
         install(None)

@@ -1,4 +1,4 @@
-"""Globals and class attributes that a program assigns are each rank's own, as in processes."""
+"""Each simulated rank has its own values of assigned globals and class attributes, as each process has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Counter:
 
 
 class Shared:
-    """State as Accelerate keeps it: every instance has the dict of the class."""
+    """A class whose instances all share the dict of the class, as in Accelerate."""
 
     _state: ClassVar[dict[str, Any]] = {}
 
@@ -35,7 +35,7 @@ def meet() -> None:
 
 
 def step() -> int:
-    global STEP  # noqa: PLW0603 - what is tested
+    global STEP  # noqa: PLW0603 - the test is about assigned globals
     STEP += 1
     meet()
     return STEP

@@ -300,7 +300,7 @@ CASES: list[Case] = [
     ),
     (
         "one graph", on_ranks(lambda: torch.compile(lambda t: t.sin(), backend="eager", fullgraph=True)(x())),
-        tensor.CompileError, "without fullgraph",
+        tensor.CompileError, "leave out fullgraph=True",
     ),
     ("a trace", on_ranks(lambda: make_fx(torch.sin)(x())), tensor.TraceError, "plain model"),
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),

@@ -1,4 +1,4 @@
-"""Plain inputs of a parallel model are the whole batch on every rank."""
+"""Plain inputs of a parallel model have to be the whole batch on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each transform of torch on distributed tensors gives the numbers of one device, or one clear error at once.
+"""Each transform of torch on distributed tensors gives the numbers of one device, or raises one clear error.
 
 The names below are the rows of the table in docs/concepts/transforms.md.
 """
@@ -41,10 +41,17 @@ MESHES = {
     "grid": STYLES["grid"],
 }
 QUIET = pytest.mark.filterwarnings(
-    "ignore:.*on whole tensors", "ignore:`torch.jit", "ignore:.*jit", "ignore:Sparse", "ignore:The PyTorch API of",
-    "ignore:Anomaly Detection", "ignore:is_fx_tracing", "ignore:.*flex_attention", "ignore::DeprecationWarning",
+    "ignore:.*on whole tensors",
+    "ignore:`torch.jit",
+    "ignore:.*jit",
+    "ignore:Sparse",
+    "ignore:The PyTorch API of",
+    "ignore:Anomaly Detection",
+    "ignore:is_fx_tracing",
+    "ignore:.*flex_attention",
+    "ignore::DeprecationWarning",
     "ignore:The .grad attribute",
-)  # fmt: skip
+)
 Program = Callable[[Lay], Any]
 WORKS: dict[str, list[Program]] = {}
 REFUSED: dict[str, list[tuple[Program, type[MeshwrightError]]]] = {}
@@ -67,7 +74,7 @@ def square(lay: Lay, grad: bool = False) -> Tensor:
 
 
 def trained(net: Callable[[Tensor], Tensor], parameters: Any, lay: Lay) -> Any:
-    """The output of a network, and all gradients."""
+    """Return the output of a network, and all gradients."""
     x = square(lay, True)
     out = net(x)
     out.square().sum().backward()

@@ -117,7 +117,7 @@ def test_an_error_inside_forward_mode_is_the_one_that_is_raised() -> None:
 
     with pytest.raises(ValueError, match="mine"):
         mw.simulate(run, 2)
-    with forward_ad.dual_level():  # the level of the simulation is closed
+    with forward_ad.dual_level():  # possible, because the simulation closed its level
         pass
 
 

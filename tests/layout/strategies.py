@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 
 @st.composite
 def meshes(draw: st.DrawFn, most: int = 12, pool: int = 14) -> ProcessMesh:
-    """A mesh of 1 to 3 axes of 1 to 4 ranks, with at most `most` ranks in any order."""
+    """Draw a mesh of 1 to 3 axes of 1 to 4 ranks, with at most `most` ranks in any order."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: prod(s) <= most))
     order = draw(st.permutations(range(pool)))
     return ProcessMesh(np.array(order[: prod(sizes)]).reshape(sizes), AXES[: len(sizes)])
@@ -25,7 +25,7 @@ def meshes(draw: st.DrawFn, most: int = 12, pool: int = 14) -> ProcessMesh:
 
 @st.composite
 def dims(draw: st.DrawFn, size: int, axes: tuple[str, ...]) -> Dim:
-    """A dim sharded by `axes`; sometimes a product of two factors."""
+    """Draw a dim sharded by `axes`; sometimes a product of two factors."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if not divisors or draw(st.booleans()):
         return axes
@@ -35,7 +35,7 @@ def dims(draw: st.DrawFn, size: int, axes: tuple[str, ...]) -> Dim:
 
 @st.composite
 def layouts(draw: st.DrawFn, axes: tuple[str, ...], shape: tuple[int, ...]) -> Layout:
-    """A layout in which every axis has one of the four types, in any order."""
+    """Draw a layout in which every axis has one of the four types, in any order."""
     cuts: list[list[str]] = [[] for _ in shape]
     partial: list[tuple[str, str]] = []
     varying: list[str] = []
@@ -53,7 +53,7 @@ def layouts(draw: st.DrawFn, axes: tuple[str, ...], shape: tuple[int, ...]) -> L
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    """A spec of 0 to 3 dims, also empty and uneven ones."""
+    """Draw a spec of 0 to 3 dims, which may be empty or uneven."""
     mesh = draw(meshes())
     shape = tuple(draw(st.lists(st.sampled_from(SIZES), max_size=3)))
     return Spec(mesh, draw(layouts(mesh.dim_names, shape)), shape, draw(st.sampled_from(DTYPES)))

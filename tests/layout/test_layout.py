@@ -145,13 +145,19 @@ def test_placements_refuse_nonsense():
         Partial("mean")
     assert Partial() == Partial("sum")
     assert [repr(p) for p in (Replicate(), Shard(1), Partial(), Partial("max"))] == [
-        "Replicate()", "Shard(1)", "Partial()", "Partial('max')",
-    ]  # fmt: skip
+        "Replicate()",
+        "Shard(1)",
+        "Partial()",
+        "Partial('max')",
+    ]
 
 
 def test_an_error_has_four_parts():
     error = MeshwrightError("this", "that", "because", "other")
     assert (error.asked, error.found, error.why, error.write) == ("this", "that", "because", "other")
     assert str(error).splitlines() == [
-        "MeshwrightError: this", "  found: that", "  why:   because", "  write: other",
-    ]  # fmt: skip
+        "MeshwrightError: this",
+        "  found: that",
+        "  why:   because",
+        "  write: other",
+    ]

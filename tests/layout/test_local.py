@@ -55,14 +55,14 @@ def test_several_axes_shard_one_dim_from_the_outermost(size, counts):
 
 
 def held(spec: Spec, rank: int) -> list[int]:
-    """The flat global indices of what a rank holds, made of its ranges."""
+    """Return the flat global indices of the elements that a rank holds, by its ranges."""
     shape = expand_products(spec.shape, spec.layout)[0]
     box = tuple(slice(start, start + n) for start, n in spec.local_ranges(rank))
     return np.arange(prod(shape)).reshape(shape)[box].flatten().tolist()
 
 
 def groups(spec: Spec) -> list[list[int]]:
-    """Ranks that share their coordinates along all axes that do not shard the tensor."""
+    """Return the groups of ranks with equal coordinates along all axes that do not shard the tensor."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in spec.mesh.process_ids:
         at = spec.mesh.coordinate(rank)
@@ -72,7 +72,7 @@ def groups(spec: Spec) -> list[list[int]]:
 
 @given(specs())
 def test_local_parts_partition_the_tensor(spec):
-    """Along the sharding axes, every element has exactly one holder; along all others every rank holds the same."""
+    """Along the sharding axes, one rank holds each element; along the other axes, all ranks hold the same elements."""
     for ranks in groups(spec):
         everything = [i for rank in ranks for i in held(spec, rank)]
         assert sorted(everything) == list(range(prod(spec.shape)))
@@ -106,7 +106,7 @@ def test_an_expanded_product_has_the_same_parts(spec):
 
 
 def test_a_product_dim_is_held_in_runs():
-    """A fused weight of 3 parts of 4 rows: rank 1 of 2 holds the second half of each part."""
+    """Of a fused weight with 3 parts of 4 rows, rank 1 of 2 holds the second half of each part."""
     spec = Spec(ProcessMesh([0, 1], ["tp"]), Layout((Product(((3, ()), (4, ("tp",)))),)), (12,), torch.float32)
     assert held(spec, 1) == [2, 3, 6, 7, 10, 11]
     assert spec.local_shape(1) == (6,)

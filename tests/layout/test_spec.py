@@ -1,4 +1,4 @@
-"""A spec is one object for one content, and says what a rank holds."""
+"""Specs with equal content are one object, and a spec gives the elements that a rank holds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_layouts_that_do_not_fit_are_refused(layout, shape, why):
 
 
 def symbols(*sizes: int) -> list[torch.SymInt]:
-    """Symbolic sizes with these hints, of one environment."""
+    """Return symbolic sizes with these hints, all of one shape environment."""
     shapes = ShapeEnv()
     sources = [ConstantSource(f"size_{at}") for at in range(len(sizes))]
     return [
@@ -79,7 +79,7 @@ def test_a_symbolic_size_has_a_hint_and_an_identity():
     assert hint(n) == 6
     assert hint(5) == identity(5) == 5
     assert identity(n) == identity(n)
-    assert identity(n) != identity(m)  # of another environment
+    assert identity(n) != identity(m)  # from different shape environments
 
 
 def test_a_symbolic_spec_is_one_object_too():

@@ -1,4 +1,4 @@
-"""The text of layouts, specs and dtypes parses back."""
+"""The text of a layout, spec or dtype parses back to the same object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of the user's own files, and modules of the user's model, are found in frames and tracebacks."""
+"""Frames and tracebacks give the lines of the user's files and the modules of the user's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_caller_is_the_users():
 
 
 def test_frames_of_libraries_are_skipped():
-    """The nearest user's line is the one that calls torch; the frames of torch lie between."""
+    """The nearest user's line is the call of torch; frames of torch are between this line and the function."""
     namespace = {"__name__": "torch.somewhere"}
     exec("def call(f): return f()", namespace)
     assert namespace["call"](partial(user_frame, None)) == line_here()
@@ -33,7 +33,7 @@ def test_frames_of_libraries_are_skipped():
 def test_no_line_of_a_library_is_the_users(name):
     namespace = {"__name__": name, "sys": sys}
     exec("def frame(): return sys._getframe()", namespace)
-    assert user_frame(namespace["frame"]()) == line_here()  # the next caller outside
+    assert user_frame(namespace["frame"]()) == line_here()  # the nearest caller in a file of the user
 
 
 @pytest.mark.parametrize("name", ["torchvision", "meshwright_extra", "meshwright.models.llama", "__main__"])
@@ -87,13 +87,13 @@ def test_a_traceback_names_line_and_module():
 
 def test_without_a_module_the_line_is_enough():
     with pytest.raises(ZeroDivisionError) as caught:
-        1 / 0  # noqa: B018
+        1 / 0  # noqa: B018 - the error is the point
     assert user_place(caught.tb) == user_line(caught.tb) != ""
     assert user_line(None) == user_place(None) == ""
 
 
 class Direct(nn.Module):
-    """Calls its part's `forward` itself, so that one frame alone holds the part."""
+    """A module that calls the `forward` of its part directly, so that only one frame holds the part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""transformers, PEFT and Accelerate on a mesh: files, losses and gathered values are those of one device."""
+"""transformers, PEFT and Accelerate on a mesh give the files, losses and gathered values of one device."""
 
 from __future__ import annotations
 
@@ -40,9 +40,14 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def llama(tied: bool = True) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=24, tie_word_embeddings=tied,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=24,
+        tie_word_embeddings=tied,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -119,10 +124,20 @@ def trained(setting: str | None, folder: Path, accumulated: int) -> tuple[float,
         _, axes, config = SETTINGS[setting]
         mw.parallelize(model, None, mw.init_mesh(**axes), config)
     arguments = transformers.TrainingArguments(
-        str(folder), use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=4, max_steps=2,
-        report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd", logging_strategy="no", save_strategy="no",
-        gradient_accumulation_steps=accumulated, dataloader_pin_memory=False,
-    )  # fmt: skip
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=4,
+        max_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=0.1,
+        optim="sgd",
+        logging_strategy="no",
+        save_strategy="no",
+        gradient_accumulation_steps=accumulated,
+        dataloader_pin_memory=False,
+    )
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -144,9 +159,12 @@ def test_accelerate_gathers_the_values_of_one_device() -> None:
         accelerator = accelerate.Accelerator(cpu=True)
         x = mw.shard_tensor(whole, mesh, [mw.Shard(0)])
         found = [
-            accelerator.gather_for_metrics(x), accelerator.gather(x), accelerator.reduce(x, "sum"),
-            accelerator.reduce(x, "mean"), accelerator.pad_across_processes(x),
-        ]  # fmt: skip
+            accelerator.gather_for_metrics(x),
+            accelerator.gather(x),
+            accelerator.reduce(x, "sum"),
+            accelerator.reduce(x, "mean"),
+            accelerator.pad_across_processes(x),
+        ]
         return [mw.unshard_dtensor(f) for f in found]
 
     for found in mw.simulate(go, 2):

@@ -75,7 +75,7 @@ def test_what_is_needed_soon_does_not_wait() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer cut by columns behind a whole one, and a number that scales its results."""
+    """A replicated layer, a layer sharded by columns, and a number that scales the results of the second layer."""
 
     def __init__(self, mesh: mw.ProcessMesh) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Scaled(nn.Module):
 
 
 def test_a_gradient_that_the_backward_pass_goes_on_with_travels_alone() -> None:
-    """The loss and the scale's gradient wait for the update; the gradient of the first layer's results must not."""
+    """Loss and gradient of the scale may wait for the update; the gradient of the first layer's results may not."""
     mesh = mesh_of(tp=2)
     step = step_of(lambda: Scaled(mesh), mlp_batch(), 2)
     assert counted(step.programs[0], "backward") == {"AllReduce(tp)": 3}

@@ -1,4 +1,4 @@
-"""The peak of a row, beside a plain account of what begins and what ends."""
+"""The peak memory of a row, compared with a plain count of allocations and releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def schedule_of(*rows: str, m: int) -> Schedule:
 
 
 def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
-    """What a rank holds at most: a place takes what begins in it while all that ends in it is still there."""
+    """Return the peak memory of a rank; in each place, memory is allocated before other memory is released."""
 
     def of(values: float | tuple[float, ...] | None, chunk: int) -> float:
         return values[chunk] if isinstance(values, tuple) else values or 0.0
@@ -36,7 +36,7 @@ def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
                 del after[at]
         during = {at: max(held.get(at, 0.0), after.get(at, 0.0)) for at in {*held, *after}}
         most, held = max(most, sum(during.values())), after
-    assert not held, "a step that leaves something behind"
+    assert not held, "the step did not release all memory"
     chunks = [c for way in schedule.ways for c, owner in enumerate(way) if owner == rank]
     return most + sum(of(memory.static, c) for c in chunks)
 
@@ -45,7 +45,7 @@ def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
     ("row", "peak"),
     [
         ("F0.0 BW0.0 F1.0 BW1.0", 1.0),
-        ("F0.0 F1.0&BW0.0 BW1.0", 2.0),  # the forward's activations are there before the backward's are let go
+        ("F0.0 F1.0&BW0.0 BW1.0", 2.0),  # the forward pass allocates before the backward pass releases
         ("F0.0 BW0.0&F1.0 BW1.0", 2.0),
         ("F0.0 F1.0 BW0.0 BW1.0", 2.0),
     ],
@@ -73,9 +73,17 @@ def test_recomputed_forwards_keep_their_inputs() -> None:
 
 
 TIMES = Times(
-    forward=(1.0, 2.0), backward=(3.0, 4.0), weight=(5.0, 6.0), transfer=(0.5, 0.25), recompute=(7.0, 8.0),
-    gather=(0.125, 0.5), scatter=2.0, optimizer=10.0, overhead=0.0625, slowdown=0.75,
-)  # fmt: skip
+    forward=(1.0, 2.0),
+    backward=(3.0, 4.0),
+    weight=(5.0, 6.0),
+    transfer=(0.5, 0.25),
+    recompute=(7.0, 8.0),
+    gather=(0.125, 0.5),
+    scatter=2.0,
+    optimizer=10.0,
+    overhead=0.0625,
+    slowdown=0.75,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_times_of_chunks_and_messages() -> None:
 
 
 def test_a_step_of_two_ranks_by_hand() -> None:
-    """Rank 1 waits for a message, rank 0 for the gradient; the bubble is what neither computes."""
+    """Rank 1 waits for a message and rank 0 for the gradient; these waits are the bubble."""
     line = simulate(schedule_of("F0.0 BW0.0", "F0.1 BW0.1", m=1), replace(TIMES, overhead=0.0))
     assert [(t.start, t.end) for row in line.rows for t in row] == [(0, 1), (14.0, 22.0), (1.5, 3.5), (3.5, 13.5)]
     assert (line.makespan, line.span) == (22.0, 22.0)

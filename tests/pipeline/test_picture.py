@@ -38,7 +38,7 @@ def test_svg_has_a_box_for_each_action_with_its_name() -> None:
 
 
 def test_boxes_stand_at_their_times_on_their_ranks() -> None:
-    """Starts and widths are proportional to seconds; those side by side share the height of a row."""
+    """Starts and widths of boxes are proportional to seconds; simultaneous boxes share the height of a row."""
     for schedule in (one_f_one_b(2, 4), zb_v(2, 4), dualpipe(2, 4)):
         line = simulate(schedule)
         boxes = list(ElementTree.fromstring(svg(line)).iter("{http://www.w3.org/2000/svg}g"))

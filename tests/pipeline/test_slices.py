@@ -1,4 +1,4 @@
-"""Slices of sequences in a small pipeline: the numbers of one device (tests/engine/test_slices.py asks for more)."""
+"""Slices of sequences in a small pipeline give the numbers of one device; tests/engine/test_slices.py tests more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS, WIDTH, STEPS = 7, 4, 2
 
 
 class Block(nn.Module):
-    """Causal attention of one head, and dropout."""
+    """A block of causal attention with one head, and dropout."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Two blocks, learned places, a tied table, and a loss that leaves labels out."""
+    """A model of two blocks with learned positions, a tied embedding, and a loss that ignores some labels."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def batch(step: int, rows: int, length: int) -> list[Tensor]:
 
 
 def train(drop: float, microbatches: int, length: int, options: dict[str, Any]) -> list[Any]:
-    """Losses and parameters after some steps: of one device, or of this rank where there are options."""
+    """Return losses and parameters after some steps, of one device without options, else of this rank."""
     model = Reader(drop)
     if options:
         mw.split_pipeline(model, mw.ProcessMesh([0, 1], ["pp"]))

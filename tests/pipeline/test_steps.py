@@ -1,4 +1,4 @@
-"""Pipelines in the static mode: the numbers of one device under every placement, and what is refused."""
+"""Static pipelines give the numbers of one device under every placement, and raise errors for wrong options."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def test_what_is_chosen_fits_into_memory(capacity: float) -> None:
 
 
 def test_the_times_of_chunks_are_counted() -> None:
-    """Frozen weights have no W, what has no gradient no B; products cost as much for each gradient as forward."""
+    """A chunk without trained weights has no W, and one without an input gradient no B.
+
+    Each gradient of a matrix product takes as long as the forward product.
+    """
 
     class Two(torch.nn.Module):
         def __init__(self) -> None:
@@ -119,9 +122,12 @@ def test_batches_of_many_sizes(how: str) -> None:
         laid(model, (0, 1), 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         dist = mw.to_static(
-            model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
-            optimizer, mw.Strategy.of(**options),
-        )  # fmt: skip
+            model,
+            None,
+            lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+            optimizer,
+            mw.Strategy.of(**options),
+        )
         return [dist(*inputs, labels).item() for *inputs, labels in map(batch, range(4), SIZES)]
 
     for found in mw.simulate(losses, 2, 2):
@@ -137,7 +143,7 @@ FORMS = [((2, 4), (3, 5), (2, 4), (1, 7)), ((3, 5), (2, 4), (2, 4), (2, 4))]
     ("name", "way", "tied"), [("1F1B", (0, 1), True), ("ZB-V", (0, 1, 1, 0), True), ("DualPipe", (0, 1), False)]
 )
 def test_microbatches_of_many_sizes(name: str, way: tuple[int, ...], tied: bool) -> None:
-    """Buffers go from one to the next, whatever their sizes; every step has other sizes in another order."""
+    """Buffers pass from one microbatch to the next, although every step has other sizes in another order."""
     buffers = name != "DualPipe"
 
     def train(homes: bool) -> list[Any]:
@@ -148,9 +154,12 @@ def test_microbatches_of_many_sizes(name: str, way: tuple[int, ...], tied: bool)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         options = {"enable": True, "schedule_mode": name, "accumulate_steps": 4}
         dist = mw.to_static(
-            model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
-            optimizer, mw.Strategy.of(pipeline=options),
-        )  # fmt: skip
+            model,
+            None,
+            lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+            optimizer,
+            mw.Strategy.of(pipeline=options),
+        )
         losses: list[float] = []
         for step, sizes in enumerate(FORMS):
             batches = [batch(10 * step + m, *size) for m, size in enumerate(sizes)]
@@ -212,13 +221,13 @@ def test_recompute_is_placed_by_the_table() -> None:
         ("1F1B", (0, 1), {"F": 4, "B": 4}),
         ("GPipe", (0, 1), {"F": 4, "B": 4}),
         ("Interleaved 1F1B", (0, 1, 0, 1), {"F": 8, "B": 8}),
-        ("ZB-H1", (0, 1), {"F": 4, "B": 4, "W": 4}),  # on the first rank nobody waits for a B: all of it is W
+        ("ZB-H1", (0, 1), {"F": 4, "B": 4, "W": 4}),  # no rank waits for a B of the first rank: it is all W
     ],
 )
 def test_a_backward_pass_is_one_call_where_no_table_splits_it(
     mode: str, way: tuple[int, ...], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every action exactly one program runs, and what it gives is used outside of it."""
+    """Every action runs exactly one program, and every result of the program is used outside it."""
     ran: list[tuple[int, str]] = []
 
     def counted(place: Any, part: Any) -> Any:
@@ -247,7 +256,7 @@ def test_a_backward_pass_is_one_call_where_no_table_splits_it(
     ],
 )
 def test_what_is_dropped_is_what_one_device_drops(mode: str, way: tuple[int, ...]) -> None:
-    """Whatever the order of a row; and generators go on from where one device's does."""
+    """The order of a row has no influence, and generators end in the state of one device's generator."""
 
     def net() -> nn.Sequential:
         torch.manual_seed(1)

@@ -76,7 +76,7 @@ ROLES = ("R", "S0", "S1", "sum", "avg", "max", "min", "prod")
 
 
 def laid(mesh: ProcessMesh, *roles: str) -> Layout:
-    """The layout in which each axis of the mesh has its role."""
+    """Return the layout in which each axis of the mesh has the given role."""
     cuts: list[tuple[str, ...]] = [(), ()]
     partial: list[tuple[str, str]] = []
     for axis, role in zip(mesh.dim_names, roles, strict=True):
@@ -89,9 +89,9 @@ def laid(mesh: ProcessMesh, *roles: str) -> Layout:
 
 @pytest.mark.parametrize("first", ROLES)
 def test_two_axes_of_any_types(first):
-    """Also where operations do not commute: those of the axis that comes first in the layout are joined first.
+    """Every pair of axis types converts to every other pair; each test takes an eighth of all cases.
 
-    Every pair of types becomes every other; each test takes an eighth of all pairs of pairs.
+    Some operations do not commute: the terms of the axis that comes first in the layout are reduced first.
     """
     layouts = [laid(SQUARE, *roles) for roles in product(ROLES, ROLES)]
     specs = [Spec(SQUARE, layout, (5, 4), torch.float64) for layout in layouts]
@@ -103,7 +103,7 @@ def test_two_axes_of_any_types(first):
 
 @pytest.mark.parametrize(("x", "y"), [p for p in product(ROLES[3:], ROLES[3:]) if p[0] != p[1]])
 def test_terms_of_two_operations_mean_the_value(x, y):
-    """A product's neutral terms are ones: they must neither be added up nor be scaled."""
+    """The neutral terms of a product are ones, which must be neither added up nor scaled."""
     dst = Spec(SQUARE, laid(SQUARE, x, y), (5, 4), torch.float64)
     for src in ("[5, 4]", "[5@y, 4]", "[5@x, 4@y]"):
         check(plan(parse_spec("f64" + src, SQUARE), dst))
@@ -114,7 +114,7 @@ CUBE = ProcessMesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["x", "y", "z"])
 
 
 def test_any_cuts_of_three_axes():
-    """Boxes begin and end anywhere in what a rank holds."""
+    """The boxes of a conversion begin and end anywhere in the part of a rank."""
     cuts = [laid(CUBE, *roles) for roles in product(("R", "S0", "S1"), repeat=3)]
     for at, (src, dst) in enumerate(product(cuts, cuts)):
         if at % 5 == 0:

@@ -93,7 +93,7 @@ def test_steps_lead_from_the_source_to_the_target(pair):
 @pytest.mark.parametrize("dtype", ["f32", "f64", "i64"])
 @pytest.mark.parametrize("mesh", [LINE, SQUARE, CUBE], ids=str)
 def test_bounds_of_joined_terms(mesh, dtype):
-    """Of N bytes on n ranks: (n - 1) N / n to reduce and scatter, twice that to reduce everywhere."""
+    """On n ranks, a reduce-scatter of N bytes moves (n - 1) N / n bytes, and an all-reduce twice as many."""
     axes = mesh.dim_names
     pending, n = parse_spec(f"{dtype}[8, 4] " + " ".join(f"+{a}" for a in axes), mesh), mesh.size
     scattered, whole = (parse_spec(f"{dtype}{text}", mesh) for text in (f"[8@{'@'.join(axes)}, 4]", "[8, 4]"))
@@ -209,7 +209,7 @@ WIDE = ProcessMesh(torch.arange(132).reshape(3, 11, 4).numpy(), ["x", "y", "z"])
     ],
 )
 def test_a_few_ranks_of_a_large_mesh_decide(monkeypatch, src, dst):
-    """The same plan is chosen where all ranks are asked."""
+    """The plan chosen from a few ranks is the plan chosen from all ranks."""
     module = import_module("meshwright.reshard._plan")
     specs = [parse_spec(_spec(side), WIDE) for side in (src, dst)]
     few = module._plan.__wrapped__(*specs, None)

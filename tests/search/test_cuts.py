@@ -82,8 +82,11 @@ def dims(cuts: Cuts) -> dict[str, int | None]:
 
 
 BLACKWELL = replace(Prices(cluster_of("B200"), 8, 8), byte=1e-18)
-"""Whole weights of attention beside a sharded sequence take as long and more memory, so memory has a very low price. On
-H100 they take as long within a thousandth."""
+"""Prices on B200 with a very low price of memory, which only decides between plans that take equally long.
+
+With a sharded sequence, replicated attention weights take as long as sharded ones, and more memory. On H100 the times
+agree within a thousandth.
+"""
 
 
 def test_what_megatron_does_by_hand_comes_out() -> None:

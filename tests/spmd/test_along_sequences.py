@@ -1,7 +1,7 @@
-"""Attention along a sharded sequence, by a ring and by heads: the values and gradients of one device.
+"""Attention along a sharded sequence, by a ring and by heads, gives the values and gradients of one device.
 
-The forms communicate in their backward pass too, so they run on simulated ranks (tests/engine/test_context.py asks for
-more).
+The forms communicate in their backward pass too, so they run on simulated ranks. tests/engine/test_context.py tests
+more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def qkv(heads: tuple[int, ...], shared: tuple[int, ...], length: int, out: int = 5) -> list[Tensor]:
-    """Queries, keys, values, and what the result is multiplied by."""
+    """Return queries, keys, values, and the factors of the result in the loss."""
     return [
         drawn(*heads, length, 4),
         drawn(*shared, length, 4),
@@ -31,7 +31,7 @@ def qkv(heads: tuple[int, ...], shared: tuple[int, ...], length: int, out: int =
 
 
 def attended(given: list[Tensor], options: dict[str, Any], trains_mask: bool) -> list[Tensor]:
-    """The result, and the gradients of queries, keys, values and of a mask that has one."""
+    """Return the result, and the gradients of queries, keys, values and a trained mask."""
     *leaves, weight = [x.detach().requires_grad_() for x in given]
     mask = options.get("attn_mask")
     if trains_mask and mask is not None:
@@ -42,7 +42,7 @@ def attended(given: list[Tensor], options: dict[str, Any], trains_mask: bool) ->
 
 
 def same(ranks: int, name: str, given: list[Tensor], trains_mask: bool = False, **options: Any) -> None:
-    """The named form runs, and its numbers are one device's."""
+    """Check that the named form runs, and that its numbers are those of one device."""
     goal = attended(given, options, trains_mask)
     mesh = mw.ProcessMesh(range(ranks), ["cp"])
 
@@ -63,7 +63,7 @@ def same(ranks: int, name: str, given: list[Tensor], trains_mask: bool = False, 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_ring(ranks: int, causal: bool) -> None:
-    """With and without heads and batches, with heads that share a key, and with a scale."""
+    """The ring takes tensors with and without heads and batches, heads that share a key, and a scale."""
     n = 2 * ranks * (2 if causal else 1)
     same(ranks, "ring", qkv((2, 3), (2, 3), n), is_causal=causal)
     same(ranks, "ring", qkv((3,), (3,), n), is_causal=causal, scale=0.3)

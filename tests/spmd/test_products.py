@@ -1,4 +1,4 @@
-"""A dim that runs over several factors is written without a product where that says the same."""
+"""A dim with several factors is written without a product where both layouts mean the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESH = ProcessMesh([[0, 1], [2, 3], [4, 5]], ["x", "y"])
 
 
 def held(spec: Spec, rank: int) -> list[int]:
-    """The flat indices of what a rank holds."""
+    """Return the flat indices of the elements that a rank holds."""
     shape = expand_products(spec.shape, spec.layout)[0]
     box = tuple(slice(start, start + n) for start, n in spec.local_ranges(rank))
     return torch.arange(prod(shape)).view(shape)[box].flatten().tolist()

@@ -20,7 +20,7 @@ from .walker import Sample, results_of
 RANKS = 2
 NUMBERS = (inf, -inf, nan, 0.0, -0.0, 10.0, 0.5, 1e6, 1e-6)
 TERMS = 2.0**17
-"""Large terms are the largest number divided by this, so that they bear every factor that lets a sum pass."""
+"""Divisor of the largest number that gives a large term: every factor that lets a sum pass keeps such terms finite."""
 
 
 def floating(x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The rule that each sample gets, and what it lets be sharded, are those of `rules.txt`.
+"""Each sample gets the rule in `rules.txt`, and may shard the factors listed there.
 
-A rule that asks for more whole operands still gives the right numbers, so the walk over the samples does not see it; it
-costs communication instead. After a change that is meant, write the table anew, and read the difference:
+A rule that needlessly replicates operands still gives the right numbers, so the tests of the samples pass. It costs
+communication instead. After an intended change, write the table again, and read the difference:
 
     python -m tests.spmd.test_what_may_be_cut
 """
@@ -40,7 +40,7 @@ OVERLOADS = {"aten.normal": "normal.Tensor_Tensor", "aten.bernoulli": "bernoulli
 
 
 def written(call: Call, operands: list[torch.Tensor | None]) -> str:
-    """A call's rule, what joins its terms, the factors that may be cut, and how many ways there are for terms."""
+    """Return a call's rule as text, with the factors that may be sharded and the number of choices for terms."""
     rule, bound = call.rule, call.bound
     choices = list(dict.fromkeys(every_choice(bound, operands)))
     cut = dict.fromkeys(bound.names[c.factor] for c in choices if c.factor is not None)

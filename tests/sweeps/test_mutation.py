@@ -1,4 +1,4 @@
-"""Which mutants are made, that the sample is stable, and that the table of equivalent mutants is up to date."""
+"""The right mutants are made, the sample is stable, and the table of equivalent mutants is up to date."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ STORIES = list(aliases.stories())
 
 @pytest.mark.parametrize("start", range(4))
 def test_what_a_view_operator_shares_is_what_one_device_shares(start: int) -> None:
-    """A sample of the figure `aliases`: another part of its programs in each layout."""
+    """A sample of the benchmark `aliases`, with another part of its programs in each layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for k, layout in enumerate(aliases.LAYOUTS):
@@ -41,7 +41,7 @@ def test_a_loop_that_writes_rows_has_the_gradient_of_one_device_on_an_axis_of_si
 
 
 def on_four(program: Any, placements: list[Any], shape: tuple[int, ...] = (4, 3)) -> list[Any]:
-    """Return what each of four ranks gives for a tensor of this shape, whole on rank order."""
+    """Return the result of the program on each of four ranks, by rank, for a tensor of this shape."""
     mesh = mw.ProcessMesh(range(4), ["x"])
     count = torch.Size(shape).numel()
     return mw.simulate(lambda: program(mw.shard_tensor(torch.arange(count * 1.0).view(shape), mesh, placements)), 4)
@@ -89,7 +89,7 @@ def test_a_reshard_never_shares_memory_with_its_source() -> None:
 
 
 def test_random_numbers_follow_the_memory_of_the_whole_tensor() -> None:
-    """Torch fills memory in its order, so that transposed tensors take their numbers in another one."""
+    """Torch fills a tensor in memory order, so a transposed tensor gets its numbers in another order."""
 
     def draw(x: Tensor) -> list[Tensor]:
         torch.manual_seed(3)
@@ -107,7 +107,7 @@ def test_random_numbers_follow_the_memory_of_the_whole_tensor() -> None:
 
 @torch.library.custom_op("meshwright_test::grow", mutates_args=())
 def grow(x: Tensor) -> Tensor:
-    """Return the rows of `x`, and the first one again."""
+    """Return the rows of `x`, and the first row again."""
     return torch.cat([x, x[:1]])
 
 

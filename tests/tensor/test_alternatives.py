@@ -1,4 +1,4 @@
-"""Which rule a call takes: the one that is asked for where it fits, and the cheaper one otherwise."""
+"""A call with several rules takes the requested rule if it fits, else the cheapest one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layouts(call: Callable[[], Tensor], ranks: int = 2) -> set[str]:
 
 
 def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
-    """`out=` and in-place operators keep what they write to as it is sharded."""
+    """A call with `out=` and an in-place operator keep the layout of the tensor that they write to."""
     x, y = drawn(4, 4), drawn(4, 4)
 
     def written(out: mw.Shard | mw.Replicate) -> Tensor:
@@ -75,7 +75,7 @@ def test_attributes_are_calls_by_their_names() -> None:
 @pytest.mark.parametrize("placement", [mw.Shard(0), mw.Replicate()])
 @pytest.mark.parametrize("rows", [mw.Shard(0), mw.Shard(1), mw.Replicate()])
 def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard) -> None:
-    """However they are sharded; they keep their layout."""
+    """Running statistics may be sharded in any layout, and keep it."""
     x, mean, var = drawn(6, 4), drawn(4), drawn(4).abs()
     means, variances = mean.clone(), var.clone()
     goal = F.batch_norm(x, means, variances, training=True, momentum=0.3)
@@ -96,7 +96,7 @@ def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard
 
 
 def test_experts_stay_on_their_ranks() -> None:
-    """Weights that are sharded by expert are not gathered; the rows of other experts are zero, and added up."""
+    """Weights sharded by expert are not gathered; each rank adds zeros for the rows of other experts."""
     w, x, ends = drawn(2, 8, 8).bfloat16(), drawn(6, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
 
     def work() -> tuple[str, int, Tensor]:

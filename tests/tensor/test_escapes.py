@@ -1,4 +1,4 @@
-"""Every way to the memory of a distributed tensor gives the whole tensor's result, or raises."""
+"""Every access to the memory of a distributed tensor gives the result of the whole tensor, or raises an error."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ ONE_DEVICE_HAS_NONE = {
     "norm -1",
     "norm 0.5",
 }
-"""Reductions whose gradients at infinities are partly NaN on one device, and NaN elsewhere on ranks."""
+"""Reductions whose gradients at infinities contain NaN, in other places on a mesh than on one device."""
 
 
 def layouts(ndim: int) -> Iterator[tuple[mw.ProcessMesh, Sequence[mw.Placement]]]:
@@ -58,7 +58,7 @@ def layouts(ndim: int) -> Iterator[tuple[mw.ProcessMesh, Sequence[mw.Placement]]
 
 
 def results(reduce: Reduction, x: Tensor, dim: int) -> list[Tensor]:
-    """Return the results, and the gradient of a weighted sum of those that have one."""
+    """Return the results, and the gradient of a weighted sum of the differentiable results."""
     found = [t for t in tree_leaves(reduce(x, dim)) if isinstance(t, Tensor)]
     total: Any = 0
     for t in found:
@@ -69,19 +69,24 @@ def results(reduce: Reduction, x: Tensor, dim: int) -> list[Tensor]:
     return [mw.unshard_dtensor(t.detach()) for t in [*found, *([x.grad] if x.grad is not None else [])]]
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")  # of one element, on one device too
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")  # for one element; one device warns too
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_an_empty_part_has_no_say(name: str, values: str) -> None:
-    """The maximum of no elements is the lowest number there is: it is no maximum of its own."""
+    """An empty part contributes the lowest number to a maximum, which must not be taken for an element."""
     reduce = REDUCTIONS[name]
-    cases = [(torch.tensor(VALUES[values])[: torch.Size(shape).numel()].reshape(shape), d)
-             for shape in SHAPES for d in range(len(shape))]  # fmt: skip
+    cases = [
+        (torch.tensor(VALUES[values])[: torch.Size(shape).numel()].reshape(shape), d)
+        for shape in SHAPES
+        for d in range(len(shape))
+    ]
     wanted = [results(reduce, x.clone().requires_grad_(), d) for x, d in cases]
 
     def on_rank() -> list[list[list[Tensor]]]:
-        return [[results(reduce, mw.shard_tensor(x.clone().requires_grad_(), *how), d) for how in layouts(x.dim())]
-                for x, d in cases]  # fmt: skip
+        return [
+            [results(reduce, mw.shard_tensor(x.clone().requires_grad_(), *how), d) for how in layouts(x.dim())]
+            for x, d in cases
+        ]
 
     for each, goal in zip(mw.simulate(on_rank, 4)[0], wanted, strict=True):
         for found in each:

@@ -127,7 +127,7 @@ def test_ranks_outside_know_what_a_call_gives(call: Callable[[Tensor], Tensor]) 
 
 
 def test_gradients_are_absent_outside_their_mesh() -> None:
-    """A hook's gradient and a leaf's have the spec of the mesh; ranks outside hold nothing of them."""
+    """The gradients of a hook and of a leaf have a spec on the mesh; ranks outside hold no part of them."""
 
     def on_rank() -> list[Any]:
         x = mw.shard_tensor(torch.arange(8.0), SECOND, [mw.Shard(0)]).requires_grad_()

@@ -418,7 +418,7 @@ def test_numbers_drawn_by_values_are_those_of_one_device(place: list[Any]) -> No
 
 @pytest.mark.parametrize("name", [n for n in DISTRIBUTIONS if n.endswith("_")])
 def test_parameters_have_torchs_names_and_defaults(name: str) -> None:
-    """`geometric_` and `bernoulli_` have overloads; the one with a number is meant."""
+    """Of the overloads of `geometric_` and `bernoulli_`, the test takes the one with a number."""
     packet = getattr(torch.ops.aten, name)
     schema = getattr(packet, "float" if "float" in packet.overloads() else "default")._schema
     wanted = {a.name.removesuffix("_"): a.default_value for a in schema.arguments[1:] if a.name != "generator"}

@@ -2,7 +2,7 @@
 
 torch has one level of forward mode for the whole process, and it removes all tangents when the level is left. The
 ranks of a simulation share that level: the first rank that enters opens it, and the last rank that leaves closes it.
-The others wait, so that a tangent never outlives the level of its rank.
+A rank that leaves earlier waits for the others, so that the tangents of every rank live as long as its level.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class SharedLevel:
     """The level of forward mode that the ranks of one simulation share.
 
     Args:
-        rank: Return the calling rank, or None for a thread that is no rank of the simulation.
-        wait: Let other ranks run until the calling rank is released.
-        release: Let a rank that waits run again.
-        failed: True once the simulation has failed, when nobody waits any more.
+        rank: Returns the calling rank, or None for a thread that is no rank of the simulation.
+        wait: Lets other ranks run until the calling rank is released.
+        release: Lets a waiting rank run again.
+        failed: Returns True once the simulation has failed; from then on no rank waits.
     """
 
     def __init__(

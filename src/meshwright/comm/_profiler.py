@@ -1,4 +1,7 @@
-"""torch's profiler in a simulation: one rank at a time, since a process has one profiler and two threads crash it."""
+"""torch's profiler in a simulation, for one rank at a time.
+
+A process has one profiler, and two threads that use it crash the process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .torch_hooks import PROFILER, PROFILER_STARTS, PROFILER_STOP
 
 @contextmanager
 def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
-    """Refuse a second rank that starts the profiler while the context is open; `rank` returns the calling rank."""
+    """Raise CallError on a second rank that starts the profiler inside; `rank` returns the calling rank."""
     names: dict[str, Any] = PROFILER.__dict__
     own = {name: names[name] for name in (*PROFILER_STARTS, PROFILER_STOP)}
     running: list[int | None] = []
@@ -43,5 +46,5 @@ def _second(here: int | None, other: int | None) -> CallError:
     return CallError(
         f"torch.profiler on rank {here} of a simulation", f"rank {other} profiles already",
         "a process has one profiler, and simulated ranks are threads of one process",
-        "fix: profile on one rank, or around mw.simulate, or run ranks that are processes: meshwright run",
+        "fix: profile on one rank or around mw.simulate, or run each rank in a process with meshwright run",
     )  # fmt: skip

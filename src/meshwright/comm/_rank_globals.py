@@ -1,11 +1,12 @@
-"""What a program keeps in modules and classes: each simulated rank has its own, as each process would.
+"""Globals and class attributes of a program, separate for each simulated rank, as they are for each process.
 
-Simulated ranks are threads of one process, so they share its modules. Before another rank goes on, what the running
-rank assigned is put aside, and what the other one assigned is put back. Four things are swapped:
+Simulated ranks are threads of one process, so they share its modules. When the simulation switches from one rank to
+another, it saves the values that the first rank assigned, and restores the values of the second. Four kinds of values
+are swapped:
 
 * globals that a function of the program's own modules assigns (`global step`),
-* class attributes of those modules that some function assigns (`Counter.total += 1`),
-* globals in which `torch.export` keeps what it is doing,
+* class attributes of the program's own modules that a function assigns (`Counter.total += 1`),
+* globals in which `torch.export` keeps its state,
 * dicts that a class of any library uses as the state of all its instances (`self.__dict__ = self._shared_state`).
 
 Lists and dicts that the program only changes in place stay shared: programs collect the results of all ranks in them.
@@ -27,11 +28,11 @@ _MISSING = object()
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1])
 _STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
-"""Packages that are not looked through for shared state: large ones that have none."""
+"""Large packages without state of the program; they are not searched for slots."""
 
 
 class Slot:
-    """One value that each rank has for itself."""
+    """A global or a class attribute that has one value for each rank."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self.holder, self.name = holder, name
@@ -46,12 +47,12 @@ class Slot:
             delattr(self.holder, self.name)
 
     def fresh(self) -> Any:
-        """The value for ranks that did not assign one, where the holder appeared while ranks ran."""
+        """Return the first value of every rank if the module of the slot was loaded while ranks ran."""
         return self.read()
 
 
 class SharedDict(Slot):
-    """A dict that is the state of all instances of a class; its content is swapped."""
+    """A dict that is the state of all instances of a class; the content of the dict is swapped."""
 
     def read(self) -> Any:
         return dict(getattr(self.holder, self.name))
@@ -67,11 +68,11 @@ class SharedDict(Slot):
 
 
 _found: dict[str, tuple[Any, list[Slot]]] = {}
-"""Name of a module → what it looked like, and the slots in it."""
+"""Name of a module → the fingerprint of the module when it was searched, and the slots found in it."""
 
 
 def slots() -> list[Slot]:
-    """Every slot of the modules that are loaded now; a module is looked through again when it has other members."""
+    """Return every slot of the modules that are loaded now; a module is searched again if its fingerprint changed."""
     found: list[Slot] = []
     for name, module in list(sys.modules.items()):
         looks = _looks_of(name, module)
@@ -82,14 +83,14 @@ def slots() -> list[Slot]:
 
 
 def _looks_of(name: str, module: Any) -> Any:
-    """What changes when a module gets other functions; libraries do not."""
+    """Return a fingerprint of the members of a module; the members of a library's module count as constant."""
     if name != "__main__" and _is_of_library(name, module):
         return id(module)
     return frozenset(map(id, vars(module).values()))
 
 
 def _is_of_library(name: str, module: Any) -> bool:
-    """True for modules of packages that are installed, of Python and of this package."""
+    """True for modules of installed packages, of Python and of this package."""
     path = getattr(module, "__file__", None)
     return path is None or "site-packages" in path or path.startswith((*_LIBRARIES, _OWN))
 
@@ -114,12 +115,12 @@ def _may_have_state(name: str) -> bool:
 
 
 def _is_value(value: Any) -> bool:
-    """True for what a rank may have for itself; functions and descriptors belong to the class."""
+    """True for a value that may differ between ranks; functions and descriptors belong to the class."""
     return not callable(value) and not hasattr(value, "__get__")
 
 
 def _shared_states(cls: type) -> Iterator[str]:
-    """Names of the dicts that the constructor of a class makes the `__dict__` of every instance."""
+    """Yield the names of dicts of a class that its constructor makes the `__dict__` of every instance."""
     init = vars(cls).get("__init__")
     if not isinstance(init, FunctionType) or "__dict__" not in init.__code__.co_names:
         return
@@ -129,7 +130,7 @@ def _shared_states(cls: type) -> Iterator[str]:
 
 
 def _codes(module: Any, classes: list[type]) -> Iterator[CodeType]:
-    """The code of every function of a module, also of functions inside others."""
+    """Yield the code of every function of a module, nested functions included."""
     members = [*vars(module).values(), *[m for cls in classes for m in vars(cls).values()]]
     found = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
     todo = [f.__code__ for f in found if isinstance(f, FunctionType) and f.__module__ == module.__name__]
@@ -144,7 +145,7 @@ def _stored(codes: list[CodeType], operation: str) -> set[str]:
 
 
 class RankGlobals:
-    """The slots' values of every rank of a simulation; exactly one rank's are in place."""
+    """The values of all slots for every rank of a simulation; the values of one rank at a time are in place."""
 
     def __init__(self, size: int) -> None:
         self._loaded = -1
@@ -154,7 +155,7 @@ class RankGlobals:
             self._look(lambda slot: slot.read())
 
     def leave(self, rank: int) -> None:
-        """Put aside what the rank assigned."""
+        """Save the values that the rank assigned."""
         if not self._values:
             return
         if len(sys.modules) != self._loaded:
@@ -162,7 +163,7 @@ class RankGlobals:
         self._values[rank] = {slot: slot.read() for slot in self._slots}
 
     def enter(self, rank: int) -> None:
-        """Put back what the rank assigned."""
+        """Restore the values that the rank assigned."""
         if not self._values:
             return
         values = self._values[rank]
@@ -170,7 +171,7 @@ class RankGlobals:
             slot.write(values[slot])
 
     def _look(self, first: Callable[[Slot], Any]) -> None:
-        """Find slots of modules that were loaded since, with their first value for every rank."""
+        """Add the slots of modules loaded since the last search; every rank starts with the value of `first(slot)`."""
         self._loaded = len(sys.modules)
         known = set(self._slots)
         self._slots = slots()

@@ -158,11 +158,11 @@ class _World:
             self.failure = (rank, error)
 
     def wait(self, rank: int, call: Call) -> None:
-        """Let other ranks run until `release(rank)`; `call` is what an error says the rank waits in."""
+        """Let other ranks run until `release(rank)`; an error names `call` as the call in which the rank waits."""
         self._wait(rank, call)
 
     def release(self, rank: int) -> None:
-        """Let a rank that waits run again, once it gets the baton."""
+        """Let a waiting rank run again, once it gets the baton."""
         self.pending[rank] = None
 
     def _wait(self, rank: int, call: Call) -> None:
@@ -178,12 +178,12 @@ class _World:
             raise Abandoned
 
     def _leave(self, rank: int) -> None:
-        """Put aside what the rank has for itself of what the process has once."""
+        """Save the rank's values of the state that torch and the program keep once per process."""
         self.torch_state[rank] = _TorchState.now()
         self.globals.leave(rank)
 
     def enter(self, rank: int) -> None:
-        """Put back what the rank has for itself."""
+        """Restore the rank's values of that state."""
         self.torch_state[rank].set()
         self.globals.enter(rank)
 
@@ -390,11 +390,11 @@ class _Mood:
 
 
 def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-    """The results of `fn(*args, **kwargs)`, run once per rank in this process, by rank.
+    """Return the results of `fn(*args, **kwargs)` by rank; each rank runs it in a thread of this process.
 
-    Every rank starts with the caller's state of torch's CPU generator, and has its own from then on; so it is with
-    globals and class attributes that functions of the program assign. The caller goes on with rank 0's. Lists and dicts
-    that are only changed in place are shared, and so are the states of Python's `random` and of NumPy.
+    Every rank has its own state of torch's CPU generator, and its own globals and class attributes where functions of
+    the program assign them. All ranks start with the caller's values; the caller continues with those of rank 0.
+    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy.
 
     The first error of any rank stops the others and is raised here, with a note that names the rank.
 

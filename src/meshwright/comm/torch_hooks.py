@@ -1,4 +1,4 @@
-"""Every private torch name that this room uses, and why there is no public one.
+"""Every private torch name that this package uses, and why there is no public one.
 
 | name | why |
 |---|---|
@@ -9,8 +9,8 @@
 | `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
-| `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | the profiler is one for the process, and two threads that use it crash it |
-| `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | forward mode is a state of the process, and each simulated rank needs its own |
+| `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | a process has one profiler, and two threads that use it crash the process |
+| `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | torch keeps the state of forward mode once per process, and each simulated rank needs a state of its own |
 """  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = tuple(
     table for name, table in vars(module).items() if name.startswith("_global_") and isinstance(table, dict)
 )
-"""The tables of hooks that torch calls for all modules of the process, and FlopCounterMode fills."""
+"""The tables of hooks that torch calls for all modules of the process; FlopCounterMode adds hooks to them."""
 
 EXPORTER = "torch.export._trace"
 """The module that keeps the state of a running `torch.export` in its globals."""
@@ -59,13 +59,13 @@ EXPORTER = "torch.export._trace"
 PROFILER = profiler
 """The module whose functions start and stop torch's profiler, which is one for all threads of a process."""
 PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
-"""Names of the profiler's functions that start it."""
+"""Names of the functions that start the profiler."""
 PROFILER_STOP = "_disable_profiler"
-"""Name of the profiler's function that stops it."""
+"""Name of the function that stops the profiler."""
 
 
 class ForwardState(NamedTuple):
-    """The part of torch's forward mode that is one for all threads: the level, and how deep `torch.func.jvp` is in."""
+    """The state of forward mode that torch keeps once per process: the level, and the nesting of `torch.func.jvp`."""
 
     level: int
     nesting: int

@@ -69,13 +69,13 @@ def _placed(
     terms = torch.constant_pad_nd(made.flatten(0, 1), [0, 0, 0, 1]).index_select(0, mine)
     is_mine = (mine < made.shape[0] * made.shape[1]).view(-1, routed.choices)
     weights = torch.where(is_mine, _local_everywhere(scores, roles).to_local(), 0)
-    found = combined(terms, weights)  # on each rank: a sum over ranks could not be multiplied with infinite weights
+    found = combined(terms, weights)  # before the sum over ranks: infinite weights would make NaN of its terms
     waits = Layout(((), ()), tuple((a, "sum") for a in roles.tokens))
     return present(found, Spec(roles.mesh, waits, found.shape, found.dtype))
 
 
 def _local_everywhere(x: DistTensor, roles: Roles) -> DistTensor:
-    """Return the whole value, which each rank of the tokens' axes uses for rows of its own."""
+    """Return the whole value, of which each rank of the tokens' axes uses its own rows."""
     return redistribute(x, roles.mesh, Layout(((),) * x.dim(), varying=roles.tokens))
 
 

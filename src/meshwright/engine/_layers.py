@@ -61,7 +61,7 @@ def shard_layer(
 
 
 def _check_python(layer: nn.Module) -> None:
-    """Raise TraceError if a submodule is TorchScript, whose C++ code would use local parameters as whole ones."""
+    """Raise TraceError if a submodule is TorchScript: its C++ code would take local parameters for whole ones."""
     for name, module in layer.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(

@@ -1,10 +1,9 @@
-"""An optimizer's step on local parts, if parameter, gradient and states have one layout: as fast as on plain tensors.
+"""Optimizer steps on local parts, as fast as on plain tensors, if parameter, gradient and states have one layout.
 
 Most optimizers compute each element from the same element of the parameter, the gradient and the states. If these have
-one layout, a rank's step is the optimizer's own code on its local parts, and no operator is planned; states that it
-makes get the layout of their parameter. Other layouts and other optimizers run operator by operator. A gradient has the
-dual layout of its parameter: that of a parameter that each rank uses differently is a sum over ranks, and has to be
-reduced first.
+one layout, a rank's step is the optimizer's own code on its local parts, and no operator is planned. New states get the
+layout of their parameter. Other layouts and other optimizers run operator by operator. A gradient has the dual layout
+of its parameter. If each rank uses the parameter differently, the gradient is a sum over ranks, which is reduced first.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def _meet(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_plain(optimizer: Optimizer) -> None:
-    """Raises OperationError for distributed parameters: their gradients are dense."""
+    """Raise OperationError if SparseAdam has distributed parameters: their gradients are dense."""
     for group in optimizer.param_groups:
         found = next((p for p in group["params"] if isinstance(p, DistTensor)), None)
         if found is not None:
             raise OperationError(
                 "torch.optim.SparseAdam.step()", f"a distributed parameter, {found.spec!r}",
                 "its gradient is dense, and nothing tells which rows of it were looked up",
-                "torch.optim.Adam, or SGD and Adagrad, which give the same numbers for both kinds of gradients",
+                "fix: use torch.optim.Adam, or SGD or Adagrad, which give the same numbers for dense gradients",
             )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _lay_new_states(optimizer: Optimizer) -> None:
-    """States that the step made, as large as the local part, become distributed tensors laid out as the parameter.
+    """Make new states with the shape of the local part distributed, in the layout of their parameter.
 
     Counters have no dims and stay plain.
     """
@@ -95,14 +94,14 @@ def _lay_new_states(optimizer: Optimizer) -> None:
 
 
 def _count_writes(optimizer: Optimizer) -> None:
-    """Move the version counters of parameters that fused kernels wrote to: views that are copies are read again."""
+    """Move the version counters of parameters that fused kernels wrote to, so that copied views are read again."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([p for p in group["params"] if p.grad is not None])
 
 
 def _lies_alike(optimizer: Optimizer) -> bool:
-    """True if parameters with gradients are distributed, and gradients and states have the layouts of parameters."""
+    """True if every parameter with a gradient is distributed, and its gradient and states have its layout."""
     flush()
     found = False
     with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
@@ -131,7 +130,7 @@ def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
 
 
 def _beside(spec: Spec | None, state: Any) -> bool:
-    """True if a state has the layout of its parameter, which is `spec`; counters are on every rank."""
+    """True if a state has the layout of its parameter's `spec`, or is a counter, which every rank has."""
     if not isinstance(state, DistTensor):
         return not isinstance(state, Tensor) or not state.dim() or spec is None
     have = state.spec

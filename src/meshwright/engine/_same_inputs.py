@@ -1,7 +1,7 @@
 """A check that the plain inputs of a model are the same on every rank.
 
-A plain tensor counts as whole on every rank. A data loader that gives each rank other rows, as Accelerate's and torch's
-DistributedSampler do, would mix the rows of several ranks without an error.
+A plain tensor counts as the whole batch on every rank. Accelerate's data loader and torch's DistributedSampler give
+each rank other rows. Without the check, the model would mix the rows of several ranks, and no error would say so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ._errors import BatchError
 
 
 class SameInputs:
-    """Compares a model's inputs at calls 1, 2, 4, 8, …
+    """A comparison of a model's inputs between ranks, at calls 1, 2, 4, 8, …
 
-    Processes do so by two collectives of one number each. Simulated ranks look into memory that they share, so that
-    what a simulation counts is what the program sends.
+    Processes compare by two collectives of one number each. Simulated ranks compare in shared memory, so that a
+    simulation counts only the collectives of the program.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SameInputs:
         self._number = 0
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise BatchError if a plain tensor is another one on some rank; every rank makes the call."""
+        """Raise BatchError if a plain tensor differs between ranks; every rank makes the call."""
         if any(captured_whole(x) is not None for x in tensors):
             return
         self._calls += 1
@@ -46,8 +46,9 @@ class SameInputs:
                 f"call {self._calls} of a parallel model with plain inputs",
                 f"tensors of shapes {shapes} that differ between ranks",
                 "a plain tensor is the whole batch on every rank; a data loader gave each rank rows of its own",
-                "the whole batch on every rank, without a DistributedSampler, or mw.shard_dataloader. For Accelerate "
-                "and transformers' Trainer: os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()",
+                "fix: pass the whole batch on every rank, without a DistributedSampler, or use mw.shard_dataloader. "
+                "With Accelerate or transformers' Trainer, call os.environ.update(LOCAL_RANK='-1', "
+                "WORLD_SIZE='1') after mw.init_process()",
             )  # fmt: skip
 
     def _same_as_before(self, here: Simulated, digest: int) -> bool:
@@ -68,7 +69,7 @@ def _same_everywhere(digest: int, like: Tensor) -> bool:
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:
-    """A number that differs, almost surely, when shapes, dtypes or elements do."""
+    """Return a number that almost surely differs for tensors with other shapes, dtypes or elements."""
     found = blake2b(digest_size=7)
     with local_parts():
         for x in tensors:

@@ -156,7 +156,7 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
         )  # fmt: skip
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
-    # PEFT puts a layer into another one, which has the weight as a property.
+    # PEFT wraps a layer in a module whose weight is a property.
     owner = next((m for m in layer.modules() if m._parameters.get(name) is held), layer)
     setattr(owner, name, shard_tensor(held, mesh, placements))
 

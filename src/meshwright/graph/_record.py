@@ -157,7 +157,7 @@ class Recorder(Modes):
         return out
 
     def _part(self, given: Input) -> Tensor:
-        """Return a fake local part of an input, with the memory format that its spec says."""
+        """Return a fake local part of an input, in the memory format of its spec."""
         v, spec = given.value, given.spec
         if spec is None:
             return torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)

@@ -165,7 +165,7 @@ def without_trivial_axes(layout: Layout, sizes: Mapping[str, int]) -> Layout:
 
 
 def parts_of(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return what decides which numbers each rank holds: the layout without its trivial and its varying axes."""
+    """Return the layout without its trivial and varying axes, which do not change the numbers that a rank holds."""
     return replace(without_trivial_axes(layout, sizes), varying=())
 
 

@@ -22,8 +22,8 @@ from ._text import parse_sized, read_strides, write_dims, write_dtype, write_str
 class Spec:
     """Mesh, layout, global shape, dtype and global strides of a tensor; immutable, and one object for one content.
 
-    `strides` are those of the whole tensor, None if it is contiguous. They decide, the same on every rank, what a call
-    aliases and what it copies. The local part of a dense tensor has its dims in the same order in memory.
+    `strides` are the strides of the whole tensor, or None if it is contiguous. They decide whether a call returns a
+    view or a copy, the same on every rank. The local part of a dense tensor has the same order of dims in memory.
 
     Two specs are equal if they are the same object, so that eager dispatch compares them by identity.
 
@@ -71,26 +71,26 @@ class Spec:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The dims from the outermost to the innermost in memory; None if the tensor is contiguous or not dense."""
+        """Dims from the outermost to the innermost in memory; None if the tensor is contiguous or not dense."""
         return self._order
 
     @property
     def full_strides(self) -> Strides:
-        """The strides of the whole tensor."""
+        """Strides of the whole tensor, also if it is contiguous."""
         return contiguous_strides(self.shape) if self.strides is None else self.strides
 
     @property
     def new(self) -> Spec:
-        """The spec of a new tensor like this one, as `torch.empty_like` makes it: the same unless this one has gaps."""
+        """Spec of `torch.empty_like` of the tensor: the same spec if the tensor is dense, else with dense strides."""
         return self if self.is_dense else self.with_strides(strides_like(self.shape, self.full_strides))
 
     @property
     def contiguous(self) -> Spec:
-        """The spec of a contiguous tensor that is otherwise the same."""
+        """Spec of a contiguous tensor that is otherwise the same."""
         return self.with_strides(None)
 
     def local_strides(self, rank: int) -> Strides:
-        """Return the strides of what `rank` holds of a new tensor like this one."""
+        """Return the strides of the local part of a new tensor with this spec on `rank`."""
         shape, order = self.local_shape(rank), self.new._order
         return contiguous_strides(shape) if order is None else dense_strides(shape, order)
 
@@ -157,7 +157,7 @@ class Spec:
         return Spec(self.mesh, self.layout, sizes, self.dtype)
 
     def with_layout(self, layout: Layout) -> Spec:
-        """Return the spec of the same tensor in another layout. The tensor is contiguous where a local part changes."""
+        """Return the spec of the same tensor in another layout; contiguous if the move changes a local part."""
         if layout == self.layout:
             return self
         sizes = self.mesh.sizes
@@ -174,7 +174,7 @@ class Spec:
         return self if same else Spec(self.mesh, self.layout, self.shape, self.dtype, strides)
 
     def dual(self) -> Spec:
-        """Return the spec of the gradient. A gradient has the strides of its tensor, unless that has gaps."""
+        """Return the spec of the gradient. A gradient has the strides of its tensor if the tensor is dense."""
         if self._dual is None:
             strides = self.strides if self.is_dense else None
             self._dual = Spec(self.mesh, self.layout.dual(), self.shape, self.dtype, strides)
@@ -191,9 +191,9 @@ class Spec:
 
 
 def parse_spec(text: str, mesh: ProcessMesh) -> Spec:
-    """Return the spec that is written as `f32[8@dp, 1024] +tp`, on `mesh`.
+    """Return the spec that a text such as `f32[8@dp, 1024] +tp` describes, on `mesh`.
 
-    The strides of a tensor that is not contiguous come last: `f32[8@dp, 4] strides (1, 8)`.
+    If the tensor is not contiguous, its strides come last: `f32[8@dp, 4] strides (1, 8)`.
 
     Raises LayoutError for text that is not a spec, naming the place.
     """

@@ -1,7 +1,7 @@
-"""Strides of whole tensors: memory formats, as torch defines them.
+"""Strides of whole tensors, with torch's definitions of contiguous and dense.
 
-A tensor is *contiguous* if its elements follow each other in row-major order. It is *dense* if they fill a block of
-memory in the order of some permutation of its dims. Dims of size 1 have no influence on either.
+A tensor is *contiguous* if its elements follow each other in row-major order. A tensor is *dense* if its elements fill
+a block of memory in the order of some permutation of its dims. Dims of size 1 have no influence on either property.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ._size import hint
 
 Strides = tuple[int, ...]
-"""Distance in memory, in elements, between neighbours along each dim."""
+"""For each dim, the distance in memory between neighbours along the dim, in elements."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -65,7 +65,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def _with_ones(sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims by descending stride; dims of size 1 stand where they stand in the shape."""
+    """Return the dims by descending stride; dims of size 1 keep their place in the shape."""
     moved = iter(sorted((d for d, n in enumerate(sizes) if n > 1), key=lambda d: -steps[d]))
     return tuple(next(moved) if n > 1 else d for d, n in enumerate(sizes))
 
@@ -85,7 +85,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 @lru_cache(maxsize=4096)
 def strides_like(shape: tuple[int, ...], strides: Strides) -> Strides:
-    """Return the strides of `torch.empty_like` of a tensor with these: the same if it is dense, else dense ones.
+    """Return the strides of `torch.empty_like` of a tensor with these strides: the same if dense, else dense ones.
 
     >>> strides_like((2, 3), (1, 2)), strides_like((2, 3), (6, 1)), strides_like((2, 3), (0, 1))
     ((1, 2), (3, 1), (3, 1))
@@ -94,7 +94,7 @@ def strides_like(shape: tuple[int, ...], strides: Strides) -> Strides:
 
 
 def whole_of(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Return a new tensor with the given values and strides; elements may share memory if their values are equal."""
+    """Return a new tensor with these values and strides; elements may only share memory if their values are equal."""
     out = torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype, device=values.device)
     target = out
     for d, stride in enumerate(strides):

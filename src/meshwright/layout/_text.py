@@ -52,12 +52,12 @@ _STRIDES = re.compile(r"(?P<rest>.*\S)\s+strides\s*\((?P<strides>\s*\d+\s*(?:,\s
 
 
 def write_strides(strides: Sequence[int] | None) -> str:
-    """Return the strides in text, such as ` strides (1, 8)`; an empty text for None."""
+    """Return the strides as text, such as ` strides (1, 8)`; an empty text for None."""
     return "" if strides is None else f" strides ({', '.join(map(str, strides))})"
 
 
 def read_strides(text: str) -> tuple[str, tuple[int, ...] | None]:
-    """Split the text of a spec into what comes before its strides, and the strides, None if there are none.
+    """Split the text of a spec into the part before its strides, and the strides (None if the text has none).
 
     >>> read_strides("f32[8@dp, 4] +tp strides (1, 8)")
     ('f32[8@dp, 4] +tp', (1, 8))

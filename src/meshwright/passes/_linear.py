@@ -110,7 +110,7 @@ def _is_linear(spot: Spot, out: Value) -> bool:
 
 
 def _keeps_terms(spot: Spot, out: Value) -> bool:
-    """True unless a factor may make a term overflow."""
+    """True unless a factor may make a term of a pending sum overflow."""
     if spot.op not in PRODUCTS | QUOTIENTS:
         return True
     number: Any = spot.args[1]

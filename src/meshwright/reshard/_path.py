@@ -194,10 +194,10 @@ def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
 
 
 def padded_axes(target: Spec) -> set[str]:
-    """Return the axes whose new terms may be parts with zeros around them.
+    """Return the axes whose new terms may be parts padded with zeros.
 
-    A mean's parts are scaled by the number of ranks. Beside a product, whose neutral terms are ones, that would scale
-    the ones as well; then every rank's term of the mean is the whole value.
+    The parts of a mean are scaled by the number of ranks. The neutral terms of a product are ones, and this scaling
+    would change them. If the layout has a product too, every rank's term of the mean is therefore the whole value.
     """
     partial = target.layout.partial
     exact = target.dtype.is_floating_point or target.dtype.is_complex

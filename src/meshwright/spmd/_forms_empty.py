@@ -15,9 +15,9 @@ from .torch_hooks import schema_of
 
 
 def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
-    """Return zeros for a part without elements, with every dim of size 0 made `least` long; still connected to `x`.
+    """Return zeros in place of an empty part, with every dim of size 0 made `least` long; differentiable in `x`.
 
-    A dim that is empty as a whole (its global size in `sizes` is 0) stays so: the product of nothing is 1.
+    A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1.
     """
     if isinstance(x, (list, tuple)):
         return [filled(t, least) for t in x]
@@ -52,9 +52,9 @@ def unless_empty(op: Any, text: str) -> Form:
 
 
 def operand_numbers(op: Any, text: str) -> dict[int | str, int]:
-    """Return position and name of the arguments that are tensors, with the numbers of the operands that they are.
+    """Return the operand number of each tensor argument, by its position and by its name.
 
-    Nothing is known of an operator that takes a list of tensors.
+    The result is empty for an operator that takes a list of tensors.
     """
     kinds = [str(a.type) for a in schema_of(op).arguments]
     if any("Tensor" in kind and kind not in _TENSORS for kind in kinds):

@@ -53,7 +53,7 @@ def dstack_rule(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _common_dims(tensors: Sequence[Tensor]) -> int:
-    """The number of dims that all tensors have; 0 if they differ, where torch adds dims to some of them."""
+    """Return the number of dims that all tensors share; 0 if they differ, since torch then adds dims to some."""
     dims = {t.dim() for t in tensors}
     return dims.pop() if len(dims) == 1 else 0
 

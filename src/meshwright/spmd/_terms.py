@@ -3,9 +3,9 @@
 In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong
 where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), where terms are divided by
 zero, and where a large factor makes terms overflow whose sum does not. So a pending sum passes an operator only if
-everything that it is multiplied with is a number of at most `largest_factor(dtype)` in magnitude, or a mask. The values
-of a floating tensor are not known, so a sum is reduced before it is multiplied with one. Integers wrap around, and are
-exact.
+each of its factors is a mask, or a number of at most `largest_factor(dtype)` in magnitude. The values of a floating
+tensor are unknown, so a sum is reduced before it is multiplied with a floating tensor. Integer arithmetic wraps around
+and is exact.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) 
 
 
 def keeps_terms(factor: float | complex, dtype: torch.dtype) -> bool:
-    """True if every term of a sum of this dtype may be multiplied with the number; a zero would lose its sign."""
+    """True if every term of a sum of this dtype may be multiplied with `factor`; a factor of 0 would lose signs."""
     return 0 < abs(factor) <= largest_factor(dtype)
 
 
 def largest_factor(dtype: torch.dtype) -> float:
     """Return the magnitude up to which a number may multiply the terms of a sum.
 
-    65,536 is the usual first scale of a loss. With it, terms overflow from 5e33 on in float32 and bfloat16. float16
-    ends at 65,504, so that terms must not grow.
+    65,536 is the usual initial scale of a gradient scaler. With this factor, terms above 5e33 overflow in float32 and
+    bfloat16. The largest float16 number is 65,504, so terms in float16 must not grow at all.
     """
     is_wide = (dtype.is_floating_point or dtype.is_complex) and torch.finfo(dtype).max > _LARGEST_OF_HALF
     return 65536.0 if is_wide else 1.0
@@ -107,5 +107,5 @@ def _keeps_zero(given: Any) -> bool:
 
 
 def _divides(given: Any, limit: float) -> bool:
-    """True if no term becomes too large when divided by the number."""
+    """True unless `given` is a number so small that dividing a term by it may overflow."""
     return given is None or isinstance(given, Tensor) or abs(given) * limit >= 1

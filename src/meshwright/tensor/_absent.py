@@ -49,8 +49,10 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         device = ctx.like[0][2]
-        made = [torch.zeros(s, dtype=d, device=device) if d.is_floating_point or d.is_complex else None
-                for s, d in ctx.shapes]  # fmt: skip
+        made = [
+            torch.zeros(s, dtype=d, device=device) if d.is_floating_point or d.is_complex else None
+            for s, d in ctx.shapes
+        ]
         return tuple(made)
 
     @staticmethod

@@ -28,9 +28,9 @@ from .torch_hooks import is_dense, no_interception, shares_storage
 
 @dataclass(slots=True)
 class Source:
-    """The origin of a view: the base, the call that made it, which result it is, and the base's version at that time.
+    """The origin of a view: the base, the call, the number of the result, and the base's version at the call.
 
-    `single` is False for a view that torch lets nobody write to: one of several views of one autograd node.
+    `single` is False for one of several views of one autograd node: torch raises an error on a write to such a view.
     """
 
     base: DistTensor
@@ -61,10 +61,10 @@ class DistView(DistTensor):
 def as_view(
     x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int, single: bool = True
 ) -> DistTensor:
-    """Return `x`, the result number `at` of a call that takes a view of `base`, made a view of it.
+    """Return `x`, result number `at` of a view call, as a view of `base`.
 
-    A fake tensor stays as it is: programs do not write. Elements that share memory get memory of their own, so that
-    the view can be read again; torch refuses to write to them, by their spec.
+    A fake tensor stays as it is, because recorded programs do not write to views. If elements of `x` share memory, each
+    gets memory of its own, so that the view can be read again; their spec still makes a write raise an error.
     """
     if type(x) is FakeDistTensor:
         return x
@@ -78,7 +78,7 @@ def as_view(
 
 
 def base_of(x: DistTensor) -> DistTensor:
-    """Return the tensor whose memory `x` is a view of, if `x` has memory of its own; else `x`."""
+    """Return the tensor at the base of a chain of copied views; `x` itself if it is no copied view."""
     while isinstance(x, DistView):
         x = x._outer._source.base
     return x
@@ -97,9 +97,9 @@ def is_unversioned(x: Tensor) -> bool:
 
 
 def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on the whole tensors; results are replicated, and views of gathered arguments are views still.
+    """Return `func` of the whole tensors; results are replicated, and views of gathered arguments stay views.
 
-    A sparse or nested result is a plain tensor, the same on every rank: layouts divide dense memory.
+    A sparse or nested result is a plain tensor, the same on every rank, because layouts only divide dense memory.
     """
     done = call_whole(func, args, kwargs)
     like = next(t._spec for t, _ in done.pairs if isinstance(t, DistTensor))
@@ -121,7 +121,7 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def break_view(out: Any, func: Any, args: Any, kwargs: Any, single: bool) -> Any:
-    """Return the results of a view call whose operand had to move, made views of that operand."""
+    """Return the results of a view call whose operand was moved, as views of the operand before the move."""
     base = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
     at = count()
     single = single or not (torch.is_grad_enabled() and base.requires_grad)
@@ -180,7 +180,7 @@ def _refresh(view: DistView) -> None:
 
 
 def check_writable(x: Tensor) -> None:
-    """Raise OperationError if `x` is a view that cannot be written to; called before anything is written."""
+    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write."""
     if not isinstance(x, DistView):
         return
     source = x._outer._source
@@ -190,7 +190,7 @@ def check_writable(x: Tensor) -> None:
         raise OperationError(
             "a write to a view", f"a view of {source.base._spec!r}, of which several elements share memory",
             "the view has memory of its own on this rank, and one value cannot be written to several elements",
-            "a write to a tensor that was not expanded, or x.clone() before the view is made",
+            "fix: write to a tensor that is not expanded, or make the view of x.clone()",
         )  # fmt: skip
     check_writable(source.base)
 
@@ -200,7 +200,7 @@ def _several(source: Source, found: str) -> OperationError:
     return OperationError(
         found, f"one of several views that {name} made of {source.base._spec!r}",
         "autograd allows no write in place to one of several views of one call, nor to their base",
-        f"x.narrow or x.select in place of {name}, or the writes under torch.no_grad() before {name} is called",
+        f"fix: use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
     )  # fmt: skip
 
 

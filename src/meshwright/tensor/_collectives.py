@@ -1,12 +1,12 @@
 """Functions of torch.distributed that are called on distributed tensors.
 
-A distributed tensor is its whole value, which every rank of the mesh has, so one device makes such a call in a group of
-one process. `broadcast`, and any collective in a group of one process, act on the whole value. The others would count
-the value once for each process (`all_reduce`, `all_gather`), or give each rank another result (`scatter`, `recv`): they
-raise CollectiveError.
+A distributed tensor stands for its whole value, so one device would make such a call in a group of one process.
+`broadcast`, and any collective in a group of one process, act on the whole value. In larger groups, `all_reduce` and
+`all_gather` would count the value once for each process, and `scatter` and `recv` would give each rank another result.
+These calls raise CollectiveError.
 
-All these functions carry their calls out by operators of the namespace c10d, and the operators are guarded. Functions
-that ask `__torch_function__` first are called on whole values, and the guard sees what they write to.
+All these functions call operators of the namespace c10d, and the operators are guarded. Functions that ask
+`__torch_function__` first are called on whole values, and the guard sees the tensors that they write to.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ALIKE = frozenset({
 })  # fmt: skip
 """Operators after which every rank of the group holds the same results."""
 SENT = frozenset({"send"})
-"""Operators that write to none of their tensors; others write to all that are not called inputs."""
+"""Operators that write to none of their tensors. Others write to every tensor whose name does not begin with input."""
 _FIX = (
-    "x itself, which needs no collective; the call on mw.unshard_dtensor(x), the whole value as a plain tensor, or on "
-    "x.to_local(), this rank's part. For Accelerate and transformers' Trainer: os.environ.update(LOCAL_RANK='-1', "
-    "WORLD_SIZE='1') after mw.init_process()"
+    "fix: use x itself, which needs no collective; or pass mw.unshard_dtensor(x), the whole value as a plain tensor; "
+    "or pass x.to_local(), this rank's part. With Accelerate or transformers' Trainer, call "
+    "os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()"
 )
 
 
@@ -61,7 +61,7 @@ _standing = _Standing()
 
 
 def handler_of(func: Any) -> Callable[..., Any] | None:
-    """The handler of a function of torch.distributed that asked `__torch_function__`; None for other functions."""
+    """Return the handler of a torch.distributed function that asks `__torch_function__`; None for other functions."""
     module = getattr(func, "__module__", None) or ""
     if module == dist.all_reduce.__module__:
         return _on_wholes
@@ -70,7 +70,7 @@ def handler_of(func: Any) -> Callable[..., Any] | None:
 
 
 def _on_wholes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The function on whole values; the guard of the operator that it calls writes results into the parts."""
+    """Call the function on whole values; the guard of its operator writes the results into the parts."""
     tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
     stand_in = {key: everywhere(t).detach().clone() for key, t in tensors.items()}
     before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in stand_in.items()}
@@ -88,7 +88,7 @@ def _refuse(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    """The collective on whole values; what it wrote goes back into the parts."""
+    """Run the collective on whole values, and write its results into the parts."""
     given = [t for t in map(_meant, tensors_in(args)) if t is not None]
     if not given:
         return run(*args)
@@ -107,7 +107,7 @@ def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
 
 
 def _meant(t: Tensor) -> DistTensor | None:
-    """The distributed tensor that an argument is, or stands for."""
+    """Return the distributed tensor that an argument is or stands for; None for another tensor."""
     return t if isinstance(t, DistTensor) else _standing.known.get(id(t), (None, None))[1]
 
 
@@ -116,7 +116,7 @@ def _whole(x: DistTensor, written: bool) -> Tensor:
 
 
 def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors that the operator writes to; its schema does not mark them."""
+    """Yield the tensors that the operator writes to; its schema does not mark them."""
     if op._schema.name.partition("::")[2] in SENT:
         return
     for argument, value in zip(op._schema.arguments, args, strict=False):
@@ -125,17 +125,17 @@ def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
-    """Raise CollectiveError unless the results are those of one device on every rank of the tensors' meshes."""
+    """Raise CollectiveError unless every rank of the tensors' meshes gets the results of one device."""
     here = current()
     group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
     if name in SENT or (writes and name not in ALIKE):
         raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
     if len(group) == 1 and (here.kind == "simulated" or here.size == 1):
-        return  # every simulated rank makes the call by itself, in the process that is the group
+        return  # every simulated rank makes the call by itself, and its process is the whole group
     meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
     needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
     if not needed <= set(group):
-        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts, and are not in the group")
+        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts and are not in the group")
     if name != "broadcast_":
         raise _refusal(
             name, given, f"x is already the value of all ranks, and the result would count it {len(group)} times"
@@ -143,21 +143,21 @@ def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bo
 
 
 def _ranks(argument: Any) -> tuple[int, ...] | None:
-    """The global ranks of a process group; None for another argument."""
+    """Return the global ranks of a process group; None for another argument."""
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:
         return tuple(dist.get_process_group_ranks(group_of(argument)))
-    except (RuntimeError, TypeError, KeyError, ValueError):  # a reduction, or a group that torch.distributed forgot
+    except (RuntimeError, TypeError, KeyError, ValueError):  # a reduction, or a group that was destroyed
         return None
 
 
 def _wait(name: str, out: Any, given: list[DistTensor]) -> None:
-    """Wait for the collective: its results go into parts now."""
+    """Wait for the collective, because its results are written into parts next."""
     boxed = out[-1] if isinstance(out, tuple) else out
     work = None if boxed is None else work_of(boxed)
     if work is None:
-        raise _refusal(name, given, "inside a coalescing manager, nothing tells when its result is there")
+        raise _refusal(name, given, "a coalescing manager does not tell when the result of the call is complete")
     work.wait()
 
 
@@ -167,20 +167,23 @@ def _refusal(name: str, given: list[DistTensor], why: str) -> CollectiveError:
 
 
 def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse to build DistributedDataParallel, which reads memory in C++, or a DTensor, which takes it for a part."""
+    """Raise CollectiveError for DistributedDataParallel or a DTensor of distributed tensors.
+
+    DistributedDataParallel reads memory in C++, and a DTensor takes that memory for its own part.
+    """
     given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     if not given:
         return NotImplemented
     raise CollectiveError(
         f"{own.__name__} of torch.distributed", ", ".join(repr(t._spec) for t in given[:4]),
-        "it would take the memory of this rank's parts for that of whole tensors",
-        "no DistributedDataParallel and no fully_shard around the model, since gradients of distributed parameters are "
-        "reduced already; mw.to_torch_dtensor(x) for a DTensor",
+        "it would use the memory of this rank's parts as whole tensors",
+        "fix: leave out DistributedDataParallel and fully_shard, since gradients of distributed parameters are reduced "
+        "already; call mw.to_torch_dtensor(x) for a DTensor",
     )  # fmt: skip
 
 
 def _new_dtensor(own: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse to build a DTensor of a distributed tensor; fast for others, since every result of DTensor comes here."""
+    """Raise CollectiveError for a DTensor of a distributed tensor; every result of DTensor pays for this check."""
     is_plain = len(args) > 1 and not isinstance(args[1], DistTensor)  # (class, local tensor, …)
     return NotImplemented if is_plain else _reduced_elsewhere(own, args, kwargs)
 

@@ -1,10 +1,9 @@
 """`torch.compile` around distributed tensors: a function that uses one runs as plain Python.
 
-A distributed tensor answers with its global shape and computes with its local part, so a graph traced from it would
-hold the sizes and the addresses of one rank. TorchDynamo asks every tensor that it meets for its static address, and
-nothing else does. A distributed tensor answers with `SkipFrame`, which makes TorchDynamo run the function that it was
-tracing, now and in later calls, without compiling it. Functions that this one calls are still compiled if they only
-use plain tensors.
+A distributed tensor reports its global shape and computes with its local part, so a traced graph would hold the sizes
+and the addresses of one rank. TorchDynamo, and nothing else, asks every tensor that it meets for its static address. A
+distributed tensor then raises `SkipFrame`. TorchDynamo runs the function that it was tracing without compiling it, in
+this call and in later ones. Functions called from there are still compiled if they only use plain tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ._errors import CompileError
 from .torch_hooks import SkipFrame, compile_trace, leave_untraced, run_uncompiled
 
 _NAME = "_dynamo_static_input_type"
-"""The attribute that TorchDynamo reads, and that `mark_static_address` sets, as users may, too."""
+"""The attribute that TorchDynamo reads; `mark_static_address` sets it, and users may set it too."""
 
 
 class _StaticAddress:
-    """The attribute of a distributed tensor by which TorchDynamo finds that it must not trace the tensor."""
+    """The attribute of a distributed tensor that stops TorchDynamo from tracing the tensor."""
 
     def __get__(self, x: DistTensor | None, owner: type) -> Any:
         if x is None:
@@ -53,7 +52,7 @@ def _leave(x: DistTensor) -> None:
         raise CompileError(
             f"one graph of {code.co_name}, {code.co_filename}:{code.co_firstlineno}", repr(x._spec),
             "a graph would hold the local sizes of one rank, so functions with distributed tensors are not compiled",
-            "fix: torch.compile without fullgraph=True, which runs the function uncompiled, or mw.to_static for a step",
+            "fix: leave out fullgraph=True, so that the function runs uncompiled, or compile a step with mw.to_static",
         )  # fmt: skip
     raise SkipFrame(f"uses a distributed tensor, {x._spec!r}")
 
@@ -72,7 +71,7 @@ def _code_in(modules: Iterable[ModuleType]) -> Iterator[CodeType]:
 
 
 def leave_alone() -> None:
-    """Have `torch.compile` run the functions of this package as they are, and what they call."""
+    """Have `torch.compile` run this package's functions, and the functions that they call, without compiling them."""
     package = __name__.rpartition(".")[0]
     for code in _code_in([module for name, module in sys.modules.items() if name.startswith(package)]):
         run_uncompiled(code)

@@ -1,8 +1,8 @@
-"""Functions in C++ that take the numbers of a tensor and never ask `__torch_function__`.
+"""C++ functions that read the elements of a tensor and never ask `__torch_function__`.
 
-`torch.tensor(x)` copies what it finds in memory, `torch.full((2,), x)` reads a number, `p.data = x` takes over memory:
-each would see this rank's part. Functions that make a tensor are offered to the handlers below. All that read a
-number call one operator, which is guarded.
+`torch.tensor(x)` copies memory, `torch.full((2,), x)` reads a number, and `p.data = x` takes over memory. Each of them
+would read this rank's part. Functions that make a tensor are offered to the handlers below. Functions that read a
+number all call one operator, and this operator is guarded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .torch_hooks import (
 
 
 def _copied(own: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.tensor(x, ...)`: a leaf with a copy of the value, which keeps its layout."""
+    """Return the result of `torch.tensor(x, ...)`: a leaf with a copy of the value, in the layout of `x`."""
     x = _data(args, kwargs)
     return NotImplemented if x is None else _converted(x, kwargs)
 
 
 def _data(args: Any, kwargs: Any) -> DistTensor | None:
-    """The distributed tensor that a tensor is to be made of, the first argument; None where there is none."""
+    """Return the first argument of a constructor if it is a distributed tensor, else None."""
     x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     return x if isinstance(x, DistTensor) else None
 
@@ -49,18 +49,18 @@ def _converted(x: DistTensor, given: dict[str, Any]) -> Tensor:
 
 
 def _target(given: dict[str, Any]) -> dict[str, Any]:
-    """The dtype and the device among keyword arguments, where there are any."""
+    """Return the keyword arguments `dtype` and `device` that are given and not None."""
     return {name: given[name] for name in ("dtype", "device") if given.get(name) is not None}
 
 
 def _copied_like(own: Any, args: Any, kwargs: Any) -> Any:
-    """`like.new_tensor(x, ...)`: as `torch.tensor`, on the device of `like`."""
+    """Return the result of `like.new_tensor(x, ...)`: that of `torch.tensor`, on the device of `like`."""
     x = _data(args[1:], kwargs)
     return NotImplemented if x is None else _converted(x, {"device": args[0].device, **kwargs})
 
 
 def _taken(own: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.as_tensor(x, ...)`: `x` itself, unless the dtype or the device is another."""
+    """Return the result of `torch.as_tensor(x, ...)`: `x` itself, unless another dtype or device is asked for."""
     x = _data(args, kwargs)
     if x is None:
         return NotImplemented
@@ -69,7 +69,10 @@ def _taken(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.asarray(x, ...)`: the same memory, unless a copy is wanted or the dtype or the device is another."""
+    """Return the result of `torch.asarray(x, ...)`: the same memory, unless it has to be a copy.
+
+    A copy is made if `copy` is True, or if another dtype or device is asked for.
+    """
     x, wanted = _data(args, kwargs), bool(kwargs.get("requires_grad"))
     if x is None:
         return NotImplemented
@@ -83,7 +86,7 @@ def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _exported(own: Any, args: Any, kwargs: Any) -> Any:
-    """A DLPack capsule of a copy of the whole value."""
+    """Return a DLPack capsule of a copy of the whole value."""
     x = args[0] if args else kwargs.pop("tensor")
     return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
 
@@ -97,7 +100,7 @@ def _refused(own: Any, args: Any, kwargs: Any) -> Any:
     found = next((a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
     if found is None:
         return NotImplemented
-    raise refusal(f"{own.__name__} of a distributed tensor", found, "x.detach(), which stays distributed")
+    raise refusal(f"{own.__name__} of a distributed tensor", found, "fix: use x.detach(), which stays distributed")
 
 
 OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -110,14 +113,14 @@ OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
     (dlpack, "to_dlpack", _exported),
     (torch, "to_dlpack", _exported),
 ]
-"""Where torch keeps a function that takes a tensor and asks nobody, its name there, and who handles it."""
+"""C++ constructors that never ask `__torch_function__`: (owner, attribute name, handler)."""
 
 for _owner, _name, _handler in OFFERED:
     offer_call(_owner, _name, _handler)
 
 
 def _copied_into(name: str) -> Callable[[Tensor, Any], bool]:
-    """`x.real = new` and `x.imag = new`, which copy."""
+    """Return a handler of `x.real = new` or `x.imag = new`, which copies `new` into that part of `x`."""
 
     def copy(x: Tensor, new: Any) -> bool:
         given = isinstance(x, DistTensor) or isinstance(new, DistTensor)
@@ -133,7 +136,7 @@ for _name in ("real", "imag"):
 
 
 def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """The number of the whole tensor, on every rank."""
+    """Return the number that the whole tensor holds, on every rank."""
     x = args[0]
     if not isinstance(x, DistTensor):
         return run(x)
@@ -143,9 +146,10 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """What `torch.Tensor(x)` and `plain.new(x)` do: a plain tensor on the memory of `x`."""
+    """Refuse `torch.Tensor(x)` and `plain.new(x)`, which make a plain tensor on the memory of `x`."""
     if isinstance(args[0], DistTensor) and backward_running() == -1:  # autograd aliases local parts
-        raise refusal("torch.Tensor(x), or a legacy constructor like it", args[0], "x.detach(), or torch.tensor(x)")
+        asked = "torch.Tensor(x), or a legacy constructor like it"
+        raise refusal(asked, args[0], "fix: use x.detach() or torch.tensor(x)")
     return run(*args)
 
 
@@ -154,9 +158,9 @@ def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     if len(args) == 2 and all(isinstance(t, DistTensor) for t in args) and takes_memory(*args):
         return args[0]
     if isinstance(args[0], DistTensor):
-        raise refusal("Tensor.set_", args[0], "x.data = new, or x.copy_(new), or a new tensor")
+        raise refusal("Tensor.set_", args[0], "fix: write x.data = new or x.copy_(new), or make a new tensor")
     if len(args) > 1 and isinstance(args[1], DistTensor):
-        raise refusal("Tensor.set_ of a plain tensor", args[1], "plain.data = x, after which it is distributed, too")
+        raise refusal("Tensor.set_ of a plain tensor", args[1], "fix: write plain.data = x, which makes it distributed")
     return run(*args)
 
 
@@ -167,7 +171,7 @@ guard_operator(torch.ops.aten.alias.default, _aliased)
 
 
 def _takes_data(x: Tensor, new: Tensor) -> None:
-    """`x.data = new` where `new` is distributed: `x`, which is plain, becomes distributed too.
+    """Make the plain tensor `x` distributed before `x.data = new`, if `new` is distributed.
 
     torch then puts the part of `new` into `x`.
     """
@@ -176,8 +180,8 @@ def _takes_data(x: Tensor, new: Tensor) -> None:
     if x.grad_fn is not None or x.grad is not None:
         raise MemoryAccessError(
             "x.data = y with a distributed y", f"a plain x {'with a gradient' if x.grad is not None else 'computed'}",
-            "the gradient of x is that of a whole tensor, and x becomes a part",
-            "x.grad = None before, for a parameter; x = y for a computed value",
+            "the gradient of x belongs to a whole tensor, and x would become a part",
+            "fix: set x.grad = None first if x is a parameter; write x = y if x is a computed value",
         )  # fmt: skip
     is_parameter = isinstance(x, nn.Parameter)
     out = stamp(x, new._spec)

@@ -25,7 +25,7 @@ from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception, 
 class Move:
     """A conversion of local parts: its steps, its transpose, and the memory format of its result.
 
-    `is_trivial` says that it changes nothing, not even the gradient: all mesh axes with other roles have size 1.
+    `is_trivial` is True if the conversion changes neither value nor gradient: axes whose role changes have size 1.
     """
 
     def __init__(self, src: Spec, dst: Spec) -> None:
@@ -40,7 +40,7 @@ class Move:
 
     @cached_property
     def arranges(self) -> bool:
-        """True if the steps leave the result in another memory format than `dst` says."""
+        """True if the result of the steps has another memory format than `dst`, so that it is copied."""
         if self.is_relabel:
             return self.src.strides != self.dst.strides
         return self.dst.new.order is not None
@@ -63,7 +63,7 @@ class Move:
         return x if self.is_relabel else current().convert(self.plan, x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return this rank's part after the conversion, from its part `x`; call it with interception off."""
+        """Return this rank's part after the conversion of its part `x`; call it with interception off."""
         if x.dtype is not self.src.dtype:
             return self.of_dtype(x.dtype)(x)
         if self.rare is not None:
@@ -80,7 +80,7 @@ class Move:
 
     @cached_property
     def rare(self) -> Callable[[Tensor], Tensor] | None:
-        """The conversion where it is more than its steps; None where it is not."""
+        """The conversion, if it does more than its steps; else None."""
         if self.is_trivial:
             return lambda x: x
         steps = partial(_special, how=self) if self.special else None
@@ -101,13 +101,13 @@ def is_arranged(x: Tensor, spec: Spec) -> bool:
 
 
 def arranged(x: Tensor, spec: Spec) -> Tensor:
-    """Return the local part in the memory format of a new tensor with this spec: itself, or a copy."""
+    """Return the local part in the memory format of a new tensor with this spec; a copy if that differs."""
     if is_arranged(x, spec):
         return x
     order = spec.new.order
     if order is None:
         return x.contiguous()
-    if isinstance(x, FakeTensor):  # a program that is recorded has no writes
+    if isinstance(x, FakeTensor):  # a recorded program has no writes
         return x.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
     strides = dense_strides(x.shape, order)
     new = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)

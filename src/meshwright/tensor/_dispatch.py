@@ -119,7 +119,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     return out
 
 
-def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the views of inference mode that the call writes to: by its operators, or by its name if torch refuses."""
     unseen = [t for t in tensors if type(t) is DistView and is_unversioned(t)]
     if not unseen:

@@ -24,11 +24,11 @@ class PickleError(MeshwrightError, TypeError):
 
 
 class MemoryAccessError(MeshwrightError, RuntimeError):
-    """The memory of a distributed tensor was asked for in a way that has no answer for the whole tensor."""
+    """A request for the memory of a distributed tensor that cannot be answered for the whole tensor."""
 
 
 class CollectiveError(MeshwrightError, RuntimeError):
-    """A function of torch.distributed was called on a distributed tensor, where its result cannot be one."""
+    """A call of torch.distributed on a distributed tensor whose result would not be that of one device."""
 
 
 class AbsentError(MeshwrightError, RuntimeError):
@@ -40,7 +40,7 @@ class OperationError(MeshwrightError, RuntimeError):
 
 
 class CompileError(MeshwrightError, GraphError):
-    """A function that must be compiled as one graph uses a distributed tensor."""
+    """A function that must become one graph and uses a distributed tensor."""
 
     def __init__(self, asked: str, found: str, why: str, write: str) -> None:
         GraphError.__init__(self, asked)
@@ -49,7 +49,7 @@ class CompileError(MeshwrightError, GraphError):
 
 
 class TraceError(MeshwrightError, RuntimeError):
-    """A trace of torch met a distributed tensor."""
+    """A trace of torch that met a distributed tensor."""
 
 
 class RandomSourceError(MeshwrightError, ValueError):

@@ -41,7 +41,7 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
         raise CollectiveError(
             f"{function.__name__} of torch.distributed", f"a distributed tensor among {len(args)} arguments",
             "its backward pass would see gradients of this rank's part",
-            "the call on mw.unshard_dtensor(x) or on x.to_local(); mw.to_torch_dtensor(x) for a DTensor",
+            "fix: pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
         )  # fmt: skip
     if not given or f"{function.__module__}.".startswith(_LIBRARIES):
         return call(*args, **kwargs)
@@ -132,14 +132,14 @@ def _whole(grad: Any, spec: Spec | None) -> Any:
 
 
 def _tangent(tangent: Any, spec: Spec | None) -> Any:
-    """Return a local tangent as the distributed tensor that it is part of."""
+    """Return the distributed tensor of which `tangent` is the local part."""
     if spec is None or not isinstance(tangent, Tensor) or isinstance(tangent, DistTensor):
         return tangent
     return present(alias_of(tangent), spec.with_dtype(tangent.dtype))
 
 
 def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
-    """Return this rank's part of a tangent that a function gave."""
+    """Return this rank's part of a tangent that a user's function returned."""
     if spec is None or not isinstance(tangent, Tensor):
         return tangent
     have = spec_of(tangent, spec)

@@ -56,13 +56,13 @@ def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(_T._version.__get__, numbers=False)
 def _version(func: Any, types: Any, args: Any, kwargs: Any) -> int:
-    """Return how often the tensor's memory was written to; a view's memory is that of its base."""
+    """Return the number of writes to the tensor's memory; a view has the number of its base."""
     return version_of(base_of(args[0]))
 
 
 @handles(_T._base.__get__, numbers=False)
 def _base(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Return the distributed tensor that this one is a view of; a part that it was made of is no base."""
+    """Return the distributed tensor that this one is a view of, or None; the local part of a leaf is no base."""
     base = args[0]._source.base if isinstance(args[0], DistView) and args[0]._outer is args[0] else None
     base = call_plain(func, types, args, kwargs or {}) if base is None else base
     return base if isinstance(base, DistTensor) else None
@@ -90,7 +90,7 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(_T.data.__set__)
 def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """`x.data = new`: `x` keeps its layout, also where the new tensor has another shape of as many dims."""
+    """Carry out `x.data = new`. `x` keeps its layout, also for another shape with the same number of dims."""
     x, new = args
     if not isinstance(x, DistTensor):
         return call_plain(func, types, args, kwargs)
@@ -120,7 +120,7 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
 
 
 def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
-    """The spec of `x` once it has taken over data that has the spec `have`."""
+    """Return the spec of `x` after it takes over data with the spec `have`."""
     if have.shape == x._spec.shape:
         return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
     with no_interception():
@@ -129,7 +129,7 @@ def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
         raise MemoryAccessError(
             f"x.data = y with y of shape {tuple(have.shape)}", f"{x._spec!r}, a {_state(x)}",
             "its gradient, or its base, has the old shape",
-            "x.grad = None before; x = y for a computed value or a view",
+            "fix: set x.grad = None first; write x = y if x is a computed value or a view",
         )  # fmt: skip
     if have.ndim != x._spec.ndim or any(isinstance(dim, Product) for dim in x._spec.layout.dims):
         return have
@@ -155,7 +155,7 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor) or x._viewing or not named:
         return NotImplemented
     if x._spec.layout.partial and any(isinstance(a, torch.dtype) and a is not x._spec.dtype for a in given):
-        return func(_summed(x), *args[1:], **kwargs)  # terms are not rounded before they are added
+        return func(_summed(x), *args[1:], **kwargs)  # add the terms before they are rounded
     out = call_plain(func, types, args, kwargs)
     if out is x:
         return x
@@ -167,14 +167,14 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _summed(x: DistTensor) -> DistTensor:
-    """Return `x` without pending terms."""
+    """Return `x` with its pending sums reduced."""
     spec = x._spec.new.with_layout(replace(x._spec.layout, partial=())).with_strides(x._spec.new.strides)
     local = convert_local(x, x._spec, spec)
     return absent(local, spec) if x._away else stamp(local, spec)
 
 
 def _formatted(spec: Spec, memory_format: torch.memory_format | None) -> Spec:
-    """Return the spec of a new tensor in a memory format of torch's."""
+    """Return the spec of a new tensor in one of torch's memory formats."""
     if memory_format is None or memory_format is torch.preserve_format:
         return spec
     return spec.with_strides(torch.empty(spec.shape, memory_format=memory_format, device="meta").stride())
@@ -190,7 +190,7 @@ def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.is_contiguous, numbers=False)
 def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
-    """True if the whole tensor is contiguous in a memory format of torch's."""
+    """True if the whole tensor is contiguous in one of torch's memory formats."""
     spec = args[0]._spec
     if len(args) == 1 and not kwargs:
         return spec.strides is None
@@ -272,7 +272,7 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.as_strided, torch.as_strided, torch.ops.aten.as_strided.default)
 def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse what reads memory beside the elements of the tensor: a rank does not hold it."""
+    """Raise OperationError for a view of memory beside the tensor's elements, which this rank does not hold."""
     x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
     with no_interception():
         is_view = x._viewing or x._is_view()
@@ -280,8 +280,8 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raise OperationError(
         "as_strided", f"{x._spec!r}, a view" if is_view else repr(x._spec),
-        "as_strided reads the memory of the tensor that this is a view of, and this rank holds other parts of that",
-        "as_strided on the tensor that owns the memory, x.contiguous().as_strided(size, stride), or x[...] by index",
+        "as_strided reads memory of the base, and this rank may not hold it",
+        "fix: call as_strided on the base or on x.contiguous(), or select elements by x[...]",
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """Return the gradients for each row of the seeds, stacked: a batch cannot be sent between ranks as one tensor."""
+    """Return the stacked gradients of the seeds' rows, one backward pass each: vmap cannot send between ranks."""
     outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
     seeds = _as_seeds(given.get("grad_outputs"), outputs)
     sizes = [seed.shape[0] for seed in seeds if seed is not None]

@@ -1,4 +1,4 @@
-"""Lists among arguments: tensors to broadcast together, and lists of numbers as indices."""
+"""Functions with lists among their arguments: tensors to broadcast together, and numbers as indices."""
 
 from __future__ import annotations
 

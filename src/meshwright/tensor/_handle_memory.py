@@ -1,7 +1,7 @@
 """Questions about the memory of a tensor: addresses, storages, NumPy arrays, DLPack capsules.
 
-Each is answered for the whole tensor, or refused. Call them on every rank of the world, unless every rank holds the
-whole value: the parts are gathered.
+Each question is answered for the whole tensor, or raises an error. The parts are gathered, so every rank of the world
+makes the call, unless every rank holds the whole value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ._registry import handles
 from .torch_hooks import call_plain, interception_on, no_interception
 
 _T: Any = Tensor
-"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+"""The class Tensor, untyped: the type checker takes its attributes for values, and they are descriptors."""
 
 
 def _present(*names: str) -> list[Any]:
-    """The members of `Tensor` with these names that this release of torch has."""
+    """Return the members of `Tensor` with these names that this release of torch has."""
     return [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
 
 
@@ -37,7 +37,7 @@ def _of_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.storage_offset)
 def _storage_offset(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """A part's offset says nothing; a gathered tensor begins where its memory does."""
+    """Return the offset in the memory of the whole tensor; a gathered tensor that is no view has offset 0."""
     x = args[0]
     if holds_whole(x):
         return call_plain(func, types, args, kwargs)
@@ -55,15 +55,15 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if holds_whole(x):
         return call_plain(func, types, args, kwargs)
     raise refusal(
-        f"Tensor.{func.__name__}", x, "x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) for a plain "
-        "tensor, or x.to_local() for this rank's part",
+        f"Tensor.{func.__name__}", x, "fix: call x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) "
+        "for a plain tensor, or x.to_local() for this rank's part",
     )  # fmt: skip
 
 
 def _typed_storage(self: DistTensor) -> Any:
-    """The storage as torch's own Python asks for it, without interception."""
+    """Return the typed storage for torch's own Python code, which asks for it with interception off."""
     if interception_on() and not holds_whole(self):
-        raise refusal("a typed storage", self, "x.untyped_storage() to read the whole memory")
+        raise refusal("a typed storage", self, "fix: call x.untyped_storage() to read the whole memory")
     return Tensor._typed_storage(self)
 
 
@@ -72,13 +72,13 @@ DistTensor._typed_storage = _typed_storage
 
 @handles(Tensor.type, Tensor.storage_type)
 def _type(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The name of a tensor's type is that of its part's; a cast is an operation."""
+    """Return the type name of the part, which the whole tensor shares; a call that casts is an operation."""
     return NotImplemented if len(args) > 1 or kwargs else call_plain(func, types, args, kwargs)
 
 
 @handles(Tensor.numpy, Tensor.__array__)
 def _numpy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The whole tensor as an array; a gathered one is read-only, since writing to it would not change the tensor."""
+    """Return the whole tensor as an array; a gathered array is a copy, so it is read-only."""
     x = args[0]
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
@@ -95,7 +95,7 @@ def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
     if kwargs.get("copy") is False:
-        raise refusal("Tensor.__dlpack__ with copy=False", x, "copy=None, or mw.unshard_dtensor(x)")
+        raise refusal("Tensor.__dlpack__ with copy=False", x, "fix: pass copy=None, or export mw.unshard_dtensor(x)")
     whole = everywhere(x)
     with no_interception():
         return func(whole, *args[1:], **kwargs)
@@ -108,11 +108,11 @@ def _locally(func: Any, x: DistTensor, args: Any, kwargs: Any) -> Any:
 
 @handles(*_present("apply_", "map_", "map2_"))
 def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """A Python function of each element, on the whole tensor: it may remember what it saw."""
+    """Call a Python function on each element of the whole tensor, since the function may keep a state."""
     x = args[0]
     if not isinstance(x, DistTensor):
         other = next(a for a in args if isinstance(a, DistTensor))
-        raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "mw.unshard_dtensor(x) as the argument")
+        raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "fix: pass mw.unshard_dtensor(x)")
     whole = [everywhere(t).clone() if isinstance(t, Tensor) else t for t in args]
     with no_interception():
         func(*whole, **kwargs)
@@ -122,20 +122,20 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(*_present("resize_", "resize_as_"))
 def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Refused, unless nothing changes: the memory of a part cannot become another tensor's, or grow."""
+    """Raise MemoryAccessError unless the shape stays the same: the memory of a part cannot grow or be replaced."""
     x = args[0]
     shape = getattr(args[1], "shape", args[1:]) if len(args) > 1 else None
     if isinstance(x, DistTensor) and shape is not None and tuple(_flat(shape)) == tuple(x.shape):
         return x
     some = next(a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor))
-    raise refusal(f"Tensor.{func.__name__}", some, "x.data = new, or a new tensor")
+    raise refusal(f"Tensor.{func.__name__}", some, "fix: write x.data = new, or make a new tensor")
 
 
 @handles(*_present("_view_func", "_view_func_unsafe", "_rev_view_func_unsafe"))
 def _view_again(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Refused: autograd repeats a view with the sizes of parts."""
+    """Raise MemoryAccessError: autograd would repeat the view with the sizes of parts."""
     some = next(a for a in args if isinstance(a, DistTensor))
-    raise refusal(f"Tensor.{func.__name__}", some, "the call that made the view, on the other tensor")
+    raise refusal(f"Tensor.{func.__name__}", some, "fix: repeat the call that made the view on the other tensor")
 
 
 def _flat(shape: Any) -> Any:
@@ -143,7 +143,7 @@ def _flat(shape: Any) -> Any:
 
 
 def refusal(asked: str, x: DistTensor, write: str) -> MemoryAccessError:
-    """The error for a question that would be answered with this rank's part."""
+    """Return the error for a question that this rank could only answer for its part."""
     return MemoryAccessError(
         asked, f"{x._spec!r} on {x._spec.mesh!r}", "this rank holds only a part, or a term, of the tensor", write
     )

@@ -49,9 +49,9 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(unscale)
 def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """Unscale this rank's parts of gradients by torch's own function; every rank of the world learns what it found.
+    """Unscale this rank's parts of gradients by torch's own function, and share its verdict with every rank.
 
-    A gradient that is a sum over ranks counts by the sum: terms that are finite may add up to infinity.
+    A gradient that is a pending sum is checked after the sum, because finite terms may add up to infinity.
     """
     grads, found, inverse = args
     factor, before = whole_local(inverse), whole_local(found)

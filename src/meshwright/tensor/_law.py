@@ -1,12 +1,12 @@
-"""The law of results: a local result has the shape, the memory format and the aliases that its spec says.
+"""Checks that local results have the shape, the memory format and the aliases that their specs require.
 
-Torch decides on the local part of a tensor what it would decide otherwise on the whole one: `contiguous` returns its
-argument if that is contiguous, and so does `reshape`. What the whole tensor does was found when the call was captured,
-so here the local result is made to agree with it.
+Torch may decide otherwise for a local part than for the whole tensor. For example, `contiguous` and `reshape` return
+their argument itself if its strides allow that, and the strides of a part may allow it where the strides of the whole
+tensor do not. The capture of a call found the decision for the whole tensor; the local result is changed to agree.
 
-    shape          always equal; checked in the first calls of a plan, in every call while `checked_results` is on
-    aliases        an operator whose schema says that its result may alias an argument is checked in every call
-    memory format  checked in the first calls; if one differs, in every call from then on
+    shape          checked in the first calls of a plan; in every call inside `checked_results`
+    aliases        checked in every call, if the operator's schema lets its result alias an argument
+    memory format  checked in the first calls; in every call after one result differed
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ._tree import map_tensors, tensors_in
 from .torch_hooks import FakeTensor, shares_storage
 
 Apply = Callable[[Any, Sequence[Any]], Any]
-"""`apply(result, arguments)` returns the local results of a call, made to agree with their specs."""
+"""`apply(result, arguments)` returns the local results of a call, changed to agree with their specs."""
 
 
 class _Always:
-    """True while every call is checked."""
+    """Switch for checks in every call, `on` while these are wanted."""
 
     on = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
 
 
 @contextmanager
 def checked_results() -> Generator[None]:
-    """Inside, the local results of every call are checked for their shapes; by default those of first calls are.
+    """Check the shapes of local results in every call inside; by default only the first calls are checked.
 
-    The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans that are known already
-    are not checked: enter it before the first call.
+    The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans made before are not
+    checked, so enter the context before the first call.
     """
     before, _Always.on = _Always.on, True
     try:
@@ -53,9 +53,9 @@ def checked_results() -> Generator[None]:
 
 
 class Law:
-    """What the local results of one plan must be; `apply` makes them so.
+    """The requirements on the local results of one plan; `apply` checks and enforces them.
 
-    `fresh[k]` says that result k is a new tensor although the operator's schema lets it alias an argument.
+    `fresh[k]` is True if result k is a new tensor although the operator's schema lets it alias an argument.
     """
 
     def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool]) -> None:
@@ -67,7 +67,7 @@ class Law:
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing has to be checked or changed any more."""
+        """True if no result has to be checked or changed any more."""
         return self.settled and self.apply is own
 
     def _checked(self, out: Any, inputs: Sequence[Any]) -> Any:
@@ -85,11 +85,11 @@ class Law:
             raise LocalShapeError(
                 f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
                 f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
-                "please report this call: the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+                "fix: report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
             )  # fmt: skip
 
     def _settle(self, rank: int) -> None:
-        """Stop checking once every shape of a local result was checked; simulated ranks share the plan."""
+        """Stop checking once the shapes of this rank, or of all simulated ranks, which share the plan, were seen."""
         if any(spec.is_symbolic for spec in self.outs):
             self.settled = True
             return
@@ -141,7 +141,7 @@ def unshared(out: Any, inputs: Sequence[Any]) -> Any:
 
 
 def own(out: Any, inputs: Sequence[Any]) -> Any:
-    """Return `out` with any result that is a plain argument replaced by a view of it, so that stamping spares it."""
+    """Return `out` with views in place of plain arguments, so that stamping a result leaves the argument plain."""
     if type(out) is Tensor:
         for x in inputs:
             if x is out:

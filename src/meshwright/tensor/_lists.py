@@ -1,9 +1,9 @@
 """Functions of lists of tensors, `torch._foreach_*`: one local call, or one call for each entry.
 
-torch has a kernel for each of these operators that is a loop over the entries, in operators of one tensor. That loop
-tells what happens to each entry, so no operator is known here by its name. Where every operator of the loop runs on
-local tensors as they are, so does the operator of lists: one local call. Elsewhere the loop itself runs, and each of
-its operators is called on distributed tensors.
+For each of these operators, torch has a kernel that loops over the entries and calls operators of one tensor. The loop
+shows which operator each entry gets, so this module needs no names of operators. If every operator in the loop runs on
+local tensors as they are, one local call of the list function does the work. Otherwise the loop runs, and each of its
+operators is called on distributed tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_of_lists(func: Any) -> bool:
 
 
 def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, Captured | None]:
-    """Return how a function of lists is carried out, and its operators if it is one local call."""
+    """Return the run of a function of lists, and the captured operators that it depends on, or None."""
     captured = None if recording() else _captured(func, args, kwargs)
     found = None if captured is None else _unchanged(captured, tensors)
     if captured is not None and found is not None:
@@ -49,8 +49,8 @@ def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> 
 def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
 
-    The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. It reads the numbers
-    in a tensor that is no list, such as the `scalars` of `_foreach_addcmul_`.
+    The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. A tensor outside the
+    lists, such as the `scalars` of `_foreach_addcmul_`, is passed as it is, because the loop reads its numbers.
     """
     loop = _Loop()
     args = [loop.argument(a) for a in args]
@@ -60,7 +60,7 @@ def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Loop:
-    """The tensors of one call, each under the meta tensor that the loop sees in its place."""
+    """The tensors of one call, keyed by the meta tensors that the loop sees in their places."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
@@ -91,19 +91,19 @@ class _Loop:
 
 
 def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:
-    """The operators of one tensor each; None where torch has to see numbers."""
+    """Return the operators of the loop, each of one tensor; None if the loop cannot be captured."""
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
-    except Exception:  # the loop itself raises what there is to raise
+    except Exception:  # the loop raises the same error when it runs
         return None
     apart = taken_apart(captured) if len(captured.nodes) == 1 else None
     if apart is None or not is_written(captured.nodes[0].op):
         return apart
-    return replace(apart, out=captured.out)  # the arguments, where the kernel gives nothing
+    return replace(apart, out=captured.out)  # the kernel of an in-place operator returns nothing
 
 
 def _unchanged(captured: Captured, tensors: Sequence[Tensor]) -> Any:
-    """The specs of the results if one local call is right, else None."""
+    """Return the specs of the results if one local call is right, else None."""
     distributed = [t for t in tensors if isinstance(t, DistTensor)]
     mesh = distributed[0]._spec.mesh
     if any(isinstance(t, Absent) or t._viewing or t._spec.mesh is not mesh for t in distributed):

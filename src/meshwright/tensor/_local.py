@@ -44,7 +44,7 @@ def whole_spec(spec: Spec) -> Spec:
 
 
 def linear_spec(spec: Spec) -> Spec:
-    """Return `spec` if its derivatives are local, else the spec of the whole value.
+    """Return `spec` if derivatives can be computed on local parts, else the spec of the whole value.
 
     Terms of a maximum, a minimum or a product have no derivatives of their own.
     """
@@ -66,12 +66,12 @@ def spec_of(x: Tensor, like: Spec) -> Spec:
 
 
 def spec_of_whole(x: Tensor, mesh: ProcessMesh) -> Spec:
-    """Return the spec of a plain tensor that every rank of `mesh` holds whole."""
+    """Return the spec of a plain tensor of which every rank of `mesh` holds the whole."""
     return Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
 
 
 def write_into(target: Tensor, new: Tensor) -> Tensor:
-    """Write the value of `new` into `target`, broadcast, whatever their layouts, and return `target`."""
+    """Write the value of `new` into `target`, with broadcasting and in any layouts, and return `target`."""
     if not isinstance(target, DistTensor):
         return target.copy_(whole_local(new))
     spec = target._spec

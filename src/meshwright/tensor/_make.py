@@ -58,9 +58,9 @@ def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
 
 
 def lay(x: Tensor, spec: Spec) -> DistTensor:
-    """Return `x` itself, a leaf that every rank has whole, turned into this rank's part of it.
+    """Return `x` itself, a leaf that every rank holds whole, reduced to this rank's part.
 
-    It stays the same object, so that modules and optimizers that hold it hold the part.
+    The object stays the same, so modules and optimizers that hold the leaf hold the part.
     """
     spec = spec.new
     whole = not isinstance(x, DistTensor)
@@ -77,9 +77,9 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
 
 
 def present(local: Tensor, spec: Spec) -> DistTensor:
-    """Return the distributed tensor with this local part, without any on a rank outside the mesh; differentiable.
+    """Return the distributed tensor with this local part; differentiable.
 
-    A part in another memory format than a new tensor of this spec has is copied.
+    A rank outside the mesh holds no part. A part in another memory format than a new tensor has is copied.
     """
     spec = spec.new
     with no_interception():
@@ -96,8 +96,8 @@ def from_local(
 ) -> DistTensor:
     """Return the distributed tensor of which `local` is this rank's part; differentiable.
 
-    The tensor is contiguous, and shares memory with `local` if that is contiguous too. Without `shape` all parts are
-    taken to have the shape of this one. Raises LocalShapeError when `local` does not fit.
+    The tensor is contiguous, and shares memory with `local` if `local` is contiguous too. Without `shape`, the parts of
+    all ranks must have the shape of `local`. Raises LocalShapeError when `local` does not fit.
     """
     if captured_whole(local) is not None:
         raise OperationError(

@@ -1,9 +1,9 @@
 """The memory of the whole tensor, for callers that ask for an address or a storage.
 
-A rank holds only a part, so the whole value is gathered into memory of its own, which is kept as long as the tensor
-that was asked. Two tensors on the same memory get the same address, as long as they have the same shape, or one is a
-view of the other: libraries find tied weights by comparing addresses. What is written to this memory is lost, so the
-storage that users see refuses to be written to.
+A rank holds only a part, so the whole value is gathered into new memory, which is kept as long as the tensor. Libraries
+find tied weights by comparing addresses. So two tensors on the same memory get the same address if they have the same
+shape, or if one is a view of the other. Writes to this memory would be lost, so the storage that users see raises an
+error on a write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .torch_hooks import no_interception
 
 
 def holds_whole(x: DistTensor) -> bool:
-    """True if every rank of the world holds the whole value in memory that is not a copy of a base's."""
+    """True if every rank of the world holds the whole value, and `x` is no view that is a copy."""
     layout, sizes = x._spec.layout, x._spec.mesh.sizes
     if x._away or x._viewing or x._spec.mesh.size != current().size:
         return False
@@ -34,7 +34,7 @@ def holds_whole(x: DistTensor) -> bool:
 
 
 class _Kept:
-    """Whole memory of a tensor, and the version of the tensor that it holds; None where it has to be filled again."""
+    """Gathered memory of a tensor and the version of its content; a version of None means out of date."""
 
     def __init__(self) -> None:
         self.whole: Tensor | None = None
@@ -42,7 +42,7 @@ class _Kept:
 
 
 class _OfThread(threading.local):
-    """Everything that a rank keeps: simulated ranks are threads."""
+    """The gathered memory that a rank keeps; simulated ranks are threads."""
 
     def __init__(self) -> None:
         self.kept: WeakSet[_Kept] = WeakSet()
@@ -52,7 +52,7 @@ _thread = _OfThread()
 
 
 def release_memory() -> None:
-    """Let go of all whole memory that the rank keeps: nobody holds an address across a training step."""
+    """Free all gathered memory of the rank, when a backward pass begins: no address is used across training steps."""
     if not len(_thread.kept):  # a loop over a WeakSet takes longer
         return
     for kept in _thread.kept:
@@ -62,7 +62,7 @@ def release_memory() -> None:
 def memory_of(x: Tensor) -> Tensor:
     """Return the whole value of `x` as a plain tensor, at the same address as long as nobody writes to `x`.
 
-    Every rank of the world makes the call, unless each holds the whole value or asked before.
+    Every rank of the world makes the call, unless each holds the whole value or made the same call before.
     """
     if not isinstance(x, DistTensor):
         return x
@@ -76,7 +76,7 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 def _memory_of_view(x: DistView) -> Tensor | None:
-    """The memory of a view as the same view of its base's memory; None where it has to be gathered."""
+    """Return the same view of the gathered memory of the base; None if the view has to be gathered itself."""
     if x._outer is x:
         return _replayed(x)
     memory = memory_of(x._outer)
@@ -96,7 +96,7 @@ def _replayed(x: DistView) -> Tensor:
 
 
 def _kept_memory(x: DistTensor) -> Tensor:
-    """The memory that was gathered for `x`, or for a tensor on the same part, filled again if `x` was written to."""
+    """Return the gathered memory of `x`, or of a tensor on the same part; gather again if `x` was written to."""
     with no_interception():
         storage: Any = x.untyped_storage()
         key = (x._spec, x.storage_offset(), tuple(x.size()), tuple(x.stride()))
@@ -107,7 +107,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
         kept = table[key] = _Kept()
         _thread.kept.add(kept)
     held: Any = x.__dict__
-    held["_memory"] = kept  # which keeps the address as long as the tensor lives
+    held["_memory"] = kept  # the tensor keeps its gathered memory, and with it the address, alive
     if kept.whole is None:
         kept.whole, kept.version = _gathered(x, table), version
     elif version is None or kept.version != version:
@@ -117,7 +117,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
 
 
 def _gathered(x: DistTensor, table: WeakValueDictionary[Any, _Kept]) -> Tensor:
-    """New memory with the value of `x`, or a view of memory that is kept for a tensor on the same part."""
+    """Return new memory with the value of `x`, or a view of the gathered memory of a tensor on the same part."""
     whole, strides = everywhere(x), x.stride()
     base = x._base
     if isinstance(base, DistTensor) and base is not x:
@@ -131,9 +131,10 @@ def _gathered(x: DistTensor, table: WeakValueDictionary[Any, _Kept]) -> Tensor:
 
 
 def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | None:
-    """The elements of `x` in memory that is kept for another tensor on the same part, if they may be there.
+    """Return a view for `x` of the gathered memory of another tensor on the same part, or None.
 
-    All of them in the same order, or any of a tensor of which no dim is cut: the part has the strides of the whole.
+    A view exists if both tensors are contiguous with the same number of elements. It also exists if no dim of either
+    tensor is sharded, because the part then has the strides of the whole tensor.
     """
     spec, offset, _, strides = key
     if x.is_contiguous() and memory.is_contiguous() and memory.numel() == whole.numel() and memory.dtype == whole.dtype:
@@ -147,7 +148,7 @@ def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | No
 
 
 def note_alias(x: DistTensor, alias: Tensor) -> None:
-    """Note that `alias`, which is `x.data`, may be written to without a trace in the version of `x`."""
+    """Record `alias`, the tensor `x.data`: a write to it does not change the version of `x`."""
     with no_interception():
         held: Any = x.untyped_storage().__dict__
     for kept in held.get("_meshwright_kept", {}).values():
@@ -164,15 +165,15 @@ def _refuse(name: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise MemoryAccessError(
             f"{name} of the storage of a distributed tensor", f"{self.nbytes()} bytes",
-            "the storage is a gathered copy of the whole tensor, and what is written to it is lost",
-            "x.copy_(...), x.fill_(...) or x[...] = ..., which write to every rank's part",
+            "the storage is a gathered copy of the whole tensor, and a write to the copy would be lost",
+            "fix: call x.copy_(...) or x.fill_(...), or write x[...] = ..., which change every rank's part",
         )  # fmt: skip
 
     return refuse
 
 
 def _writes(name: str) -> bool:
-    """True for the methods of a storage that write to its memory, or hand it to other processes."""
+    """True for methods of a storage that write to its memory or share it with other processes."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     return is_in_place or name in ("__setitem__", "byteswap") or name.startswith(("_share", "_set"))
 
@@ -183,7 +184,7 @@ WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
 
 
 def storage_of(x: DistTensor) -> Any:
-    """Return the storage of the whole tensor; a gathered one refuses to be written to."""
+    """Return the storage of the whole tensor; a gathered storage raises MemoryAccessError on a write."""
     memory = memory_of(x)
     with no_interception():
         storage: Any = memory.untyped_storage()

@@ -1,4 +1,4 @@
-"""Answers that a tensor without memory gives: right for shapes and dtypes, not for addresses, storages or devices."""
+"""A check of answers from meta tensors: right for shapes and dtypes, not for addresses, storages or devices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NUMBERS: frozenset[Any] = frozenset([
     *[getattr(Tensor, name).__get__ for name in _COUNTED],
     torch.numel,
 ])  # fmt: skip
-"""Functions in C++ whose whole numbers are sizes."""
+"""C++ functions that return integers which are sizes, not addresses."""
 
 
 def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-    """Raise MemoryAccessError if a tensor on the meta device cannot know what `func` answered in its place."""
+    """Raise MemoryAccessError if `answer`, which `func` gave for a meta tensor, may be about memory or a device."""
     counts = func in _NUMBERS or isinstance(func, FunctionType)
     known = (*_PLAIN, int) if counts else _PLAIN
     wrong = next((leaf for leaf in leaves_in(answer) if not isinstance(leaf, known)), None)
@@ -37,5 +37,5 @@ def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
     x = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
     raise MemoryAccessError(
         getattr(func, "__name__", repr(func)), f"{x._spec!r}; the answer is a {type(wrong).__name__}",
-        "it is about memory, and this rank holds only a part", "x.to_local(), or mw.unshard_dtensor(x), asked the same",
+        "it is about memory, and this rank holds only a part", "fix: call it on x.to_local() or mw.unshard_dtensor(x)",
     )  # fmt: skip

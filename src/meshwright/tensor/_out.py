@@ -1,4 +1,4 @@
-"""Calls with `out=`: results are computed as without it, and then written into the given tensors."""
+"""Calls with `out=`: results are computed as without `out=`, and then written into the given tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_hooks import Operator, parameters_of, written_arguments
 
 
 def targets_in(func: Any, kwargs: dict[str, Any]) -> list[str]:
-    """The names of the keyword arguments that only receive results; empty if they hold no tensor."""
+    """Return the names of the given keyword arguments that only receive results; empty if they hold no tensor."""
     if not kwargs:
         return []
     names = _targets_of(func) if isinstance(func, Operator) else ["out"]
@@ -29,7 +29,7 @@ def _targets_of(op: Operator) -> list[str]:
 
 
 def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
-    """The call without `out=`, written into the targets; NotImplemented if only the call itself can tell.
+    """Write the results of the call without `out=` into the targets; NotImplemented if the call itself has to run.
 
     Raises OperationError if a target has another shape than its result, before any target is written.
     """
@@ -51,7 +51,7 @@ def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[s
 
 
 def _without_targets(func: Any) -> Callable[..., Any] | None:
-    """The function that gives the results; None if the operator writes to other arguments, too."""
+    """Return the function that computes the results alone; None if there is none."""
     if _is_private(func):
         return None
     if not isinstance(func, Operator):
@@ -65,12 +65,12 @@ def _without_targets(func: Any) -> Callable[..., Any] | None:
 
 
 def _is_private(func: Any) -> bool:
-    """True for torch's internal functions: some add to what the target holds, as `_compute_linear_combination` does."""
+    """True for torch's internal functions: some, like `_compute_linear_combination`, add to the target's value."""
     return _name(func).startswith("_") and not _name(func).startswith("_foreach_")
 
 
 def _defaults(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The values of the arguments that were left out: the operator that gives the results may have no defaults."""
+    """Return the defaults of omitted arguments: the operator that computes the results may have no defaults."""
     if not isinstance(func, Operator):
         return {}
     left = func._schema.arguments[len(args) :]
@@ -89,7 +89,7 @@ def _gives_nothing(func: Any, target: Any) -> bool:
 
 
 def _plain_if(target: Tensor, result: Tensor) -> Tensor:
-    """The result as `target.copy_` takes it: whole and plain for a plain target."""
+    """Return the result as `target.copy_` takes it: whole and plain for a plain target."""
     return result if isinstance(target, DistTensor) or not isinstance(result, DistTensor) else whole_local(result)
 
 
@@ -98,12 +98,12 @@ def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor
         if target.shape != result.shape and isinstance(target, DistTensor):
             raise OperationError(
                 f"{_name(func)} with out=", f"out is {target._spec!r}, the result has shape {tuple(result.shape)}",
-                "a distributed tensor keeps its shape", "out= of the result's shape, or no out=",
+                "a distributed tensor keeps its shape", "fix: pass out= of the result's shape, or leave out= away",
             )  # fmt: skip
 
 
 def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Raises torch's own error where one device raises it."""
+    """Raise torch's own error where one device raises it."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*targets, *results)):
         raise RuntimeError(
             f"{_name(func)}(): functions with out=... arguments don't support automatic differentiation, but one of "

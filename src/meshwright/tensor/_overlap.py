@@ -1,4 +1,4 @@
-"""Whether two local tensors have an element of memory in common."""
+"""Test for shared elements of memory between two local tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """The first and the last place of `x` in its storage, in elements."""
+    """Return the first and the last place of `x` in its storage, in elements."""
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
     return start, start + reach

@@ -34,12 +34,12 @@ class Step:
     """One operator on local tensors: what its operands become first, and what its results are.
 
     Attributes:
-        moves: Pairs of a tensor argument's number and the conversion that it needs.
-        direct: True if the caller's own function may be called, since nothing but operands changes.
-        broken: True if the results are views of an operand that has to move.
-        single: True unless autograd makes such results by one node.
-        grown: True if a result has a dim that is no dim of an operand; values may decide its size.
-        fresh: Per result, True if it is a new tensor although the schema lets it alias an argument.
+        moves: Pairs of the number of a tensor argument and the conversion of this argument.
+        direct: True if the caller's own function may be called, since only its operands change.
+        broken: True if the results are views of an operand that has to be converted.
+        single: True unless one autograd node makes several such results.
+        grown: True if a result has a dim that no operand has; values may decide the size of this dim.
+        fresh: For each result, True if the result is new although the schema lets it alias an argument.
         context: The algorithm of attention along a sharded sequence; None for other operators.
     """
 
@@ -216,7 +216,7 @@ def _step(
 
 
 def fresh_results(node: Node) -> tuple[bool, ...]:
-    """Return, for each result, whether it is a new tensor although the schema lets it alias an argument."""
+    """Return one flag for each result: True if it is new although the schema lets it alias an argument."""
     results = list(tensors_in(node.out))
     if not may_alias(node.op):
         return (False,) * len(results)
@@ -260,7 +260,7 @@ def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Sp
 
 
 def of_one_node(results: Sequence[Tensor]) -> bool:
-    """True if autograd made several of the results by one node; torch lets nobody write to such views."""
+    """True if one autograd node made several of the results; torch raises an error on a write to such views."""
     if len(results) < 2 or not torch.is_grad_enabled():
         return False
     with no_interception():
@@ -269,7 +269,7 @@ def of_one_node(results: Sequence[Tensor]) -> bool:
 
 
 def _in_one_node(node: Node) -> bool:
-    """True if autograd makes several results of the operator by one node; found by a call that wants gradients."""
+    """True if one autograd node makes several results of the operator; found by a call that records gradients."""
 
     def wanting(x: Tensor) -> Tensor:
         return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
@@ -323,9 +323,9 @@ def _is_whole_call(captured: Captured) -> bool:
 
 
 def unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> tuple[Spec, ...] | None:
-    """Specs of the results if every operator runs on the local tensors as they are, else None.
+    """Return the specs of the results if every operator runs on the local tensors as they are, else None.
 
-    An operator may write to an argument of the call, which keeps its layout then, and to nothing else.
+    An operator may only write to an argument of the call, and this argument must keep its layout.
     """
     known, inputs = dict(specs), {id(t) for t in captured.inputs}
     for node in captured.nodes:
@@ -339,7 +339,7 @@ def unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) 
 
 
 def _writes_argument(node: Node, step: Step, inputs: set[int], known: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
-    """True if the operator writes to its first operand, and that is an argument of the call and keeps its layout."""
+    """True if the operator writes to its first operand, which is an argument of the call and keeps its layout."""
     target = node.args[0]
     return (
         isinstance(target, Tensor)
@@ -355,12 +355,12 @@ def is_written(op: Operator) -> bool:
 
 
 def writes_overlapping(captured: Captured) -> bool:
-    """True if the call writes to an argument of which several elements share memory; torch refuses most such calls."""
+    """True if the call writes to an argument whose elements share memory; torch refuses most such calls."""
     return any(0 in x.stride() and x.numel() for x in written_inputs(captured))
 
 
 def written_inputs(captured: Captured) -> list[Tensor]:
-    """Return the call's arguments, as the capture names them, that it writes to."""
+    """Return the captured arguments that the call writes to."""
     written = {id(t) for n in captured.nodes for t in _written(n)}
     return [x for x in captured.inputs if id(x) in written]
 

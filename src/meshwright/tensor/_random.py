@@ -65,7 +65,7 @@ class Draw:
     like: Mapping[str, Any] | None = None
 
     def empty(self, x: Tensor) -> Tensor:
-        """Return the tensor that is filled, where `x` has the shape and the memory format."""
+        """Return the tensor to fill, with the shape and the memory format of `x`."""
         return x if self.like is None else torch.empty_like(x, **self.like)
 
     def fill(self, x: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ class Draw:
 
 
 def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
-    """Return this rank's part of what is drawn for a whole tensor like `x` in the layout of `spec`, and its spec.
+    """Return this rank's part of numbers drawn for a whole tensor like `x`, in the layout of `spec`, and its spec.
 
-    Torch fills a tensor in the order of its memory, so the whole tensor has the global strides of `x`.
+    Torch fills a tensor in memory order, so the whole tensor is drawn with the global strides of `x`.
     """
     dtype = (draw.like or {}).get("dtype") or spec.dtype
     source = drawing_by()
@@ -112,7 +112,7 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
 
 
 def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor; a program that is recorded has `empty` where the tensor is contiguous."""
+    """Return an uninitialized tensor; if it is contiguous, `empty` makes it, which recorded programs expect."""
     if is_contiguous(shape, strides):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)

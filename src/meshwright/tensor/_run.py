@@ -26,9 +26,9 @@ _NOTHING: dict[str, Any] = {}
 
 
 def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law) -> Run:
-    """Return the run of a call that is right on the local tensors: the caller's own function, its results stamped.
+    """Return the run of a call that is right on local tensors: it calls the function and stamps the results.
 
-    Plain tensors among the arguments might be returned as they are.
+    The function may return a plain argument itself.
     """
     plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
     flat = not kwargs and _places(args, kwargs) is not None
@@ -43,7 +43,7 @@ def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law)
 
 
 class _Direct:
-    """The run of a call with one result, which is simpler once its law is settled."""
+    """The run of a call with one result; `settled` gives a faster run once the first results were checked."""
 
     def __init__(self, run: Run, spec: Spec, law: Law) -> None:
         self.run, self.law, self.simple = run, law, _run_direct_one(spec)
@@ -53,7 +53,7 @@ class _Direct:
 
     @property
     def settled(self) -> Run:
-        """The run to keep after the first call."""
+        """Return the run to keep after the first call."""
         return self.simple if self.law.is_plain else self.run if self.law.settled else self
 
 
@@ -89,7 +89,7 @@ def _typed(spec: Spec, t: Tensor) -> Spec:
 
 
 def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
-    """Return the run of one operator: its operands converted, then the caller's function, the operator, or its form."""
+    """Return the run of one operator: convert its operands, then call the caller's function, operator or form."""
     places = _places(args, kwargs)
     law = Law(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
@@ -357,7 +357,7 @@ def _twin(node: Node) -> Callable[..., Any] | None:
     if not name.endswith("_") or name.endswith("__") or node.out is not node.args[0]:
         return None
     if torch.Tag.inplace_view in node.op.tags:
-        return None  # `set_` gives its argument another memory: no value written into the old one is the same
+        return None  # `set_` gives its argument other memory, and writing values into the old memory is not the same
     packet: Any = getattr(torch.ops.aten, name[:-1], None)
     twin = None if packet is None else getattr(packet, node.op._overloadname, None)
     if twin is None or parameters_of(twin) != parameters_of(node.op):

@@ -1,8 +1,8 @@
-"""Sparse and nested tensors beside distributed ones: they are made of whole values, and stay plain.
+"""Sparse and nested tensors made of distributed ones: they hold whole values and are plain.
 
-A layout says how dense memory is divided, so a sparse or nested result is a plain tensor with the same value on every
-rank. Its gradient goes back to the distributed tensors that it was made of. The constructors in C++ take a local part
-for the whole and never ask `__torch_function__`, so each is wrapped.
+A layout divides dense memory, so a sparse or nested result is a plain tensor with the same value on every rank. Its
+gradient flows back to the distributed tensors that it was made of. The C++ constructors would take a local part for the
+whole tensor and never ask `__torch_function__`, so each constructor is wrapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONSTRUCTORS = [
     *[(torch, name) for name in dir(torch) if name.startswith("sparse_") and name.endswith("_tensor")],
     *[(torch.nested, name) for name in torch.nested.__all__],
 ]
-"""Each function that makes a sparse or nested tensor: the module, and its name there."""
+"""Functions that make a sparse or nested tensor: (module, name in the module)."""
 
 for _module, _name in CONSTRUCTORS:
     offer_call(_module, _name, _of_wholes)

@@ -47,7 +47,7 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _inside(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return `func(*args, **kwargs)`, called inside a transform, on whole and plain tensors."""
+    """Return `func(*args, **kwargs)`, called inside a transform, on whole, plain tensors."""
     wholes = _Wholes((args, kwargs))
     args, kwargs = map_tensors(wholes.plain, (args, kwargs))
     out = func(*args, **kwargs)
@@ -56,7 +56,7 @@ def _inside(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise TraceError inside a trace, which would hold the part of one rank."""
+    """Raise TraceError inside a trace, which would record the local part of one rank."""
     tracer = "torch.jit.trace" if jit_tracing() else "make_fx" if graph_tracing() else None
     if tracer is None:
         return
@@ -64,7 +64,7 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
     raise TraceError(
         f"{name_of(func)} inside {tracer}", specs,
         "the trace would hold the local part and the local sizes of one rank",
-        "fix: trace the plain model and shard it afterwards, or use torch.export.export, or mw.to_static for a step",
+        "fix: trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
     )  # fmt: skip
 
 
@@ -78,8 +78,8 @@ def _check_functional(x: Any) -> None:
     if isinstance(x, DistTensor):
         raise OperationError(
             f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
-            "it writes into the memory of its arguments, and there the tensor is a whole copy",
-            "fix: call the function without functionalize, which changes no result",
+            "it writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
+            "fix: call the function without functionalize; the results are the same",
         )  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def _check_scripted(module: Any) -> None:
             raise TraceError(
                 f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
                 "TorchScript runs in C++, which sees the local part only",
-                "fix: call the module without torch.jit.script; torch.compile and mw.to_static take such modules",
+                "fix: call the module without torch.jit.script, or use torch.compile or mw.to_static",
             )  # fmt: skip
 
 
 def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a TorchScript function on whole tensors; its C++ code sees local parts only."""
+    """Return the result of a TorchScript function on whole tensors; its C++ code would see local parts only."""
     script, *rest = args
     if not any(isinstance(t, DistTensor) for t in tensors_in((rest, kwargs))):
         return NotImplemented

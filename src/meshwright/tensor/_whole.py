@@ -1,8 +1,8 @@
-"""Calling a function on the whole tensors: slow, and right for every operator.
+"""Calls of a function on whole tensors: slow, and right for every operator.
 
-Every argument that the function writes to is written back. An argument counts as written if the operator's schema says
-so, if its version counter moved, or if its values are others than before: fused optimizers move no counter, and batch
-norm has no mark in its schema. Nothing is written back before all arguments are known to be writable.
+Every argument that the function writes to is written back. An argument counts as written if the operator's schema marks
+it, if its version counter moved, or if its values changed. One test is not enough: fused optimizers move no counter,
+and the schema of batch norm marks nothing. All arguments are checked before the first one is written back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tell_whole(name: str, why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WholeCall:
-    """The result of a function on whole tensors, and each argument beside the whole tensor that stood for it."""
+    """The result of a function on whole tensors, and pairs of an argument and the whole tensor in its place."""
 
     out: Any
     pairs: tuple[tuple[Tensor, Tensor], ...]
@@ -49,7 +49,7 @@ class WholeCall:
 
 
 def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
-    """Call `func` on the whole tensors, on every rank alike, and write back every argument that it wrote to.
+    """Call `func` on the whole tensors, the same on every rank, and write back every argument that it wrote to.
 
     Raises OperationError, before anything is written back, if `func` gave an argument another shape or memory, or wrote
     to two arguments that share elements.
@@ -68,7 +68,7 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
 
 
 def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
-    """The ids of the tensors that an operator's schema marks as written; empty for a Python function."""
+    """Return the ids of the tensors that an operator's schema marks as written; empty for a Python function."""
     if not isinstance(func, Operator):
         return set()
     given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
@@ -76,7 +76,7 @@ def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 class _Whole:
-    """A distributed argument, the whole tensor that stands for it, and the whole tensor's state before the call."""
+    """A distributed argument, the whole tensor in its place, and the state of the whole tensor before the call."""
 
     def __init__(self, tensor: DistTensor, whole: Tensor) -> None:
         self.tensor, self.whole = tensor, whole
@@ -94,11 +94,11 @@ class _Whole:
         return whole.numel() > 0 and not shares_storage(whole, before)
 
     def is_differentiated(self) -> bool:
-        """True if autograd knows of a write."""
+        """True if autograd recorded a write."""
         return self.whole.grad_fn is not self.node
 
     def is_written(self) -> bool:
-        """True if the version counter moved, or this rank's part would have other values."""
+        """True if the version counter moved, or the values of this rank's part changed."""
         if _version(self.whole) != self.version:
             return True
         if isinstance(self.whole, FakeTensor):
@@ -145,30 +145,30 @@ def _refused(func: Any, t: DistTensor) -> OperationError:
     return OperationError(
         f"{name} that gives an argument another shape or memory", repr(t._spec),
         "a distributed tensor keeps its shape, and its parts keep their memory",
-        f"a new tensor: the functional form of {name}, or torch.empty of the new shape",
+        f"fix: make a new tensor by the functional form of {name} or by torch.empty",
     )  # fmt: skip
 
 
 def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
-    """Raises OperationError if two written tensors share elements: each would be written back from its own copy."""
+    """Raise OperationError if two written tensors share elements: each would be written back from its own copy."""
     for i, a in enumerate(written):
         for b in written[:i]:
             if share_elements(a, b):
                 raise OperationError(
                     f"{getattr(func, '__name__', func)} that writes to two views of one memory",
                     f"{a._spec!r} and {b._spec!r}", "it runs on whole copies, and each write would undo the other",
-                    "one call for each of them",
+                    "fix: make one call for each view",
                 )  # fmt: skip
 
 
 def _check_no_leaf(written: Any) -> None:
-    """Raises torch's own error before anything is written, where one device raises it."""
+    """Raise torch's own error where one device raises it, before any argument is written back."""
     if any(t.is_leaf and t.requires_grad for t in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def _whole(t: Tensor) -> Tensor:
-    """Return the whole tensor with its global strides; in memory of its own unless the part is the whole tensor."""
+    """Return the whole tensor with its global strides; new memory unless the part is the whole tensor."""
     if not isinstance(t, DistTensor):
         return t
     spec = t._spec
@@ -189,7 +189,7 @@ def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 class _Overlapping(torch.autograd.Function):
-    """A copy of which several elements share memory; each element has a gradient of its own."""
+    """A differentiable copy whose elements may share memory; each element has a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: Sequence[int]) -> Tensor:

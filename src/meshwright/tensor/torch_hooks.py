@@ -30,7 +30,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking, _unsafe_pres
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.jit import _recursive
-from torch.jit._builtins import _find_builtin, _register_builtin  # so that torch.jit.script knows what is offered
+from torch.jit._builtins import _find_builtin, _register_builtin  # lets torch.jit.script know replaced functions
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -151,10 +151,10 @@ def _below(function: Any) -> list[Any]:
 
 
 GraphError: type[Exception] = exc.UncapturedHigherOrderOpError
-"""The error of `torch.compile` that reaches the user unchanged, also out of `torch.cond` and its like."""
+"""The error that `torch.compile` lets through unchanged, also out of operators such as `torch.cond`."""
 
 SkipFrame: type[Exception] = exc.SkipFrame
-"""Raised while `torch.compile` traces a function: the function runs as plain Python."""
+"""The error that stops a trace of `torch.compile`: the function then runs as plain Python."""
 
 
 def compile_trace() -> Any:
@@ -171,7 +171,7 @@ transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def run_uncompiled(code: CodeType) -> None:
-    """From now on `torch.compile` neither compiles frames of this code nor frames that they call."""
+    """Have `torch.compile` compile neither frames of this code nor the frames that they call, from now on."""
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
@@ -182,7 +182,7 @@ function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack
 """Number of function modes that see the calls of this thread."""
 
 jit_tracing: Callable[[], bool] = torch._C._is_tracing
-"""True inside `torch.jit.trace`, in this thread."""
+"""Return True inside `torch.jit.trace`, in this thread."""
 
 graph_tracing: Callable[[], Any] = proxy_tensor.get_proxy_mode
 """The mode by which `make_fx` records operators, or None outside of it."""
@@ -214,9 +214,9 @@ _INTO = {
 
 
 def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[Any], None]) -> None:
-    """From now on a transform of `torch.func` takes in `entering(x)` for `x`; in forward mode, before that begins.
+    """Have transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
 
-    `functionalize` calls `check_functional(x)` first.
+    Forward mode converts its inputs before it begins. `functionalize` calls `check_functional(x)` first.
     """
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,7 +251,7 @@ def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[
 
 
 def tell_scripts(check: Callable[[Any], None]) -> None:
-    """From now on `torch.jit.script` calls `check(module)` before it takes the parameters of a module."""
+    """Have `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
     own = _recursive.create_script_module
 
     def create(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,10 +277,10 @@ _ENGINE = _engine_run_backward.__code__
 
 
 def seen_below_autograd() -> bool:
-    """True if code that runs below autograd asks, which is to see the local part.
+    """True if the caller runs below autograd, where a question is about the local part.
 
-    These are a `__torch_dispatch__` that runs inside the backward pass of this thread, where torch does not keep
-    interception off, and the check of `torch.utils.checkpoint` that recomputing gave the same shapes.
+    Two callers do: a `__torch_dispatch__` inside this thread's backward pass, where torch does not keep interception
+    off, and the check in `torch.utils.checkpoint` that recomputed tensors have the same shapes.
     """
     if backward_running() == -1:
         return False
@@ -406,12 +406,12 @@ def operators_recorded(
 
 
 def parameters_of(op: Operator, without: Container[str] = ()) -> list[tuple[str, str]]:
-    """Names and types of an operator's arguments: what two overloads share that take the same call."""
+    """Return the names and types of an operator's arguments; overloads that accept the same call share them."""
     return [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in without]
 
 
 def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; those that an operator is given by name, in the places that its schema gives them."""
+    """Return the arguments of a call, with an operator's named arguments moved to their places in its schema."""
     if not kwargs or not isinstance(func, Operator):
         return args, kwargs
     left = dict(kwargs)
@@ -423,7 +423,7 @@ def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def written_arguments(op: Operator) -> list[Any]:
-    """The arguments that an operator's schema marks as written."""
+    """Return the arguments that an operator's schema marks as written."""
     return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
@@ -436,7 +436,7 @@ def composite_kernel(op: Operator) -> Callable[..., Any] | None:
 
 
 def list_kernel(op: Operator) -> Callable[..., Any] | None:
-    """torch's loop over the entries of the lists that a `_foreach_` operator takes; None for another operator."""
+    """Return torch's loop over the entries of a `_foreach_` operator's lists; None for another operator."""
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     is_loop = op.namespace == "aten" and op._schema.name.startswith("aten::_foreach_")
     if not is_loop or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -445,7 +445,7 @@ def list_kernel(op: Operator) -> Callable[..., Any] | None:
 
 
 def modes_before_dispatch() -> bool:
-    """True while a mode sees operators before autograd: no other one can be put beside it."""
+    """True while a mode sees operators before autograd; torch allows only one such mode."""
     return _len_torch_dispatch_stack_pre_dispatch() > 0
 
 
@@ -459,26 +459,26 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _after(key: Any) -> Any:
-    """The dispatch keys below `key`."""
+    """Return the dispatch keys below `key`."""
     return torch._C._dispatch_keyset_full_after(key)
 
 
 _SELECT = torch._C.DispatchKey.BackendSelect
 _BELOW_SELECT = _after(_SELECT)
 _AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
-"""The keys at which an operator comes to autograd, by the device of its tensors."""
+"""The dispatch keys of autograd, one for each kind of device."""
 _LIBRARIES: dict[str, torch.library.Library] = {}
-"""Namespace → the library that holds our kernels; torch drops kernels together with their library."""
+"""Namespace → the library that holds our kernels; torch removes kernels when their library is freed."""
 
 Guard = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]
 """`guard(op, args, run)`; `run(*args)` is the operator below the guard."""
 
 
 def guard_operator(op: OpOverload, guard: Guard) -> None:
-    """From now on, calls of `op` that reach its kernel with interception on are `guard(op, args, run)`.
+    """Replace calls of `op` that reach its kernel with interception on by `guard(op, args, run)`, from now on.
 
     C++ functions that take a number or a process group from a tensor never ask `__torch_function__`, but they all call
-    operators. The guard is at the key BackendSelect, which no mode and no inference tensor leaves out.
+    operators. The guard is at the dispatch key BackendSelect, which neither modes nor inference tensors skip.
     """
 
     def kernel(keys: Any, *args: Any) -> Any:
@@ -490,9 +490,10 @@ def guard_operator(op: OpOverload, guard: Guard) -> None:
 
 
 def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-    """From now on, `guard(x, new)` runs before `x.data = new` of a plain tensor `x`.
+    """Call `guard(x, new)` before every `x.data = new` of a plain tensor `x`, from now on.
 
-    torch asks only `x` about the assignment; of `new` it asks with an operator whether `x` can take over its memory.
+    torch only asks `x` about the assignment. An operator then checks whether `x` can take over the memory of `new`, and
+    the guard is at this operator.
     """
     op = torch.ops.aten._has_compatible_shallow_copy_type.default
 
@@ -512,31 +513,31 @@ def _implement(op: OpOverload, kernel: Callable[..., Any], keys: Iterable[str]) 
 
 
 read_number: OpOverload = torch.ops.aten._local_scalar_dense.default
-"""What C++ calls for the Python number of a tensor, also for one that stands where a function takes a number."""
+"""The operator by which C++ reads the Python number of a tensor, also of a tensor passed in place of a number."""
 
 
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-"""What torch.distributed has in C++; None in a torch that was built without it."""
+"""The C++ module of torch.distributed; None in a torch that was built without it."""
 
 
 def collective_operators() -> list[OpOverload]:
-    """Every operator that a process group of torch.distributed carries its calls out by."""
+    """Return every operator that process groups of torch.distributed call."""
     names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("c10d::")]
     return [getattr(torch.ops.c10d, name).default for name in names if "." not in name]
 
 
 def group_of(boxed: Any) -> Any:
-    """The process group that an operator of torch.distributed was given."""
+    """Return the process group that an operator of torch.distributed was given."""
     return _c10d.ProcessGroup.unbox(boxed)
 
 
 def work_of(boxed: Any) -> Any:
-    """The handle to wait for that an operator of torch.distributed returned."""
+    """Return the handle to wait on that an operator of torch.distributed returned."""
     return _c10d.Work.unbox(boxed)
 
 
 def constructors_of_distributed() -> list[tuple[Any, str]]:
-    """(owner, name) of what torch.distributed has in C++ that keeps or sends tensors below every guarded operator.
+    """Return (owner, name) of C++ functions in torch.distributed that use tensors below every guarded operator.
 
     These are the parts of DistributedDataParallel, and the constructor of a DTensor.
     """
@@ -550,19 +551,19 @@ def constructors_of_distributed() -> list[tuple[Any, str]]:
 
 
 def _takes_tensors(function: Any) -> bool:
-    """True if the signature in the documentation of a C++ function, or of a class's constructor, has tensors."""
+    """True if the signature in the docstring of a C++ function or constructor has tensors."""
     text = function.__init__.__doc__ if isinstance(function, type) else getattr(function, "__doc__", None)
     return "torch.Tensor" in (text or "").partition("->")[0]
 
 
 Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`handler(own, args, kwargs)`; NotImplemented leaves the call to torch's function `own`."""
+"""`handler(own, args, kwargs)` returns the result, or NotImplemented to leave the call to torch's function `own`."""
 
 
 def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
-    """From now on `x.name = new` is offered to `handler(x, new)` first, which returns False to leave it to torch.
+    """Offer every `x.name = new` to `handler(x, new)` first, which returns False to leave the assignment to torch.
 
-    For attributes whose setters in C++ ask no `__torch_function__`.
+    This is for attributes whose C++ setters never ask `__torch_function__`.
     """
     own: Any = getattr(torch.Tensor, name)
 
@@ -574,10 +575,10 @@ def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
 
 
 def offer_call(owner: Any, name: str, handler: Offered) -> None:
-    """From now on `owner.name(*args, **kwargs)` is offered to `handler` first.
+    """Offer every call `owner.name(*args, **kwargs)` to `handler` first.
 
-    For functions in C++ that take tensors and ask no `__torch_function__`. Modules that took the function by
-    `from torch import …` before get the new one, too.
+    This is for C++ functions that take tensors and never ask `__torch_function__`. Modules that imported the function
+    by `from torch import …` before get the replacement too.
     """
     own = getattr(owner, name)
     is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
@@ -592,7 +593,7 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
         return
     constructors = _device_constructors()
     if own in constructors or offered in constructors:
-        constructors.update((own, offered))  # C++ tells modes of `own`, Python has `offered`
+        constructors.update((own, offered))  # modes get `own` from C++ and `offered` from Python
     scripted = _find_builtin(own)
     if scripted is not None:
         _register_builtin(offered, scripted)
@@ -600,7 +601,7 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
-    """Put `new` in the place of `old` in modules outside torch that have it under its name."""
+    """Replace `old` by `new` in modules outside torch that have `old` under this name."""
     for module_name, module in list(sys.modules.items()):
         outside = not f"{module_name}.".startswith("torch.")
         if outside and getattr(module, "__dict__", {}).get(name) is old:
