@@ -246,7 +246,8 @@ def exact_terms(value: torch.Tensor, ranks: int, seed: int = 0) -> list[torch.Te
     c = torch.where(torch.isfinite(c), c, value) if value.is_floating_point() else c
     rest = torch.where(torch.isfinite(value), value - c, 0) if value.is_floating_point() else value - c
     zero = torch.zeros_like(value)
-    return [torch.where(first == r, c, zero) + torch.where(second == r, rest, zero) for r in range(ranks)]
+    terms = [torch.where(first == r, c, zero) + torch.where(second == r, rest, zero) for r in range(ranks)]
+    return [torch.empty_like(value).copy_(term) for term in terms]  # in the memory order of the value
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ._rule import Entry
+from ._forms import LocalCall
+from ._rule import Entry, Rule
 from ._rules_dims import dims_at, names_of, sized, written
 from ._rules_pointwise import named
 from ._rules_product import cross_anywhere_rule
@@ -95,13 +97,23 @@ def vecdot_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
     return "... k * ... k -> ..." if dim == -1 else None
 
 
-def kron_rule(x: Tensor, y: Tensor) -> str | None:
-    """Every dim of the result is the product of the two operands' dims."""
+def kron_rule(x: Tensor, y: Tensor) -> Rule | None:
+    """Return the rule of `torch.kron`: every dim of the result is the product of the two operands' dims.
+
+    torch refuses some pairs of memory orders. Local parts may have other ones than the whole tensors.
+    """
     if not x.dim() or x.dim() != y.dim() or 0 in (prod(x.shape), prod(y.shape)):
         return None
-    left = [sized(n, s) for n, s in zip(names_of(x, "a"), x.shape, strict=True)]
-    right = [sized(n, s) for n, s in zip(names_of(y, "b"), y.shape, strict=True)]
-    return f"{written(left)} * {written(right)} -> {' '.join(f'({a} {b})' for a, b in zip(left, right, strict=True))}"
+    names = names_of(x, "a"), names_of(y, "b")
+    left = [sized(n, s) for n, s in zip(names[0], x.shape, strict=True)]
+    right = [sized(n, s) for n, s in zip(names[1], y.shape, strict=True)]
+    out = " ".join(f"({a} {b})" for a, b in zip(left, right, strict=True))
+    forms = dict.fromkeys((*left, *right), _kron_of_contiguous)
+    return Rule(f"{written(left)} * {written(right)} -> {out}", forms=forms)
+
+
+def _kron_of_contiguous(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten.kron(x.contiguous(), y.contiguous())
 
 
 def chain_rule(matrices: Sequence[Tensor]) -> str | None:

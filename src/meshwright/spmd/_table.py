@@ -33,7 +33,7 @@ GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, RECURRENT, FOURIER,
     "aten._is_all_true",
     "aten.histc",
     "aten.rms_norm",
-}
+} | {"aten.linalg_householder_product"}
 """Operators whose kernels refuse empty tensors, or whose derivatives are others there: they are run on zeros.
 
 Not RMS norm, which is not finite there where its epsilon is negative."""

@@ -179,13 +179,19 @@ def _refresh(view: DistView) -> None:
     source.version, view._agreed = now, version_of(view)
 
 
-def check_writable(x: Tensor) -> None:
+def check_writable(x: Tensor, reads: bool = False) -> None:
     """Raise OperationError if `x` is a view that cannot be written to; call it before the first write."""
     if not isinstance(x, DistView):
         return
     source = x._outer._source
     if not source.single and torch.is_grad_enabled():
         raise _several(source, "a write to a view")
+    if reads and shares_elements(x._spec.full_strides, x._spec.shape):
+        raise OperationError(
+            "a write in place to a view", f"{x._spec!r}, of which several elements share memory",
+            "the result depends on the order in which a kernel visits the elements",
+            "fix: write to the tensor itself, or to view.clone()",
+        )  # fmt: skip
     if 0 in source.base._spec.full_strides:
         raise OperationError(
             "a write to a view", f"a view of {source.base._spec!r}, of which several elements share memory",
@@ -225,8 +231,13 @@ def _write_back(view: DistView) -> None:
 
 def _overlaps(x: Tensor) -> bool:
     """True if two elements of `x` may share memory."""
+    return shares_elements(x.stride(), x.shape)
+
+
+def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """True if two elements of a tensor with these strides may share memory."""
     reach = 0
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+    for step, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and step <= reach:
             return True
         reach += step * (size - 1)

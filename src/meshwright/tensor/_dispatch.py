@@ -86,6 +86,17 @@ _FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperD
 """Kinds of functions that call one operator, whatever the values of floats; a Python function may branch on them."""
 
 
+_SETTING = frozenset(
+    {
+        torch.ops.aten.zero_.default,
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.copy_.default,
+    }
+)
+"""Operators that write without regard to what was there."""
+
+
 def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     """Carry out the call by its plan, which is made if the signature `key` is new."""
     plan = PLANS.get(key)
@@ -310,9 +321,10 @@ def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) ->
 def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
     """Raise OperationError if the call writes to a view that cannot be written to."""
     written = {id(m) for m in written_inputs(captured)}
+    reads = any(node.op not in _SETTING for node in captured.nodes)
     for m, t in zip(captured.inputs, tensors, strict=True):
         if id(m) in written:
-            check_writable(t)
+            check_writable(t, reads)
 
 
 def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
