@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._forms import LocalCall
@@ -100,7 +99,7 @@ def vecdot_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
 def kron_rule(x: Tensor, y: Tensor) -> Rule | None:
     """Return the rule of `torch.kron`: every dim of the result is the product of the two operands' dims.
 
-    torch refuses some pairs of memory orders. Local parts may have other ones than the whole tensors.
+    torch refuses some pairs of memory orders, and local parts may have other ones than the whole tensors.
     """
     if not x.dim() or x.dim() != y.dim() or 0 in (prod(x.shape), prod(y.shape)):
         return None
@@ -108,12 +107,15 @@ def kron_rule(x: Tensor, y: Tensor) -> Rule | None:
     left = [sized(n, s) for n, s in zip(names[0], x.shape, strict=True)]
     right = [sized(n, s) for n, s in zip(names[1], y.shape, strict=True)]
     out = " ".join(f"({a} {b})" for a, b in zip(left, right, strict=True))
-    forms = dict.fromkeys((*left, *right), _kron_of_contiguous)
+    forms = dict.fromkeys((*left, *right), _kron)
     return Rule(f"{written(left)} * {written(right)} -> {out}", forms=forms)
 
 
-def _kron_of_contiguous(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
-    return torch.ops.aten.kron(x.contiguous(), y.contiguous())
+def _kron(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
+    outer = x.reshape([n for size in x.shape for n in (size, 1)]) * y.reshape(
+        [n for size in y.shape for n in (1, size)]
+    )
+    return outer.reshape([n * m for n, m in zip(x.shape, y.shape, strict=True)])
 
 
 def chain_rule(matrices: Sequence[Tensor]) -> str | None:

@@ -133,7 +133,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
 def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the views of inference mode that the call writes to: by its operators, or by its name if torch refuses."""
     unseen = [t for t in tensors if type(t) is DistView and is_unversioned(t)]
-    if not unseen:
+    if not unseen or is_of_lists(func):  # the calls for the entries of a list write back by themselves
         return []
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
