@@ -76,7 +76,7 @@ class Line:
 TYPED = [
     # no such command, option or argument
     Line("trian", 2, "meshwright train"),
-    Line("--steps 3", 2, "write:"),
+    Line("--steps 3", 2, "fix:"),
     Line("train --step 3", 2, "train --steps"),
     Line("train --rank=4", 2, "train --ranks"),
     Line("train --confg a.toml", 2, "train --config"),
@@ -117,7 +117,7 @@ TYPED = [
     Line("schedule 1F1B --chunks 3", 2, "takes no --chunks"),
     Line("schedule 1F1B --width wide", 2, "not a positive whole number"),
     Line("schedule 1F2B", 1, "1F1B"),
-    Line("schedule zb-v", 1, "write: ZB-V"),
+    Line("schedule zb-v", 1, "fix:   ZB-V"),
     Line("schedule 1F1B --width 999999999", 2, "columns"),
     Line("train --mesh dp=2,dp=2", 2, "an axis of its own"),
     Line("train --seed 99999999999999999999999", 2, "not a whole number from 0"),
@@ -137,7 +137,7 @@ TYPED = [
     Line("predict {f}/config.json {f}/plan.toml --cluster 1xH100", 2, "--cluster 2xH100"),
     Line("plan {f}/config.json --cluster 0xH100 --batch 8 --sequence 64", 1, "0 devices"),
     Line("plan {f}/config.json --cluster 99999999999999999999xH100 --batch 8 --sequence 64", 1, "at most"),
-    Line("plan {f}/config.json --cluster 8xh1000 --batch 8 --sequence 64", 1, "write: H100"),
+    Line("plan {f}/config.json --cluster 8xh1000 --batch 8 --sequence 64", 1, "fix:   H100"),
     Line("plan {f}/config.json --cluster 8xH100,400G,100G --batch 8 --sequence 64", 1, "only one"),
     Line("plan {f}/config.json --cluster {f} --batch 8 --sequence 64", 1, "TOML by its name"),
     Line("plan {f}/config.json --cluster {f}/nan.toml --batch 8 --sequence 64", 1, "positive and finite"),
@@ -179,7 +179,7 @@ TYPED = [
     Line("parallelize {f}/mine.py:mismatched --ranks 2", 1, "module(*batch)"),
     Line("train --config {f}/none.toml", 2, "No such file"),
     Line("train --config {f}/none.py:f", 2, "no such file"),
-    Line("train --config {f}/train.toml", 2, "write: steps"),
+    Line("train --config {f}/train.toml", 2, "fix: write steps"),
     Line("train --config {f}/wrong.toml", 2, "not a positive whole number"),
     Line("train --config {f}/broken.toml", 2, "lines of TOML"),
     Line("train --config {f}/mine.py:build", 2, "returns a int"),
@@ -245,8 +245,8 @@ def judged(line: Line, code: int, out: str, err: str) -> str:
         f"exit code {code} instead of {line.code}": code != line.code,
         "a traceback": "Traceback" in out + err,
         f"no word of {line.answer!r} in {said!r}": line.answer not in said,
-        "nothing to write instead": line.code != OK and "write:" not in err,
-        "more than one message": err.count("write:") > 1,
+        "nothing to write instead": line.code != OK and "fix:" not in err,
+        "more than one message": err.count("fix:") > 1,
         "a mistake answered on standard output": bool(line.code != OK and out),
     }
     return next((f"{line.text}: {fault}" for fault, found in faults.items() if found), "")

@@ -64,7 +64,7 @@ def test_what_is_not_understood_is_answered(line: str, answer: str, capsys: pyte
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert answer in error
-    assert "write:" in error
+    assert "fix:" in error
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,7 @@ def test_files_of_schedules_that_cannot_be_read_or_written_are_answered(
     assert main(["schedule", *(word.format(folder=tmp_path) for word in line.split())]) == 2
     error = capsys.readouterr().err
     assert answer in error
-    assert "write:" in error
+    assert "fix:" in error
     assert [path.name for path in tmp_path.iterdir()] == ["no_text"]
 
 

@@ -81,7 +81,7 @@ def test_a_function_gives_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("step = 3", "write: steps"),
+        ("step = 3", "fix: write steps"),
         ("steps = 0", "steps = 0: 0 is not a positive whole number"),
         ('steps = "many"', "not a positive whole number"),
         ("steps = 2.5", "not a positive whole number"),
@@ -101,7 +101,7 @@ def test_what_is_wrong_in_a_file_is_answered(
     error = capsys.readouterr().err
     assert answer in error
     assert "a.toml" in error
-    assert "write:" in error
+    assert "fix:" in error
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_plan_that_was_found_is_explained_by_what_limits_it(
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        (["--html", "/nowhere/report.html"], 2, "a folder that is there"),
+        (["--html", "/nowhere/report.html"], 2, "a folder that exists"),
         (["--measured", "/nowhere.json"], 2, "can be read"),
         (["--cluster", "many"], 1, "no count of devices"),
         (["--sequence", "0"], 2, "positive"),
@@ -110,7 +110,7 @@ def test_measured_numbers_are_numbers(
     path = tmp_path / "measured.json"
     path.write_text(text)
     assert main([*asked, "--alone", "--measured", str(path)]) == 2
-    assert "write:" in capsys.readouterr().err
+    assert "fix:" in capsys.readouterr().err
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -25,7 +25,7 @@ def test_a_full_disk_is_told_in_a_line(line: str, folder: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr
-    assert done.stderr.count("write:") == 1
+    assert done.stderr.count("fix:") == 1
 
 
 def test_a_reader_that_has_seen_enough_ends_a_script(folder: Path) -> None:

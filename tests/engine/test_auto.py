@@ -373,7 +373,7 @@ def test_a_plan_that_was_found_trains_after_it_was_written_and_read() -> None:
     ("text", "ranks", "said"),
     [
         (WRITTEN, 2, "its mesh has 4"),
-        (WRITTEN.replace("0.weight", "0.weigth"), 4, "write: 0.weight"),
+        (WRITTEN.replace("0.weight", "0.weigth"), 4, "fix:   0.weight"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(text: str, ranks: int, said: str) -> None:

@@ -159,5 +159,5 @@ def test_an_error_has_four_parts():
         "MeshwrightError: this",
         "  found: that",
         "  why:   because",
-        "  write: other",
+        "  fix:   other",
     ]

@@ -126,8 +126,8 @@ def test_a_layout_that_the_mesh_cannot_have_is_told_by_name() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "write"),
     [
-        ("0.weight", "0.wieght", "write: 0.weight"),
-        ("batch_0", "batch", "write: batch_0"),
+        ("0.weight", "0.wieght", "fix:   0.weight"),
+        ("batch_0", "batch", "fix:   batch_0"),
         ("f32[32@tp, 8]", "f32[8, 32@tp]", "f32[32, 8]"),
         ("f32[16@dp, 8]", "i64[16@dp, 8]", "f32[16, 8]"),
     ],

@@ -24,7 +24,7 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
         paths = " ".join(["PATH", "OTHER"][: PATHS[settings.action]])
         raise UsageError(
             f"meshwright checkpoint {settings.action}: {len(settings.paths)} paths\n"
-            f"  write: meshwright checkpoint {settings.action} {paths}"
+            f"  fix: run meshwright checkpoint {settings.action} {paths}"
         )
     try:
         return _ACTIONS[settings.action](settings, *settings.paths)

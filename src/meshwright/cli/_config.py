@@ -30,7 +30,8 @@ def with_config(parser: Parser, words: Sequence[str]) -> None:
     for name, value in found.items():
         action = _action(parser, source, name)
         if twice := parser.rivals(action) & {f"--{other}" for other in found}:
-            raise UsageError(f"{parser.prog}: {source}: {name} is not allowed with {twice.pop()}\n  write: one of them")
+            why = f"{source}: {name} is not allowed with {twice.pop()}"
+            raise UsageError(f"{parser.prog}: {why}\n  fix: pass one of them")
         if not parser.rivals(action) & taken:
             _take(parser, action, _value(parser, source, action, value))
 
@@ -42,7 +43,7 @@ def _action(parser: Parser, source: str, name: str) -> argparse.Action:
     found = known.get(plain) or known.get(SAME.get(plain, ""))
     if found is None:
         near = get_close_matches(plain, known, n=1, cutoff=0.0)[0].replace("_", "-")
-        raise UsageError(f"{parser.prog}: {source}: there is no option {name}\n  write: {near}")
+        raise UsageError(f"{parser.prog}: {source}: there is no option {name}\n  fix: write {near}")
     return found
 
 
@@ -75,10 +76,10 @@ def read_config(source: str) -> dict[str, Any]:
     try:
         return flat(tomllib.loads(Path(source).read_text(encoding="utf-8")), source)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"meshwright: {source}: {error}\n  write: lines of TOML, such as steps = 100") from error
+        raise UsageError(f"meshwright: {source}: {error}\n  fix: write lines of TOML, such as steps = 100") from error
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"meshwright: {source}: {why}\n  write: a TOML file, or file.py:function") from error
+        raise UsageError(f"meshwright: {source}: {why}\n  fix: pass a TOML file, or file.py:function") from error
 
 
 def flat(value: Any, source: str) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def flat(value: Any, source: str) -> dict[str, Any]:
         return {str(name): x for name, x in value.items()}
     if not is_dataclass(value) or isinstance(value, type):
         raise UsageError(
-            f"meshwright: {source} returns a {type(value).__name__}\n  write: a dataclass, or a dict of options"
+            f"meshwright: {source} returns a {type(value).__name__}\n  fix: return a dataclass, or a dict of options"
         )
     found: dict[str, Any] = {}
     for field in fields(value):
@@ -109,7 +110,8 @@ def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> 
     if isinstance(action.const, bool):
         if isinstance(value, bool):
             return value
-        raise UsageError(f"{parser.prog}: {source}: {action.dest} = {value!r}\n  write: {action.dest} = true, or false")
+        found = f"{source}: {action.dest} = {value!r}"
+        raise UsageError(f"{parser.prog}: {found}\n  fix: write {action.dest} = true, or false")
     if action.dest == "mesh" and isinstance(value, (list, tuple)) and len(value) == len(AXES):
         value = dict(zip(AXES, value, strict=True))
     text = _written(value)
@@ -117,11 +119,11 @@ def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> 
         made = action.type(text) if callable(action.type) else text
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise UsageError(
-            f"{parser.prog}: {source}: {action.dest} = {value!r}: {error}\n  write: what {parser.prog} --help says"
+            f"{parser.prog}: {source}: {action.dest} = {value!r}: {error}\n  fix: see {parser.prog} --help"
         ) from error
     if action.choices is not None and made not in action.choices:
         raise UsageError(
-            f"{parser.prog}: {source}: {action.dest} = {value!r}\n  write: one of {', '.join(action.choices)}"
+            f"{parser.prog}: {source}: {action.dest} = {value!r}\n  fix: pass one of {', '.join(action.choices)}"
         )
     return made
 

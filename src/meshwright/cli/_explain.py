@@ -73,8 +73,8 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
             raise ValueError("no number in it")
     except (ValueError, TypeError, KeyError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else error
-        write = '{"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
-        raise UsageError(f"meshwright explain: {path}: {why}\n  write: {write}") from error
+        fix = 'pass {"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
+        raise UsageError(f"meshwright explain: {path}: {why}\n  fix: {fix}") from error
     return found
 
 

@@ -32,14 +32,14 @@ def call_function(text: str) -> Any:
     """
     path, _, name = text.rpartition(":")
     if not Path(path).is_file():
-        raise UsageError(f"meshwright: {path}: there is no such file\n  write: file.py:function")
+        raise UsageError(f"meshwright: {path}: there is no such file\n  fix: pass file.py:function")
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         module = _module(Path(path))
         if not callable(getattr(module, name, None)):
             known = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
             near = get_close_matches(name, known, n=1, cutoff=0.0) or ["function"]
-            raise UsageError(f"meshwright: {path} has no function {name}\n  write: {path}:{near[0]}")
+            raise UsageError(f"meshwright: {path} has no function {name}\n  fix: pass {path}:{near[0]}")
         return getattr(module, name)()
     except (UsageError, KeyboardInterrupt):
         raise
@@ -68,4 +68,4 @@ def _failed(text: str, path: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         at = f" at {path}:{error.lineno}"
     said = str(error).strip().splitlines() or [""]
-    return f"meshwright: {text} raised {type(error).__name__}{at}: {said[0]}\n  write: a function that returns"
+    return f"meshwright: {text} raised {type(error).__name__}{at}: {said[0]}\n  fix: pass a function that returns"

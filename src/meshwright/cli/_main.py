@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"meshwright: the output: {error.strerror}\n  write: it to a place with room", file=sys.stderr)
+        print(f"meshwright: the output: {error.strerror}\n  fix: write it to a disk with free space", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

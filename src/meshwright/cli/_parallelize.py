@@ -18,13 +18,13 @@ from meshwright.cli._parser import UsageError
 from meshwright.engine import said, suggest
 from meshwright.layout import MeshwrightError
 
-WRITE = "  write: file.py:function, where the function returns the module and a batch, or a model's config.json"
+WRITE = "  fix: pass file.py:function, where the function returns the module and a batch, or a model's config.json"
 
 
 def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     """Prints the lines to put into a program. 1 where nothing fits, or where the model's file fails."""
     if settings.mesh is None and settings.ranks is None:
-        raise UsageError("meshwright parallelize: on how many ranks?\n  write: --mesh dp=2,tp=4, or --ranks 8")
+        raise UsageError("meshwright parallelize: on how many ranks?\n  fix: pass --mesh dp=2,tp=4, or --ranks 8")
     check_folder(settings.out)
     try:
         model, batch, loss = _model(settings)
@@ -34,8 +34,8 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         return FAILED
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        write = "a module, and a batch that it takes as module(*batch), or a loss"
-        raise FunctionFailed(f"meshwright: the model of {settings.model} raised {why}\n  write: {write}") from error
+        fix = "return a module, and a batch that it takes as module(*batch), or a loss"
+        raise FunctionFailed(f"meshwright: the model of {settings.model} raised {why}\n  fix: {fix}") from error
     if settings.out:
         write_text(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
     if settings.json:
@@ -76,7 +76,7 @@ def _of_config(config: Any, settings: argparse.Namespace) -> tuple[Any, Any, Any
     except ImportError as error:
         raise UsageError(
             "meshwright parallelize: the names of modules are those of the package transformers, which is missing\n"
-            "  write: pip install 'meshwright[models]', or file.py:function"
+            "  fix: run pip install 'meshwright[models]', or file.py:function"
         ) from error
     told: dict[str, Any] = dict(config)
     try:

@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}\n  write: {self.prog} --help")
+        raise UsageError(f"{self.prog}: {message}\n  fix: see {self.prog} --help")
 
     @property
     def options(self) -> list[str]:
@@ -112,10 +112,10 @@ def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
 
     >>> print(unknown("meshwright", "command", "trian", ["train", "run"]))
     meshwright: there is no command trian
-      write: meshwright train
+      fix: run meshwright train
     """
     nearest = get_close_matches(word, list(known), n=1, cutoff=0.5) or ["--help"]
-    return f"{prog}: there is no {kind} {word}\n  write: {prog} {nearest[0]}"
+    return f"{prog}: there is no {kind} {word}\n  fix: run {prog} {nearest[0]}"
 
 
 def top_parser() -> Parser:

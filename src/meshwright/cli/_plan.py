@@ -42,10 +42,10 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         model, machines = read_model(settings), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
         if ranks is None:
-            raise UsageError("meshwright plan: how many devices?\n  write: --cluster 64xH100, or --ranks 64")
+            raise UsageError("meshwright plan: how many devices?\n  fix: pass --cluster 64xH100, or --ranks 64")
         check_devices(ranks, machines)
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
-            raise UsageError(f"meshwright plan: --given {doubled[0]}\n  write: --{doubled[0]}")
+            raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
         plan_of(settings.given)
         with shown(f"plans for {ranks} ranks", silent=settings.json) as on_step:
             asked = (settings.batch, settings.sequence, settings.precision)
@@ -89,8 +89,8 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
 def check_devices(ranks: int, machines: Cluster) -> None:
     """Raises UsageError for more ranks than a cluster has devices, where it says how many."""
     if machines.devices is not None and ranks > machines.devices:
-        write = f"--cluster {ranks}x{machines.device.name}, or fewer ranks"
-        raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  write: {write}")
+        fix = f"pass --cluster {ranks}x{machines.device.name}, or fewer ranks"
+        raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  fix: {fix}")
 
 
 def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
@@ -137,12 +137,12 @@ def read_model(settings: argparse.Namespace) -> Transformer:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"meshwright: {path}: {error}\n  write: a model's config.json") from error
+        raise UsageError(f"meshwright: {path}: {error}\n  fix: pass a model's config.json") from error
     if not isinstance(config, dict):
-        raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  write: a model's config.json")
+        raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  fix: pass a model's config.json")
     model = transformer_of(cast(dict[str, Any], config))
     if imbalance is None:
         return model
     if model.experts is None:
-        raise UsageError(f"meshwright: --imbalance {imbalance:g}: {path} has no experts\n  write: no --imbalance")
+        raise UsageError(f"meshwright: --imbalance {imbalance:g}: {path} has no experts\n  fix: leave out --imbalance")
     return replace(model, experts=replace(model.experts, imbalance=imbalance))

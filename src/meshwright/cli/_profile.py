@@ -33,7 +33,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     ranks = settings.ranks or there
     if cuda and ranks > there:
-        raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  write: --ranks {there}")
+        raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  fix: pass --ranks {there}")
     if settings.dry_run:
         device = "cuda" if cuda else "cpu"
         if settings.json:
@@ -45,7 +45,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         if launch(["-m", "meshwright.cli._measure", str(path), str(settings.seconds)], ranks) != 0:
-            print("meshwright profile: the ranks that measure failed\n  write: meshwright doctor", file=sys.stderr)
+            print("meshwright profile: the ranks that measure failed\n  fix: run meshwright doctor", file=sys.stderr)
             return FAILED
         measured: dict[str, Any] = json.loads(path.read_text())
         toml = cluster_text(measured)

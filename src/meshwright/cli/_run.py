@@ -22,7 +22,7 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
     """The exit code of the script: 0, or that of the rank that failed first."""
     script = Path(settings.script)
     if not script.is_file():
-        raise UsageError(f"meshwright run: there is no file {script}\n  write: meshwright run SCRIPT [ARGUMENT ...]")
+        raise UsageError(f"meshwright run: there is no file {script}\n  fix: run meshwright run SCRIPT [ARGUMENT ...]")
     check_folder(settings.trace)
     code = compiled(script)
     with planned() if settings.auto else nullcontext():
@@ -86,9 +86,9 @@ def compiled(script: Path) -> CodeType:
         return compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError) as error:
         told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise FunctionFailed(f"{told}\n  write: a script that python {script} can read") from error
+        raise FunctionFailed(f"{told}\n  fix: pass a script that python {script} can read") from error
     except OSError as error:
-        raise UsageError(f"meshwright run: {script}: {error.strerror}\n  write: a file that can be read") from error
+        raise UsageError(f"meshwright run: {script}: {error.strerror}\n  fix: pass a file that can be read") from error
 
 
 def of_printing(error: Exception, printer: str) -> bool:

@@ -46,7 +46,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         return 0
     if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
         few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
-        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  write: {few}")
+        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  fix: {few}")
     try:
         table = asked_schedule(settings)
         check(table, stale=True)
@@ -71,7 +71,7 @@ def asked_schedule(settings: argparse.Namespace) -> Schedule:
     if k.takes:
         return k.make(settings.ranks, settings.microbatches, settings.chunks)
     if settings.chunks != 2:
-        raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  write: meshwright schedule {k.name!r}")
+        raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  fix: run meshwright schedule {k.name!r}")
     return k.make(settings.ranks, settings.microbatches)
 
 
@@ -92,9 +92,9 @@ def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timelin
         raise _no_file(path, error, "a file in a folder that can be written to") from error
 
 
-def _no_file(path: str, error: Exception, write: str) -> UsageError:
+def _no_file(path: str, error: Exception, fix: str) -> UsageError:
     why = error.strerror if isinstance(error, OSError) else "it is no text"
-    return UsageError(f"meshwright schedule: {path}: {why}\n  write: {write}")
+    return UsageError(f"meshwright schedule: {path}: {why}\n  fix: {fix}")
 
 
 def described(timeline: Timeline) -> dict[str, Any]:

@@ -46,5 +46,5 @@ def _second(here: int | None, other: int | None) -> CallError:
     return CallError(
         f"torch.profiler on rank {here} of a simulation", f"rank {other} profiles already",
         "a process has one profiler, and simulated ranks are threads of one process",
-        "fix: profile on one rank or around mw.simulate, or run each rank in a process with meshwright run",
+        "profile on one rank or around mw.simulate, or run each rank in a process with meshwright run",
     )  # fmt: skip

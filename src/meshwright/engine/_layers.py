@@ -67,7 +67,7 @@ def _check_python(layer: nn.Module) -> None:
             raise TraceError(
                 "shard_layer of TorchScript", f"{name or 'the model'}: {type(module).__name__}",
                 "TorchScript runs in C++, which sees the local part only",
-                "fix: shard the Python module, and use torch.compile or mw.to_static in place of TorchScript",
+                "shard the Python module, and use torch.compile or mw.to_static in place of TorchScript",
             )  # fmt: skip
 
 

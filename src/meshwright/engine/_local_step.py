@@ -59,7 +59,7 @@ def _check_plain(optimizer: Optimizer) -> None:
             raise OperationError(
                 "torch.optim.SparseAdam.step()", f"a distributed parameter, {found.spec!r}",
                 "its gradient is dense, and nothing tells which rows of it were looked up",
-                "fix: use torch.optim.Adam, or SGD or Adagrad, which give the same numbers for dense gradients",
+                "use torch.optim.Adam, or SGD or Adagrad, which give the same numbers for dense gradients",
             )  # fmt: skip
 
 

@@ -1,26 +1,26 @@
-"""The root of every error Meshwright raises.
+"""The base class of every error that Meshwright raises.
 
-An error has four parts: what was asked, what was found, why that cannot be, and what to write instead.
-Each room derives one class per cause; `docs/troubleshooting.md` has a paragraph for each.
+An error has four parts: what was asked, what was found, why that is not possible, and the fix.
+Each package derives one class per cause; `docs/troubleshooting.md` has a paragraph for each.
 
     MeshwrightError
     ├── MeshError           a mesh that cannot exist, or a rank or axis that is not in it
     ├── PlacementError      a placement that the tensor or the mesh cannot have
     ├── LayoutError         a layout that contradicts itself, or text that is not one
-    └── (one subtree per room, named after its cause)
+    └── (one subtree per package, named after its cause)
 """
 
 from __future__ import annotations
 
 
 class MeshwrightError(Exception):
-    """Root of all errors; prints what was asked, what was found, why not, and what to write.
+    """Root of all errors; prints what was asked, what was found, why not, and the fix.
 
     >>> print(MeshwrightError("Shard(3)", "a tensor of 2 dims", "dim 3 does not exist", "Shard(0) or Shard(1)"))
     MeshwrightError: Shard(3)
       found: a tensor of 2 dims
       why:   dim 3 does not exist
-      write: Shard(0) or Shard(1)
+      fix:   Shard(0) or Shard(1)
     """
 
     def __init__(self, asked: str, found: str, why: str, write: str) -> None:
@@ -28,7 +28,7 @@ class MeshwrightError(Exception):
         self.asked, self.found, self.why, self.write = asked, found, why, write
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}: {self.asked}\n  found: {self.found}\n  why:   {self.why}\n  write: {self.write}"
+        return f"{type(self).__name__}: {self.asked}\n  found: {self.found}\n  why:   {self.why}\n  fix:   {self.write}"
 
 
 class MeshError(MeshwrightError, ValueError):

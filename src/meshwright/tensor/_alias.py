@@ -190,13 +190,13 @@ def check_writable(x: Tensor, reads: bool = False) -> None:
         raise OperationError(
             "a write in place to a view", f"{x._spec!r}, of which several elements share memory",
             "the result depends on the order in which a kernel visits the elements",
-            "fix: write to the tensor itself, or to view.clone()",
+            "write to the tensor itself, or to view.clone()",
         )  # fmt: skip
     if 0 in source.base._spec.full_strides:
         raise OperationError(
             "a write to a view", f"a view of {source.base._spec!r}, of which several elements share memory",
             "the view has memory of its own on this rank, and one value cannot be written to several elements",
-            "fix: write to a tensor that is not expanded, or make the view of x.clone()",
+            "write to a tensor that is not expanded, or make the view of x.clone()",
         )  # fmt: skip
     check_writable(source.base)
 
@@ -206,7 +206,7 @@ def _several(source: Source, found: str) -> OperationError:
     return OperationError(
         found, f"one of several views that {name} made of {source.base._spec!r}",
         "autograd allows no write in place to one of several views of one call, nor to their base",
-        f"fix: use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
+        f"use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ ALIKE = frozenset({
 SENT = frozenset({"send"})
 """Operators that write to none of their tensors. Others write to every tensor whose name does not begin with input."""
 _FIX = (
-    "fix: use x itself, which needs no collective; or pass mw.unshard_dtensor(x), the whole value as a plain tensor; "
+    "use x itself, which needs no collective; or pass mw.unshard_dtensor(x), the whole value as a plain tensor; "
     "or pass x.to_local(), this rank's part. With Accelerate or transformers' Trainer, call "
     "os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()"
 )
@@ -177,7 +177,7 @@ def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
     raise CollectiveError(
         f"{own.__name__} of torch.distributed", ", ".join(repr(t._spec) for t in given[:4]),
         "it would use the memory of this rank's parts as whole tensors",
-        "fix: leave out DistributedDataParallel and fully_shard, since gradients of distributed parameters are reduced "
+        "leave out DistributedDataParallel and fully_shard, since gradients of distributed parameters are reduced "
         "already; call mw.to_torch_dtensor(x) for a DTensor",
     )  # fmt: skip
 

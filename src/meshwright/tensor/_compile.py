@@ -52,7 +52,7 @@ def _leave(x: DistTensor) -> None:
         raise CompileError(
             f"one graph of {code.co_name}, {code.co_filename}:{code.co_firstlineno}", repr(x._spec),
             "a graph would hold the local sizes of one rank, so functions with distributed tensors are not compiled",
-            "fix: leave out fullgraph=True, so that the function runs uncompiled, or compile a step with mw.to_static",
+            "leave out fullgraph=True, so that the function runs uncompiled, or compile a step with mw.to_static",
         )  # fmt: skip
     raise SkipFrame(f"uses a distributed tensor, {x._spec!r}")
 

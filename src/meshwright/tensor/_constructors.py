@@ -100,7 +100,7 @@ def _refused(own: Any, args: Any, kwargs: Any) -> Any:
     found = next((a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
     if found is None:
         return NotImplemented
-    raise refusal(f"{own.__name__} of a distributed tensor", found, "fix: use x.detach(), which stays distributed")
+    raise refusal(f"{own.__name__} of a distributed tensor", found, "use x.detach(), which stays distributed")
 
 
 OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -149,7 +149,7 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     """Refuse `torch.Tensor(x)` and `plain.new(x)`, which make a plain tensor on the memory of `x`."""
     if isinstance(args[0], DistTensor) and backward_running() == -1:  # autograd aliases local parts
         asked = "torch.Tensor(x), or a legacy constructor like it"
-        raise refusal(asked, args[0], "fix: use x.detach() or torch.tensor(x)")
+        raise refusal(asked, args[0], "use x.detach() or torch.tensor(x)")
     return run(*args)
 
 
@@ -158,9 +158,9 @@ def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     if len(args) == 2 and all(isinstance(t, DistTensor) for t in args) and takes_memory(*args):
         return args[0]
     if isinstance(args[0], DistTensor):
-        raise refusal("Tensor.set_", args[0], "fix: write x.data = new or x.copy_(new), or make a new tensor")
+        raise refusal("Tensor.set_", args[0], "write x.data = new or x.copy_(new), or make a new tensor")
     if len(args) > 1 and isinstance(args[1], DistTensor):
-        raise refusal("Tensor.set_ of a plain tensor", args[1], "fix: write plain.data = x, which makes it distributed")
+        raise refusal("Tensor.set_ of a plain tensor", args[1], "write plain.data = x, which makes it distributed")
     return run(*args)
 
 
@@ -181,7 +181,7 @@ def _takes_data(x: Tensor, new: Tensor) -> None:
         raise MemoryAccessError(
             "x.data = y with a distributed y", f"a plain x {'with a gradient' if x.grad is not None else 'computed'}",
             "the gradient of x belongs to a whole tensor, and x would become a part",
-            "fix: set x.grad = None first if x is a parameter; write x = y if x is a computed value",
+            "set x.grad = None first if x is a parameter; write x = y if x is a computed value",
         )  # fmt: skip
     is_parameter = isinstance(x, nn.Parameter)
     out = stamp(x, new._spec)

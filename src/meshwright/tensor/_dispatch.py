@@ -162,7 +162,7 @@ def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
     specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
     return OperationError(
         f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
-        "fix: torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; gradcheck without check_batched_grad",
+        "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; gradcheck without check_batched_grad",
     )  # fmt: skip
 
 

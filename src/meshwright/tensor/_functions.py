@@ -41,7 +41,7 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
         raise CollectiveError(
             f"{function.__name__} of torch.distributed", f"a distributed tensor among {len(args)} arguments",
             "its backward pass would see gradients of this rank's part",
-            "fix: pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
+            "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
         )  # fmt: skip
     if not given or f"{function.__module__}.".startswith(_LIBRARIES):
         return call(*args, **kwargs)

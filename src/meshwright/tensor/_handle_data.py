@@ -129,7 +129,7 @@ def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
         raise MemoryAccessError(
             f"x.data = y with y of shape {tuple(have.shape)}", f"{x._spec!r}, a {_state(x)}",
             "its gradient, or its base, has the old shape",
-            "fix: set x.grad = None first; write x = y if x is a computed value or a view",
+            "set x.grad = None first; write x = y if x is a computed value or a view",
         )  # fmt: skip
     if have.ndim != x._spec.ndim or any(isinstance(dim, Product) for dim in x._spec.layout.dims):
         return have
@@ -281,7 +281,7 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     raise OperationError(
         "as_strided", f"{x._spec!r}, a view" if is_view else repr(x._spec),
         "as_strided reads memory of the base, and this rank may not hold it",
-        "fix: call as_strided on the base or on x.contiguous(), or select elements by x[...]",
+        "call as_strided on the base or on x.contiguous(), or select elements by x[...]",
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
         raise OperationError(
             "the gradient of a pending product", repr(spec),
             "each rank has the gradient of its own factor, which does not tell the gradient of the product",
-            "fix: mw.reshard(x, mesh, placements) without Partial('prod') before the gradient is asked for",
+            "call mw.reshard(x, mesh, placements) without Partial('prod') before the gradient is asked for",
         )  # fmt: skip
     with no_interception():
         dual = spec.dual().with_dtype(grad.dtype)

@@ -55,7 +55,7 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if holds_whole(x):
         return call_plain(func, types, args, kwargs)
     raise refusal(
-        f"Tensor.{func.__name__}", x, "fix: call x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) "
+        f"Tensor.{func.__name__}", x, "call x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) "
         "for a plain tensor, or x.to_local() for this rank's part",
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _typed_storage(self: DistTensor) -> Any:
     """Return the typed storage for torch's own Python code, which asks for it with interception off."""
     if interception_on() and not holds_whole(self):
-        raise refusal("a typed storage", self, "fix: call x.untyped_storage() to read the whole memory")
+        raise refusal("a typed storage", self, "call x.untyped_storage() to read the whole memory")
     return Tensor._typed_storage(self)
 
 
@@ -95,7 +95,7 @@ def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
     if kwargs.get("copy") is False:
-        raise refusal("Tensor.__dlpack__ with copy=False", x, "fix: pass copy=None, or export mw.unshard_dtensor(x)")
+        raise refusal("Tensor.__dlpack__ with copy=False", x, "pass copy=None, or export mw.unshard_dtensor(x)")
     whole = everywhere(x)
     with no_interception():
         return func(whole, *args[1:], **kwargs)
@@ -112,7 +112,7 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not isinstance(x, DistTensor):
         other = next(a for a in args if isinstance(a, DistTensor))
-        raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "fix: pass mw.unshard_dtensor(x)")
+        raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "pass mw.unshard_dtensor(x)")
     whole = [everywhere(t).clone() if isinstance(t, Tensor) else t for t in args]
     with no_interception():
         func(*whole, **kwargs)
@@ -128,14 +128,14 @@ def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, DistTensor) and shape is not None and tuple(_flat(shape)) == tuple(x.shape):
         return x
     some = next(a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor))
-    raise refusal(f"Tensor.{func.__name__}", some, "fix: write x.data = new, or make a new tensor")
+    raise refusal(f"Tensor.{func.__name__}", some, "write x.data = new, or make a new tensor")
 
 
 @handles(*_present("_view_func", "_view_func_unsafe", "_rev_view_func_unsafe"))
 def _view_again(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Raise MemoryAccessError: autograd would repeat the view with the sizes of parts."""
     some = next(a for a in args if isinstance(a, DistTensor))
-    raise refusal(f"Tensor.{func.__name__}", some, "fix: repeat the call that made the view on the other tensor")
+    raise refusal(f"Tensor.{func.__name__}", some, "repeat the call that made the view on the other tensor")
 
 
 def _flat(shape: Any) -> Any:

@@ -85,7 +85,7 @@ class Law:
             raise LocalShapeError(
                 f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
                 f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
-                "fix: report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+                "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
             )  # fmt: skip
 
     def _settle(self, rank: int) -> None:

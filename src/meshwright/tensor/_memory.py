@@ -166,7 +166,7 @@ def _refuse(name: str) -> Any:
         raise MemoryAccessError(
             f"{name} of the storage of a distributed tensor", f"{self.nbytes()} bytes",
             "the storage is a gathered copy of the whole tensor, and a write to the copy would be lost",
-            "fix: call x.copy_(...) or x.fill_(...), or write x[...] = ..., which change every rank's part",
+            "call x.copy_(...) or x.fill_(...), or write x[...] = ..., which change every rank's part",
         )  # fmt: skip
 
     return refuse

@@ -64,7 +64,7 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
     raise TraceError(
         f"{name_of(func)} inside {tracer}", specs,
         "the trace would hold the local part and the local sizes of one rank",
-        "fix: trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
+        "trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _check_functional(x: Any) -> None:
         raise OperationError(
             f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
             "it writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
-            "fix: call the function without functionalize; the results are the same",
+            "call the function without functionalize; the results are the same",
         )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _check_scripted(module: Any) -> None:
             raise TraceError(
                 f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
                 "TorchScript runs in C++, which sees the local part only",
-                "fix: call the module without torch.jit.script, or use torch.compile or mw.to_static",
+                "call the module without torch.jit.script, or use torch.compile or mw.to_static",
             )  # fmt: skip
 
 

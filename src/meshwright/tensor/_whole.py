@@ -145,7 +145,7 @@ def _refused(func: Any, t: DistTensor) -> OperationError:
     return OperationError(
         f"{name} that gives an argument another shape or memory", repr(t._spec),
         "a distributed tensor keeps its shape, and its parts keep their memory",
-        f"fix: make a new tensor by the functional form of {name} or by torch.empty",
+        f"make a new tensor by the functional form of {name} or by torch.empty",
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
                 raise OperationError(
                     f"{getattr(func, '__name__', func)} that writes to two views of one memory",
                     f"{a._spec!r} and {b._spec!r}", "it runs on whole copies, and each write would undo the other",
-                    "fix: make one call for each view",
+                    "make one call for each view",
                 )  # fmt: skip
 
 
