@@ -46,9 +46,10 @@ def machine(library: Ours, mesh: tuple[int, ...]) -> Machine:
 
 def check(library: Ours, chain: Chain) -> Failure | None:
     """None where every rank's values and gradients are the single device's."""
-    wanted = _chains.perform(chain, Machine())
     try:
-        messages = library.mw.simulate(lambda: _on_rank(library, chain, wanted), math.prod(chain.mesh))
+        with _chains.kernels(chain):
+            wanted = _chains.perform(chain, Machine())
+            messages = library.mw.simulate(lambda: _on_rank(library, chain, wanted), math.prod(chain.mesh))
     except Exception as error:
         return Failure(chain, " ".join(f"{type(error).__name__}: {error}".split())[:400])
     message = next((m for m in messages if m), None)

@@ -138,7 +138,9 @@ class Ours:
         term = terms(math.prod(mesh[k] for k in pending))[_index([at[k] for k in pending], [mesh[k] for k in pending])]
         start = tuple(mark if mark == "P" else "R" for mark in marks)
         with torch.no_grad():
-            laid = self.reshard(mw.dtensor_from_local(term.clone(), *self.layout(mesh, start)), mesh, marks)
+            laid = mw.dtensor_from_local(term.clone(), *self.layout(mesh, start))
+            in_order = mw.shard_tensor(_samples.fresh(value), *self.layout(mesh, ("R",) * len(mesh)))
+            laid = self.reshard(in_order, mesh, marks).copy_(self.reshard(laid, mesh, marks))
         return laid.detach().requires_grad_(value.requires_grad)
 
     def reshard(self, x: Any, mesh: Shape, marks: Marks) -> Any:

@@ -249,3 +249,12 @@ def test_a_symbolic_tensor_goes_to_another_mesh():
     src = Spec(LINE, parse_layout("[@x, :]"), (n, 4), torch.float32)
     dst = Spec(there, parse_layout("[@a, :]"), (n, 4), torch.float32)
     assert plan(src, dst).steps == (Exchange(dst),)
+
+
+@pytest.mark.parametrize("shape", ["f64[2 * {0}@x] -> f64[3 * {1}@x]", "f64[0 * 2@x] -> f64[3 * 0@x]"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bound_without_common_factors_is_no_more_than_what_is_received(shape, ranks):
+    mesh = ProcessMesh(range(ranks), ["x"])
+    src, dst = (parse_spec(side, mesh) for side in shape.format(6, 4).split(" -> "))
+    made = plan(src, dst)
+    assert all(0 <= lower_bound(src, dst, r) <= made.received(r) for r in made.ranks)

@@ -7,7 +7,7 @@ from math import ceil
 
 from meshwright.layout import Spec
 
-from ._factors import common_factors
+from ._factors import bridge, common_factors
 from ._path import Manner, landing_of
 from ._regions import box_of, lacking, meet, volume
 
@@ -19,9 +19,9 @@ def lower_bound(src: Spec, dst: Spec, rank: int | None = None) -> int:
     each joins its share, 1/n of those that are needed, which costs n - 1 terms per element, and receives what else it
     needs. So a reduce-scatter of N bytes costs (n - 1) N / n, an all-reduce twice that. What ends partial needs no
     more than its parts. Work may be shared in other ways: the busiest rank then has no less than the mean, and no
-    less than it needs.
+    less than it needs. A dim that the two layouts factor differently counts as held whole, so the bound may be low.
     """
-    src, dst = common_factors(src, dst) or (src, dst)
+    src, dst = common_factors(src, dst) or common_factors(bridge(src, dst), dst) or (src, dst)
     if src.mesh is not dst.mesh:
         return _bound(src, dst, (), rank)
     ways = [landing_of(src, dst, Manner(cut_terms=dim)) for dim in (None, *range(src.ndim))]

@@ -59,7 +59,7 @@ def _common(
     if [n for n, _ in x] == [n for n, _ in y]:
         return x, y
     if not size:
-        return None
+        return ((0, axes_of(a)),), ((0, axes_of(b)),)
     ends = sorted(_ends(x) | _ends(y))
     if any(low and high % low for low, high in pairwise(ends)):
         return None

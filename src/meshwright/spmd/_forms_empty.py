@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._forms import LocalCall
@@ -78,7 +79,10 @@ def smallest_piece(text: str) -> int:
     return prod(int(n.rpartition("_")[2]) for n in inside & set(equation.whole))
 
 
-def nothing(call: LocalCall, *used: Tensor | None) -> Tensor:
-    """The empty result of a rank that holds no part of it, still connected to what it comes from."""
-    tensors = [t for t in used if t is not None]
-    return tensors[0].new_zeros(call.out_shape(0)) + sum(t.sum() for t in tensors) * 0
+def nothing(call: LocalCall, *used: Tensor) -> Tensor:
+    """Return the empty result of a rank that holds no part of a product, connected to its factors.
+
+    The gradient of a factor depends on all others, as on the other ranks, and on itself if it is given twice.
+    """
+    zeros = [torch.nan_to_num(t.sum(), 0, 0, 0) * 0 for t in used]
+    return used[0].new_zeros(call.out_shape(0)) + prod(zeros)

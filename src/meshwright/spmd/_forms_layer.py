@@ -40,7 +40,7 @@ def attention(
     """Attention with any of batch, heads and sequences cut; a cut key sequence gives terms that add up."""
     s, t = query.dim() - 2, key.dim() - 2
     if 0 in (query[..., 0].numel(), key.shape[-3] if enable_gqa else 1):
-        return nothing(call, query, key, value)
+        return nothing(call, query, query, key, key, value)
     if call.ranks(0, s) == call.ranks(1, t) == 1:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

@@ -149,22 +149,43 @@ def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, 
 
 
 def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """Return log of the sum of exp, relative to the largest element of all ranks: any derivative of it is exact."""
     dims = dims_at(dim, x.dim())
-    return squeezed(gathered(call, x.logsumexp(dims, True), dims, lambda t: t.logsumexp(0)), dims, keepdim)
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
+    size = x.detach().real if x.dtype.is_complex else x.detach()
+    limit = torch.finfo(size.dtype).max
+    top = max_over(call, peak(size, dims), 0, dims).clamp(-limit, limit)
+    total = sum_over(call, (x - top).exp().sum(dims, keepdim=True), 0, dims)
+    return squeezed(total.log() + top, dims, keepdim)
 
 
 def vector_norm(
     call: LocalCall, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """The norm of the pieces' norms; for the norms that are a maximum or a minimum, that of the absolute values."""
+    """The norm of the pieces' norms; for the norms that are a maximum or a minimum, that of the absolute values.
+
+    The root of a sum of powers from two on: second derivatives are right where all of a piece is zero.
+    """
     dims, p = dims_at(dim, x.dim()), 2.0 if ord is None else float(ord)
     x = x if dtype is None else x.to(dtype)
     if p == 1:
         return squeezed(sum_over(call, x.abs().sum(dims, keepdim=True), 0, dims), dims, keepdim)
     if isinf(p):
         return (amax_or_nan if p > 0 else amin_or_nan)(call, x.abs(), dims, keepdim)
+    if p >= 2:
+        return squeezed(_root_of_powers(call, x, p, dims), dims, keepdim)
     local = torch.linalg.vector_norm(x, p, dims, True) if x.numel() else _norm_of_nothing(x, p, dims)
     return squeezed(gathered(call, local, dims, lambda t: torch.linalg.vector_norm(t, p, 0)), dims, keepdim)
+
+
+def _root_of_powers(call: LocalCall, x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
+    """Return the norm of order `p`; where it is zero, so is its gradient."""
+    out = x.abs().dtype
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    powers = x.abs() ** p if p > 2 else (x * x.conj()).real
+    total = sum_over(call, powers.sum(dims, keepdim=True), 0, dims)
+    none = total == 0
+    return torch.where(none, 0, torch.where(none, 1, total) ** (1 / p)).to(out)
 
 
 def _norm_of_nothing(x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:

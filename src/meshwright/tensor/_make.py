@@ -127,8 +127,8 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
-    have = x._spec
-    return _resharded(x, have.with_layout(layout) if mesh is have.mesh else Spec(mesh, layout, have.shape, have.dtype))
+    have = x._spec.new
+    return _resharded(x, Spec(mesh, layout, have.shape, have.dtype, have.strides))
 
 
 def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
