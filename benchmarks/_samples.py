@@ -93,9 +93,22 @@ class Entry:
 
 
 def _write(view: Any) -> None:
-    """Doubles a view in place; of several views only the first."""
+    """Double a view in place, or fill one whose elements share memory; of several views only the first."""
     target = view[0] if isinstance(view, (tuple, list)) else view
-    target.mul_(2)
+    if shares_elements(target):
+        target.fill_(2)
+    else:
+        target.mul_(2)
+
+
+def shares_elements(value: torch.Tensor) -> bool:
+    """Return whether two elements of a strided tensor may lie at the same place in memory."""
+    reached = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
 
 
 def entries(kinds: Sequence[str] = ("function",)) -> list[Entry]:
@@ -217,6 +230,16 @@ class Case:
             return derive(self, [_doubled(v) for v in self.flat])
         except Exception:
             return None
+
+    @cached_property
+    def truths(self) -> list[tuple[Any, list[torch.Tensor | None]]]:
+        """Outputs and gradients on one device; for tensors in other memory orders, those of contiguous copies as well.
+
+        Torch's kernels for the two may differ in rounding, and a part of a tensor is often contiguous.
+        """
+        if self.entry.kind != "memory":
+            return [(self.outs, self.grads)]
+        return [(self.outs, self.grads), derive(self, [contiguous(v) for v in self.flat])]
 
     def describe(self) -> str:
         return ", ".join(_short(v) for v in self.flat)
@@ -392,7 +415,7 @@ def _doubled(value: Any) -> Any:
 
 
 def as_exact_as(found: Any, wanted: Any, exact: Any) -> bool:
-    """Whether `found` is no further from the double-precision value than four times what a single device is."""
+    """Whether `found` is no further from the double-precision value than four times what one device's `wanted` is."""
     flat = [tree_flatten(t)[0] for t in (found, wanted, exact)]
     if len({len(leaves) for leaves in flat}) > 1:
         return False

@@ -323,7 +323,7 @@ def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.M
         raise copy.copy(error)
     lines = str(error).splitlines()
     assert [line.split(":")[0].strip() for line in lines if line.startswith(("  found", "  why", "  write"))] == [
-        "found", "why", "write",
+        "found", "why", "fix",
     ]  # fmt: skip
 
 

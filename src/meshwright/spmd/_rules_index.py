@@ -202,9 +202,10 @@ def embedding_bag_rule(
 ) -> Rule | None:  # fmt: skip
     """Return the rule that shards columns; side results do not depend on them, except for the maximum.
 
-    With `include_last_offset`, torch's meta kernel gives side results other sizes than its kernels do.
+    With `include_last_offset`, torch's meta kernel gives side results other sizes than its kernels do; so it does for
+    a weight whose columns are apart in memory.
     """
-    if sparse or mode == 2 or include_last_offset:
+    if sparse or mode == 2 or include_last_offset or weight.stride(-1) != 1:
         return None
 
     def by_columns(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
