@@ -322,7 +322,7 @@ def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.M
     with pytest.raises(kind, match=remedy):
         raise copy.copy(error)
     lines = str(error).splitlines()
-    assert [line.split(":")[0].strip() for line in lines if line.startswith(("  found", "  why", "  write"))] == [
+    assert [line.split(":")[0].strip() for line in lines if line.startswith(("  found", "  why", "  fix"))] == [
         "found", "why", "fix",
     ]  # fmt: skip
 
