@@ -180,8 +180,10 @@ CASES: list[Case] = [
     ("asked outside", on_ranks(lambda: x(at=ROWS, mesh=PAIR)[x(mesh=PAIR) > 0]), tensor.AbsentError, r"mw\.reshard"),
     ("shapes that do not broadcast", on_ranks(lambda: x(4, 6, at=ROWS) + x(5, 6, at=ROWS)),
      mw.MeshwrightError, "one device would take"),
-    ("shapes that do not multiply", on_ranks(lambda: x(4, 6, at=ROWS) @ x(5, 6)), mw.MeshwrightError, "one device would take"),
-    ("a reshape to another size", on_ranks(lambda: x(4, 6, at=ROWS).view(5, 5)), mw.MeshwrightError, "one device would take"),
+    ("shapes that do not multiply", on_ranks(lambda: x(4, 6, at=ROWS) @ x(5, 6)),
+     mw.MeshwrightError, "one device would take"),
+    ("a reshape to another size", on_ranks(lambda: x(4, 6, at=ROWS).view(5, 5)),
+     mw.MeshwrightError, "one device would take"),
     ("a source of randomness that is not there", lambda: mw.random_source("fast"), tensor.RandomSourceError, "counter"),
     # rules and conversions
     ("a rule without a result", lambda: spmd.parse_rule("a b"), spmd.RuleError, "m k"),

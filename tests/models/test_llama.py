@@ -62,7 +62,7 @@ def test_rotation_sees_only_the_distance() -> None:
 
 @pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 6, "hidden": 48, "kv_heads": 4}, {"hidden": 24, "heads": 8}])
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ModelError, match="write"):
+    with pytest.raises(ModelError, match="fix:"):
         LlamaConfig(**sizes)
 
 

@@ -111,9 +111,14 @@ def pooled(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(m.exit(attend(m, x).mean(1).relu()), labels[:, 0])
 
 
+def broadcast(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+    x, scale = torch.broadcast_tensors(attend(m, x), m.scale)
+    return token_loss(m, x * scale, labels)
+
+
 RIGHT = [
     gpt, by_view, shared_heads, sequence_first, shifted, padded, some_ignored, shares, by_hand, regression, masked,
-    last_position, pooled,
+    last_position, pooled, broadcast,
 ]  # fmt: skip
 
 

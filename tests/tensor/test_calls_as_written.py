@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
@@ -152,3 +153,23 @@ def test_foreach_of_computed_floats_is_not_planned_for_one_value() -> None:
         return [[t.tolist() for t in torch._foreach_clamp_min(xs, low)] for low in (3.0, 5.0)]
 
     assert on_two(program) == [[[VALUE.clamp_min(low).tolist()] * 2 for low in (3.0, 5.0)]] * 2
+
+
+def test_no_result_is_written_if_one_does_not_fit() -> None:
+    def program() -> list[Any]:
+        values, places = _laid(torch.zeros(4)), _laid(torch.zeros(3, dtype=torch.int64), mw.Replicate())
+        with pytest.raises(mw.MeshwrightError, match="out"):
+            torch.max(_laid(), dim=1, out=(values, places))
+        return values.tolist()
+
+    assert on_two(program) == [[0.0] * 4] * 2
+
+
+def test_a_trace_is_refused_though_the_plan_of_the_call_is_known() -> None:
+    def program() -> None:
+        x = _laid()
+        _ = x.sin()
+        with pytest.raises(mw.MeshwrightError, match="inside make_fx"):
+            make_fx(torch.sin)(x)
+
+    on_two(program)
