@@ -19,7 +19,7 @@ from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._dist_tensor import wants_grad
 from ._places import is_backward, keep_place
-from .torch_hooks import FakeTensor, bare_apply, forward_mode, no_interception, unwritten
+from .torch_hooks import FakeTensor, bare_apply, bare_backward, forward_mode, no_interception, unwritten
 
 
 class Move:
@@ -147,6 +147,7 @@ class _Convert(torch.autograd.Function):
 
 is_backward(_Convert.backward)
 _convert: Callable[[Tensor, Move], Tensor] = bare_apply(_Convert)
+bare_backward(_Convert)
 
 
 def _dense(grad: Tensor) -> Tensor:

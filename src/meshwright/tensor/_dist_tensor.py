@@ -67,9 +67,12 @@ class DistTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if transforming() or modes_active() or jit_tracing():
             return DistTensor._observed(func, types, args, kwargs)
-        key = None if kwargs else _short_signature(func, args)
-        if key is None:
-            key = signature(func, args, kwargs)
+        if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
+            key = func, args[0]._spec, args[1]._spec  # the most frequent signature, without a call
+        else:
+            key = None if kwargs else _short_signature(func, args)
+            if key is None:
+                key = signature(func, args, kwargs)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)

@@ -213,13 +213,17 @@ def _read(x: Any) -> Any:
 
 
 def _write(x: Any, grad: Any) -> None:
-    if interception_on():
-        _set_grad(_PUT, (DistTensor,), (x, grad), _NOTHING)
-    else:
+    if not interception_on():
         _PUT(x, grad)
+    elif grad is None:
+        forget(x)
+        call_plain(_PUT, _TYPES, (x, None), _NOTHING)
+    else:
+        _set_grad(_PUT, _TYPES, (x, grad), _NOTHING)
 
 
 _NOTHING: dict[str, Any] = {}
+_TYPES = (DistTensor,)
 _PUT, _plain_grad = _T.grad.__set__, _T.grad.__get__
 
 DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property

@@ -8,6 +8,7 @@ the class answers directly. While interception is off, each answer is that of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -121,6 +122,18 @@ def _detach(x: DistTensor) -> Tensor:
     return out
 
 
+def _unasked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method without the Python code around it that looks for overrides, which takes 1.5 us."""
+
+    @wraps(own)
+    def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if interception_on() and not function_modes():
+            return DistTensor.__torch_function__(own, _TYPES, (x, *args), kwargs)
+        return own(x, *args, **kwargs)
+
+    return method
+
+
 ANSWERS: dict[str, Any] = {
     "dtype": property(attrgetter("_spec.dtype")),
     "itemsize": property(attrgetter("_spec.dtype.itemsize")),
@@ -140,6 +153,8 @@ ANSWERS: dict[str, Any] = {
     "grad_fn": property(_grad_fn),
     "requires_grad_": _requires_grad_,
     "detach": _detach,
+    "split": _unasked(Tensor.split),
+    "unflatten": _unasked(Tensor.unflatten),
     **{name: _of_part(name) for name in LOCAL if hasattr(Tensor, name)},
 }
 """Name → the class attribute that answers. A property that returns a bound C method is a fast method."""

@@ -97,7 +97,9 @@ def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
     if step.direct and not step.moves:
         return run_direct(step.outs, step.node.out, args, kwargs, law)
     if step.direct:
-        return _run_moved(step, law) if places is None else _run_flat(step, places, law)
+        if places is None:
+            return _run_moved(step, law)
+        return _run_named(step, places, law) if kwargs else _run_flat(step, places, law)
     sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
     return _run_sized(step, _SIZED[func], law) if sized else _run_local(step, places, law)
 
@@ -148,11 +150,25 @@ def _run_flat(step: Step, places: tuple[int, ...], law: Law) -> Run:
     finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        local = [*args, *kwargs.values()] if kwargs else list(args)
+        local = [*args]
         with no_interception():
             for at, how in moves:
                 local[at] = shared_move(local[at], how)
-            named = dict(zip(kwargs, local[len(args) :], strict=True)) if kwargs else _NOTHING
+            out = law.apply(func(*local), local)
+        return finish(out, func, args, kwargs)
+
+    return run
+
+
+def _run_named(step: Step, places: tuple[int, ...], law: Law) -> Run:
+    finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        local = [*args, *kwargs.values()]
+        with no_interception():
+            for at, how in moves:
+                local[at] = shared_move(local[at], how)
+            named = dict(zip(kwargs, local[len(args) :], strict=True))
             out = law.apply(func(*local[: len(args)], **named), local)
         return finish(out, func, args, kwargs)
 

@@ -80,6 +80,13 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue] - of its base in C
 
 
+def bare_backward(function: type[torch.autograd.Function]) -> None:
+    """Have autograd call `function.backward` itself, without the Python code that looks it up in each call."""
+    node: Any = getattr(function, "_backward_cls", None)
+    if node is not None:
+        node.apply = function.backward
+
+
 class _Told:
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
