@@ -318,7 +318,7 @@ def test_nothing_is_changed_where_a_file_is_damaged(saved: Path) -> None:
             with pytest.raises(ProgramFileError, match="no program"):
                 model.load(saved)
             assert not isinstance(model.network.up.bias, mw.DistTensor)
-            assert model._shelf.variants == []
+            assert model._shelf.stored == []
 
     mw.simulate(go, 4)
 

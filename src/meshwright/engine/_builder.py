@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.comm import current
 from meshwright.graph import (
     Capture,
+    Executed,
     Fits,
     Layouts,
     Pass,
@@ -23,6 +24,7 @@ from meshwright.graph import (
     capture,
     compiled,
     complete,
+    executed_code,
     joined,
     record_forward,
     record_gradients,
@@ -75,8 +77,11 @@ class Builder:
     layouts: Layouts | None = None
     pipeline: Chosen | None = None
 
-    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits]:
-        """The program for such a batch, and which other batches it fits; ranks whose `key` is the same share it."""
+    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
+        """The program for such a batch, which other batches it fits, and the code that ran for it.
+
+        Ranks whose `key` is the same share the program.
+        """
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch)
         strategy = self.model.strategy
@@ -93,7 +98,7 @@ class Builder:
         )
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
         self._lay(captured, layouts)
-        return self._ready(program), fits
+        return self._ready(program), fits, captured.ran
 
     def load(self, saved: Saved) -> Compiled:
         """A program of a file, ready to run."""
@@ -144,7 +149,7 @@ class Builder:
         self.homes |= _homes(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits]:
+    def _build_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits, Executed]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
@@ -157,7 +162,7 @@ class Builder:
         fits = captured.fits()
         self._lay(captured, layouts)
         passes = self._last_passes()
-        return self._ready_pipeline(found.after(lambda part: apply_passes(part, passes))), fits
+        return self._ready_pipeline(found.after(lambda part: apply_passes(part, passes))), fits, captured.ran
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""
@@ -243,7 +248,9 @@ class Builder:
         if sharding.enable and sharding.stage < 3:
             cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
         states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
-        update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
+        with executed_code() as ran:
+            update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
+        captured.ran.update(ran)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
 

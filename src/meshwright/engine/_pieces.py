@@ -42,9 +42,9 @@ from ._in_pieces import refuse_of_the_whole
 from ._inputs import fetch_of, lay_as_captured
 from ._piece_call import Compiled, Form, autocast_off, run_piece
 from ._piece_checks import check_arguments_left_alone, check_mappings, check_plain, form_of_call
-from ._setting import Settings
+from ._setting import Roots, Setting
 from ._strategy import MixedPrecision, Strategy
-from ._variants import Dynamic, Variants
+from ._variants import Dynamic, Variant, Variants, sizes_of
 
 aten = torch.ops.aten
 _Operator: type[Any] = type(aten.clone.default)
@@ -52,16 +52,16 @@ _Operator: type[Any] = type(aten.clone.default)
 
 @dataclass(slots=True)
 class _Known:
-    """The programs of one module, and the settings that it was in."""
+    """The programs of one module."""
 
-    settings: Settings
+    network: nn.Module
     variants: Variants[Compiled]
     latest: Compiled | None = None
 
     def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """What two calls must share, beside sizes, to be runs of one program."""
         asked = tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        return (self.settings.number(False), torch.is_grad_enabled(), asked, form_of_call(args))
+        return (torch.is_grad_enabled(), asked, form_of_call(args))
 
 
 class Pieces:
@@ -168,8 +168,8 @@ class Pieces:
     def _known_of(self, path: str, module: nn.Module) -> _Known:
         """What is known of the module, which may have taken the place of another."""
         known = self._known.get(path)
-        if known is None or known.settings.network is not module:
-            known = _Known(Settings(module, None), Variants[Compiled](self.strategy.max_programs))
+        if known is None or known.network is not module:
+            known = _Known(module, Variants[Compiled](self.strategy.max_programs))
         return known
 
     def _recorded(self, known: _Known, args: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
@@ -179,11 +179,11 @@ class Pieces:
             dynamic = known.variants.open_sizes(key, leaves)
             dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are made for known sizes
             with _unhooked(), self._bare(self._placed):
-                captured, form = self._captured(known.settings.network, args, dynamic)
-                found = self._made(type(known.settings.network).__name__, captured, form, leaves)
+                captured, form = self._captured(known.network, args, dynamic)
+                found = self._made(type(known.network).__name__, captured, form, leaves)
             lay_as_captured(captured, None)
-            key = known.key(args, leaves)  # tensors may lie otherwise by now
-            known.variants.add(key, leaves, found, dynamic, captured.fits())
+            setting = Setting.of(Roots(known.network), captured.ran)
+            known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
         return found
 
     def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Form]:

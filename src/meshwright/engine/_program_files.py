@@ -43,11 +43,11 @@ from ._errors import StaticError
 from ._inputs import lay_as
 from ._model import Model
 from ._pipeline import Piped, taken_from
-from ._setting import Settings
-from ._variants import Dynamic, Variant, Variants, kind_of, sizes_of
+from ._setting import Roots, Setting
+from ._variants import Dynamic, Sizes, Variant, Variants, fits_sizes, kind_of, sizes_of
 
 KIND = "meshwright programs"
-FORMAT = 2
+FORMAT = 3
 INDEX = "programs.json"
 
 
@@ -70,38 +70,58 @@ class Saved:
 class Shelf:
     """Programs that were loaded and not asked for yet; `taken` counts those that were."""
 
-    variants: list[tuple[list[str], Variant[Saved]]] = field(default_factory=list[Any])
+    stored: list[Stored] = field(default_factory=list[Any])
     taken: int = 0
 
-    def take(
-        self, key: Any, leaves: Sequence[Any], settings: Settings, apart: Callable[[], bool]
-    ) -> Variant[Saved] | None:
-        """The program for such a batch, if there is one; one that writes in place wants tensors `apart`."""
-        if not self.variants:
+    def take(self, key: Any, leaves: Sequence[Any], roots: Roots, apart: Callable[[], bool]) -> Variant[Saved] | None:
+        """The program for such a batch in the setting of now, if there is one.
+
+        A program that writes in place wants tensors `apart`.
+        """
+        if not self.stored:
             return None
-        text, sizes = key_text(key, tuple(map(kind_of, leaves)), settings.texts), sizes_of(leaves)
-        for at, (known, variant) in enumerate(self.variants):
-            fits = known == text and variant.takes(sizes, leaves)
-            if fits and (not written_inputs(variant.program.program) or apart()):
-                del self.variants[at]
+        text = key_text(key, tuple(map(kind_of, leaves)))
+        for at, row in enumerate(self.stored):
+            if row.key != text or (written_inputs(row.saved.program) and not apart()):
+                continue
+            variant = row.variant(leaves, roots)
+            if variant is not None:
+                del self.stored[at]
                 self.taken += 1
                 return variant
         return None
 
 
-def key_text(key: Any, kinds: Any, settings: Mapping[int, str]) -> list[str] | None:
-    """What two calls must share beside sizes, in text; None where what was switched then is not known any more."""
-    mode, setting, *rest = key
-    if setting not in settings:
-        return None
-    return [mode, settings[setting], *map(repr, rest), repr(kinds)]
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A program that was loaded, the key of the calls that it is for, and the setting as data."""
+
+    key: list[str]
+    saved: Saved
+    sizes: Sizes
+    dynamic: Dynamic
+    holds: Callable[[Sequence[Any]], bool]
+    setting: Mapping[str, Any]
+
+    def variant(self, leaves: Sequence[Any], roots: Roots) -> Variant[Saved] | None:
+        """Return the variant if it takes the batch in the setting of now."""
+        if not fits_sizes(self.sizes, self.dynamic, sizes_of(leaves)) or not self.holds(leaves):
+            return None
+        setting = Setting.restored(self.setting, roots)
+        return None if setting is None else Variant(self.saved, self.sizes, self.dynamic, self.holds, setting)
 
 
-def save_programs(folder: Any, model: Model, variants: Variants[Any], settings: Settings, kernels: bool) -> None:
+def key_text(key: Any, kinds: Any) -> list[str]:
+    """What two calls must share beside sizes, in text."""
+    mode, *rest = key
+    return [mode, *map(repr, rest), repr(kinds)]
+
+
+def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Mapping[str, str], kernels: bool) -> None:
     """Writes every program that can still be asked for, then the index; files of earlier programs are removed."""
     place = _place(folder)
     place.mkdir(parents=True, exist_ok=True)
-    rows = [_saved(place, key, v, kernels) for key, v in _asked_for(variants, settings.texts)]
+    rows = [_saved(place, key, v, kernels) for key, v in _asked_for(variants)]
     if not rows:
         raise StaticError(
             f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
@@ -115,7 +135,7 @@ def save_programs(folder: Any, model: Model, variants: Variants[Any], settings: 
         "ranks": here.size,
         "rank": here.rank,
         "model": model.text(),
-        "marks": settings.marks,
+        "marks": dict(marks),
         "programs": rows,
     }
     text = json.dumps(index, indent=1)
@@ -124,11 +144,10 @@ def save_programs(folder: Any, model: Model, variants: Variants[Any], settings: 
         (place / old).unlink(missing_ok=True)
 
 
-def _asked_for(variants: Variants[Any], settings: Mapping[int, str]) -> Iterator[tuple[list[str], Variant[Any]]]:
+def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any]]]:
     for (key, kinds), found in variants.known.items():
-        text = key_text(key, kinds, settings)
-        if text is not None:
-            yield from ((text, variant) for variant in found if variant.program.whole)
+        text = key_text(key, kinds)
+        yield from ((text, variant) for variant in found if variant.program.whole)
 
 
 def _files(row: Mapping[str, Any]) -> list[str]:
@@ -150,6 +169,7 @@ def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) ->
         "holds": variant.holds.as_data(),
         "kernels": list(_saved_kernels(place, name, variant.program.program)) if kernels and table is None else [],
         "pipeline": table,
+        "setting": variant.setting.stored(),
     }
 
 
@@ -170,8 +190,8 @@ def _kernels(place: Path, rows: Sequence[Mapping[str, Any]], program: str) -> Pa
     return None
 
 
-def load_programs(folder: Any, model: Model, shelf: Shelf, settings: Settings) -> dict[str, Spec]:
-    """Puts the programs of a folder on the shelf; gives how the values of parameters and buffers lie in them.
+def load_programs(folder: Any, model: Model, shelf: Shelf) -> tuple[dict[str, Spec], dict[str, str]]:
+    """Puts the programs of a folder on the shelf; gives how parameters and buffers lie in them, and lay at first.
 
     The model's tensors are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
     programs of another model; both before anything is changed.
@@ -183,14 +203,13 @@ def load_programs(folder: Any, model: Model, shelf: Shelf, settings: Settings) -
         raise no_program(path, f"{error.strerror}; programs are saved for each of the ranks that there were") from error
     index = told(path, lambda: _index(data))
     _check(path, index, model)
-    found = [told(path, lambda row=row: _variant(path, row)) for row in index["programs"]]
-    given = [i for _, v in found for i in v.program.program.inputs if i.role in ("parameter", "buffer")]
+    found = [told(path, lambda row=row: _stored(path, row)) for row in index["programs"]]
+    given = [i for row in found for i in row.saved.program.inputs if i.role in ("parameter", "buffer")]
     inputs, slots = {i.name: i for i in given}, slots_of(model.network)
     _check_marks(path, index["marks"], inputs, slots)
     lay_as(given, slots, model.optimizer)
-    shelf.variants += found
-    settings.marks = index["marks"]
-    return {i.value.name: i.spec for i in given if i.spec is not None}
+    shelf.stored += found
+    return {i.value.name: i.spec for i in given if i.spec is not None}, index["marks"]
 
 
 def _index(data: bytes) -> dict[str, Any]:
@@ -222,7 +241,7 @@ def _other(path: Path, what: str, before: str, now: str) -> StaticError:
     )  # fmt: skip
 
 
-def _variant(path: Path, row: Mapping[str, Any]) -> tuple[list[str], Variant[Saved]]:
+def _stored(path: Path, row: Mapping[str, Any]) -> Stored:
     name: str = row["file"]
     if not re.fullmatch(r"program-[0-9a-f]{16}\.safetensors", name):
         raise ValueError(f"{name!r} is no name of a program's file")
@@ -231,7 +250,7 @@ def _variant(path: Path, row: Mapping[str, Any]) -> tuple[list[str], Variant[Sav
     program, table = load_program(path.parent / name), row.get("pipeline")
     piped = None if table is None else taken_from(program, table)
     saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped)
-    return list(row["key"]), Variant(saved, sizes, dynamic, holds_of(row["holds"]))
+    return Stored(list(row["key"]), saved, sizes, dynamic, holds_of(row["holds"]), row["setting"])
 
 
 def _check_marks(path: Path, marks: Mapping[str, str], inputs: Mapping[str, Input], slots: Sequence[Slot]) -> None:

@@ -1,78 +1,115 @@
-"""What a program takes for granted beside its inputs: which tensors there are, how they lie, and Python's state.
+"""What a program takes for granted beside its inputs: all that Python read, how tensors lie, and torch's state.
 
-A program is recorded once. Before it runs again, what it was recorded of is compared with what is there now: layers
-that were switched, parameters that were frozen or replaced, states that were loaded, hooks that were added.
+A program is recorded once. Before it runs again, this is compared with what is there now: attributes and globals that
+were set, layers that were switched, parameters that were frozen or replaced, states that were loaded, hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Snapshot, slots_of
+from meshwright.graph import Executed, Guards, backend_flags, modes_on, restored, slots_of, stored
 from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
-from ._description import lies_text, setting_text
+from ._description import facts_text, lies_text
 from ._errors import StaticError
 from ._local_step import own_hook
 
-LAYER_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-REMEMBERED = 16
-"""So many settings are told apart; the oldest is forgotten first."""
 
 
-@dataclass(slots=True)
-class Settings:
-    """The settings that a network, its optimizer and what else is called were in, by number."""
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """What is called: a network, functions beside it such as the loss, and an optimizer."""
 
     network: nn.Module
-    optimizer: Optimizer | None
     calls: tuple[Any, ...] = ()
-    """What is called beside the network: the loss."""
-    known: dict[int, tuple[Snapshot, Any]] = field(default_factory=dict[int, "tuple[Snapshot, Any]"])
-    count: int = 0
-    texts: dict[int, str] = field(default_factory=dict[int, str])
-    """What each setting was, for other processes."""
-    marks: dict[str, str] = field(default_factory=dict[str, str])
-    """How parameters and buffers lay at first."""
+    optimizer: Optimizer | None = None
 
-    def number(self, training: bool) -> int:
-        """Number of the setting that holds now; a new one where it is not known."""
-        with local_parts():
-            now = tuple(_facts(self.network, self.optimizer if training else None))
-        for number, (snapshot, facts) in reversed(self.known.items()):
-            if facts == now and snapshot.holds():
-                return number
-        self.count += 1
-        snapshot = Snapshot.of(self.network, *self.calls)
-        self.known[self.count] = (snapshot, now)
-        self.texts[self.count] = setting_text(self.network, self.optimizer if training else None, snapshot.read())
-        self.marks = self.marks or {s.name: lies_text(s.tensor) for s in slots_of(self.network)}
-        if len(self.known) > REMEMBERED:
-            del self.texts[next(iter(self.known))]
-            del self.known[next(iter(self.known))]
-        return self.count
+    def named(self) -> dict[str, Any]:
+        """Return the roots of `Guards`, by name."""
+        found = {"network": self.network, **{f"call{at}": call for at, call in enumerate(self.calls)}}
+        return found if self.optimizer is None else {**found, "optimizer": self.optimizer}
 
 
-def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
-    """Everything that is compared; parameters count by identity, and all tensors by how they lie."""
-    yield drawing_by(), context()
-    yield torch.get_default_dtype()
-    yield from ((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting that one program was recorded in."""
+
+    roots: Roots
+    guards: Guards
+    facts: tuple[Any, ...]
+    text: str
+    """The facts, for other processes."""
+
+    @classmethod
+    def of(cls, roots: Roots, ran: Executed) -> Setting:
+        """Return the setting of now, for a program that was recorded of the code that `ran`."""
+        text = facts_text(roots.network, roots.optimizer)
+        return cls(roots, Guards.of(roots.named(), ran), facts_of(roots), text)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the setting as JSON data."""
+        return {"facts": self.text, "guards": stored(self.guards, self.roots.named())}
+
+    @classmethod
+    def restored(cls, data: Mapping[str, Any], roots: Roots) -> Setting | None:
+        """Return the setting of now if it is the stored one, else None."""
+        text = facts_text(roots.network, roots.optimizer)
+        guards = restored(data["guards"], roots.named()) if data["facts"] == text else None
+        return None if guards is None else cls(roots, guards, facts_of(roots), text)
+
+    def holds(self) -> bool:
+        """True if nothing changed that the program depends on."""
+        return self.guards.holds() and facts_of(self.roots) == self.facts
+
+    def changed(self) -> str | None:
+        """Return the name of a place that changed, and its values, for people."""
+        found = next(self.guards.changes(), None)
+        return None if found is None else f"{found[0]} was {found[1]!r:.60}, and is {found[2]!r:.60}"
+
+
+def first_marks(network: nn.Module) -> dict[str, str]:
+    """Return how parameters and buffers lie."""
+    return {slot.name: lies_text(slot.tensor) for slot in slots_of(network)}
+
+
+def facts_of(roots: Roots) -> tuple[Any, ...]:
+    """Return everything about torch's state and about tensors that counts. Tensors count by how they lie."""
+    with local_parts():
+        return (*torch_state(), *_of_network(roots.network), *_of_optimizer(roots.optimizer))
+
+
+def torch_state() -> Iterator[Any]:
+    """Yield the state of torch and of this library that operators and layers depend on."""
+    yield drawing_by(), context(), torch.get_default_dtype(), torch.get_default_device()
+    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    yield torch.get_float32_matmul_precision(), modes_on(), backend_flags()
+    for device in _autocast_devices():
+        if torch.is_autocast_enabled(device):
+            yield device, torch.get_autocast_dtype(device)
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def _of_network(network: nn.Module) -> Iterator[Any]:
     for part in network.modules():
         for p in part._parameters.values():
-            yield None if p is None else (id(p), p.requires_grad, _lies(p), _hooks(p, PARAMETER_HOOKS))
+            yield None if p is None else (p.requires_grad, _lies(p), _hooks(p, PARAMETER_HOOKS))
         yield from (None if x is None else _lies(x) for x in part._buffers.values())
-        hooks = _hooks(part, LAYER_HOOKS)
-        if hooks:
-            yield id(part), hooks
+
+
+def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
     if optimizer is None:
         return
     yield _hooks(optimizer, STEP_HOOKS, own_hook(optimizer))
@@ -83,7 +120,7 @@ def _facts(network: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
 
 
 def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
-    """The hooks of a layer, a parameter or an optimizer but our `own`, by the numbers that torch gives out once."""
+    """Return the hooks of a parameter or an optimizer but our `own`, by the numbers that torch gives out once."""
     held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
     return tuple(held) if any(held) else ()
 

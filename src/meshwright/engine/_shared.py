@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
-from meshwright.graph import Capture, Carry, Fits, Input, Program
+from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, numbered
 from meshwright.layout import Spec
 
 T = TypeVar("T")
@@ -24,6 +23,7 @@ class _Recorded:
     fits: Fits
     rank: int
     constants: tuple[Tensor, ...]
+    ran: Executed
 
 
 def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[], Program]) -> tuple[Program, Fits]:
@@ -33,16 +33,17 @@ def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[
     """
     if not isinstance(here, Simulated):
         return record(), captured.fits()
-    text = _plainly(captured.program.text(where=True))
+    text = numbered(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, modes, repr(how)), [])
     for found in known:
         if is_alike(found.program, found.rank, here.rank) and _is_everyones(found):
+            captured.ran.update(found.ran)
             return _with_constants(found, _constants(captured)), found.fits
     program = record()
     fits = captured.fits()
-    known.append(_Recorded(program, fits, here.rank, _constants(captured)))
+    known.append(_Recorded(program, fits, here.rank, _constants(captured), captured.ran))
     return program, fits
 
 
@@ -53,16 +54,10 @@ def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[]
     """
     if not isinstance(here, Simulated):
         return search()
-    key = ("searches", _plainly(program.text()), repr(how))
+    key = ("searches", numbered(program.text()), repr(how))
     if key not in here.shared:
         here.shared[key] = search()
     return here.shared[key]
-
-
-def _plainly(text: str) -> str:
-    """The text with symbols numbered in their order."""
-    seen: dict[str, str] = {}
-    return re.sub(r"\bs\d+\b", lambda found: seen.setdefault(found[0], f"s.{len(seen)}"), text)
 
 
 def is_alike(program: Program, one: int, other: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,10 @@ from ._model import Mode, Model
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate
 from ._program_files import Shelf, load_programs, save_programs
-from ._setting import Settings, form_of
+from ._refuse_call import refuse_call
+from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
-from ._variants import Variants
+from ._variants import Variant, Variants, sizes_of
 
 
 def to_static(
@@ -59,7 +61,9 @@ class DistModel:
     ) -> None:
         self.loader = loader
         self._variants: Variants[Compiled] = Variants(strategy.max_programs)
-        self._settings = Settings(network, optimizer, () if loss is None else (loss,))
+        self._roots = Roots(network, () if loss is None else (loss,), optimizer)
+        self._marks: dict[str, str] = {}
+        self._built = 0
         self._shelf = Shelf()
         self._latest: Compiled | None = None
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
@@ -137,6 +141,7 @@ class DistModel:
         for check in self.before if self.mode == "train" else ():
             check(leaves)
         if self.pieces is None:
+            refuse_call(self._now.optimizer)
             try:
                 found = self._found(batch, leaves)
             except CaptureError as error:
@@ -185,8 +190,11 @@ class DistModel:
             dynamic = self._variants.open_sizes(key, leaves)
             if self._is_of_one_size:
                 dynamic = {}
-            found, fits = self._builder.build(batch, dynamic, key)
-            self._variants.add(self._key(batch), leaves, found, dynamic, fits)  # tensors may lie otherwise by now
+            self._marks = self._marks or first_marks(self.network)
+            self._built += 1
+            found, fits, ran = self._builder.build(batch, dynamic, (key, self._built))
+            variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
+            self._variants.add(key, leaves, variant)
         self._latest = found
         return found
 
@@ -218,7 +226,7 @@ class DistModel:
         Parameters and states are no part of it. With `kernels`, programs in which ranks do not communicate are compiled
         ahead of time for `Strategy(compiler="inductor")`. Raises ProgramFileError for programs that no file can hold.
         """
-        save_programs(folder, self._builder.model, self._variants, self._settings, kernels)
+        save_programs(folder, self._builder.model, self._variants, self._marks, kernels)
 
     def load(self, folder: str | os.PathLike[str]) -> DistModel:
         """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
@@ -227,17 +235,24 @@ class DistModel:
         model, another loss, optimizer or strategy, or of another number of ranks, and ProgramFileError for files that
         hold none.
         """
-        self._builder.homes |= load_programs(folder, self._builder.model, self._shelf, self._settings)
+        homes, self._marks = load_programs(folder, self._builder.model, self._shelf)
+        self._builder.homes |= homes
         return self
 
     def _loaded(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
         """The loaded program that takes the batch, ready to run."""
-        taken = self._shelf.take(key, leaves, self._settings, self._builder.model.lies_apart)
+        taken = self._shelf.take(key, leaves, self._now, self._builder.model.lies_apart)
         if taken is None:
             return None
         found = self._builder.load(taken.program)
-        self._variants.add(key, leaves, found, taken.dynamic, taken.holds)
+        variant = Variant(found, taken.sizes, taken.dynamic, taken.holds, taken.setting)
+        self._variants.add(key, leaves, variant)
         return found
+
+    @property
+    def _now(self) -> Roots:
+        """What is called in this mode."""
+        return self._roots if self.mode == "train" else replace(self._roots, optimizer=None)
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
         """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
@@ -287,4 +302,4 @@ class DistModel:
     def _key(self, batch: Sequence[Any]) -> Any:
         """What two calls must share, beside the sizes of their batches, to be runs of one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
-        return (self.mode, self._settings.number(self.mode == "train"), constants, form_of(batch))
+        return (self.mode, constants, form_of(batch))

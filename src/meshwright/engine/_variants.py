@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.tensor import DistTensor
 
 from ._errors import StaticError
+from ._setting import Setting
 
 T = TypeVar("T")
 Sizes = tuple[tuple[int, ...], ...]
@@ -18,18 +19,18 @@ Dynamic = Mapping[int, frozenset[int]]
 """Leaf of the batch → its dims whose sizes may change."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Variant(Generic[T]):
-    """A program, the sizes it was recorded for, the dims that may have others, and when it takes those."""
+    """A program, the sizes it was recorded for, the dims that may have others, when it takes those, and its setting."""
 
     program: T
     sizes: Sizes
     dynamic: Dynamic
     holds: Callable[[Sequence[Any]], bool]
+    setting: Setting
 
     def takes(self, sizes: Sizes, leaves: Sequence[Any]) -> bool:
-        open_dims = {(leaf, d) for leaf, dims in self.dynamic.items() for d in dims}
-        return all(at in open_dims for at in differences(self.sizes, sizes)) and self.holds(leaves)
+        return fits_sizes(self.sizes, self.dynamic, sizes) and self.holds(leaves)
 
 
 @dataclass(slots=True)
@@ -37,8 +38,8 @@ class Variants(Generic[T]):
     """The programs recorded so far, at most `most`; a batch of new sizes makes the sizes that changed symbolic."""
 
     most: int
-    exact: dict[Any, T] = field(default_factory=dict[Any, T])
-    known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, list[Variant[T]]])
+    exact: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
+    known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
 
     @property
     def count(self) -> int:
@@ -46,16 +47,18 @@ class Variants(Generic[T]):
         return sum(len(found) for found in self.known.values())
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
-        """The program that takes the batch, if one does; `key` is what must be equal beside sizes."""
+        """The program that takes the batch in the setting of now, if one does; `key` must be equal beside sizes."""
         skeleton = (key, tuple(map(kind_of, leaves)))
         sizes = sizes_of(leaves)
-        found = self.exact.get((skeleton, sizes))
-        if found is None:
-            fits = (v.program for v in self.known.get(skeleton, ()) if v.takes(sizes, leaves))
-            found = next(fits, None)
-            if found is not None:
-                self.exact[skeleton, sizes] = found
-        return found
+        exact = self.exact.get((skeleton, sizes), [])
+        for variant in reversed(exact):
+            if variant.setting.holds():
+                return variant.program
+        for variant in reversed(self.known.get(skeleton, [])):
+            if variant not in exact and variant.takes(sizes, leaves) and variant.setting.holds():
+                self.exact.setdefault((skeleton, sizes), []).append(variant)
+                return variant.program
+        return None
 
     def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
         """The dims that the next program should leave open: those in which batches of this kind differ.
@@ -70,20 +73,24 @@ class Variants(Generic[T]):
             )  # fmt: skip
         skeleton = (key, tuple(map(kind_of, leaves)))
         found: dict[int, set[int]] = {}
-        for variant in self.known.get(skeleton, ()):
+        for variant in (v for v in self.known.get(skeleton, ()) if v.setting.holds()):
             for leaf, d in differences(variant.sizes, sizes_of(leaves)):
                 found.setdefault(leaf, set()).add(d)
             for leaf, dims in variant.dynamic.items():
                 found.setdefault(leaf, set()).update(dims)
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
-    def add(
-        self, key: Any, leaves: Sequence[Any], program: T, dynamic: Dynamic, holds: Callable[[Sequence[Any]], bool]
-    ) -> None:
+    def add(self, key: Any, leaves: Sequence[Any], variant: Variant[T]) -> None:
         """A program that was recorded for this batch."""
         skeleton = (key, tuple(map(kind_of, leaves)))
-        self.known.setdefault(skeleton, []).append(Variant(program, sizes_of(leaves), dynamic, holds))
-        self.exact[skeleton, sizes_of(leaves)] = program
+        self.known.setdefault(skeleton, []).append(variant)
+        self.exact.setdefault((skeleton, sizes_of(leaves)), []).append(variant)
+
+
+def fits_sizes(known: Sizes, dynamic: Dynamic, sizes: Sizes) -> bool:
+    """True if two batches differ only in dims that are open."""
+    open_dims = {(leaf, d) for leaf, dims in dynamic.items() for d in dims}
+    return all(at in open_dims for at in differences(known, sizes))
 
 
 def sizes_of(leaves: Sequence[Any]) -> Sizes:

@@ -55,14 +55,14 @@ from ._read_back import ReadBack
 from ._record import record_forward, record_gradients
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
-from ._side_effects import Snapshot
 from ._spread import spread
-from ._text import node_text, type_text
+from ._text import node_text, numbered, type_text
 from ._update import StateKey, lies_as, record_update
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
-from .torch_hooks import Operator, note_step
+from .guards import Executed, Guards, class_text, described, executed_code, restored, stored
+from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 
 __all__ = [
     "ALWAYS",
@@ -77,7 +77,9 @@ __all__ = [
     "Draft",
     "Edge",
     "Edit",
+    "Executed",
     "Fits",
+    "Guards",
     "Holds",
     "Hook",
     "Input",
@@ -108,7 +110,6 @@ __all__ = [
     "Scaling",
     "SideEffectError",
     "Slot",
-    "Snapshot",
     "Spot",
     "Start",
     "StateKey",
@@ -118,17 +119,22 @@ __all__ = [
     "Work",
     "apply_passes",
     "asserts",
+    "backend_flags",
     "capture",
     "carry",
     "check_rule",
     "check_steps",
+    "class_text",
     "communication",
     "communication_text",
     "compiled",
     "complete",
     "count_ops",
     "crosses",
+    "described",
+    "dispatch_modes",
     "draws",
+    "executed_code",
     "holds_of",
     "is_drawing",
     "is_pure",
@@ -143,10 +149,12 @@ __all__ = [
     "map_values",
     "measure_of",
     "memories",
+    "modes_on",
     "name_of",
     "no_program",
     "node_text",
     "note_step",
+    "numbered",
     "overwriting",
     "parse_layouts",
     "read_json",
@@ -159,12 +167,15 @@ __all__ = [
     "register_rewrite",
     "registered_passes",
     "registered_rewrites",
+    "restored",
     "rewrite",
     "runner",
     "save_kernels",
     "save_program",
+    "saving_is_hooked",
     "slots_of",
     "spread",
+    "stored",
     "strides_of",
     "tensor_dtype",
     "to_fx",

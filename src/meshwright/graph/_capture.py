@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -19,13 +19,14 @@ from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, map_leaves
 
 from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
-from ._errors import CaptureError, SideEffectError
+from ._errors import SideEffectError
 from ._interception import check_hooks
 from ._node import Value
 from ._program import Program
 from ._recording import Recording
-from ._side_effects import settling, unchanged, undrawn
 from ._stage import Stage, called
+from ._text import numbered
+from .guards import Executed, steady
 from .torch_hooks import FakeMode, ShapeEnv
 
 
@@ -52,6 +53,10 @@ class Capture:
     mode: FakeMode = field(repr=False)
     symbols: Mapping[Value, Any] = field(repr=False)
     opened: Sequence[tuple[BatchSize, Any]] = field(repr=False, default=())
+    asked: Sequence[Tensor] = field(repr=False, default=())
+    """Constants whose numbers Python read."""
+    ran: Executed = field(repr=False, default_factory=Executed)
+    """The code that ran, of the forward pass and of what is recorded of it."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -89,37 +94,20 @@ def capture(
     the same program.
     """
 
-    def once() -> Capture:
-        return _captured(module, call, batch, dynamic or {}, most)
-
-    try:
-        with unchanged(module, *others):
-            return once()
-    except SideEffectError as error:
-        return _settled(module, others, once, error)
+    roots = {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
+    asked = f"to capture the forward pass of {type(module).__name__}"
+    found, ran = steady(roots, lambda: _captured(module, call, batch, dynamic or {}, most), _same, asked)
+    ran.asked += found.asked
+    return replace(found, ran=ran)
 
 
-def _settled(
-    module: nn.Module, others: Sequence[Any], capture: Callable[[], Capture], error: SideEffectError
-) -> Capture:
-    """The capture of a second pass behind one that was refused. Raises `error` where that is not the same again."""
-    try:
-        with settling(module, *others):
-            with undrawn():
-                first = capture()
-            with unchanged(module, *others):
-                second = capture()
-            if not _same(first.program, second.program):
-                raise error
-    except CaptureError:
-        raise error from None
-    return second
-
-
-def _same(one: Program, other: Program) -> bool:
+def _same(first: Capture, second: Capture) -> bool:
     """True when the programs have the same text, and constants of the same numbers."""
+    one, other = first.program, second.program
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
-    return one.text(where=True) == other.text(where=True) and all(torch.equal(a, b) for a, b in pairs)
+    return numbered(one.text(where=True)) == numbered(other.text(where=True)) and all(
+        torch.equal(a, b) for a, b in pairs
+    )
 
 
 def _captured(
@@ -145,7 +133,7 @@ def _captured(
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
-    return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open))
+    return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open), tuple(stage.asked))
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

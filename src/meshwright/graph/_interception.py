@@ -18,6 +18,7 @@ from meshwright.layout import user_frame
 from meshwright.tensor import Opaque, functions_told, tensors_in
 
 from ._errors import CaptureError
+from .torch_hooks import backward_hooks_of_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,12 @@ def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
 
 def check_hooks(module: nn.Module) -> None:
     """Raises CaptureError for hooks that a program would not call."""
+    if any(backward_hooks_of_all()):
+        raise CaptureError(
+            f"to capture {type(module).__name__}", "a backward hook of all layers",
+            "a program has the gradients of tensors, not of layers",
+            "x.register_hook(fn) on the layer's input or output in its forward pass",
+        )  # fmt: skip
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(

@@ -43,6 +43,7 @@ from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ._recording import Recording
+from .guards import observed
 from .torch_hooks import (
     FakeMode,
     Modes,
@@ -299,7 +300,8 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
     """
     recorder = Recorder(rank, size, captured)
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
-    with recorder.recording_as("forward"):
+    ran, users = captured.ran, _has_users_code(captured)
+    with recorder.recording_as("forward"), observed(ran, users):
         given = {i.value: recorder.add(i, i.name in wanted) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
@@ -309,13 +311,19 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
         for hook in (slot.tensor._backward_hooks or {}).values() if slot.name in trained else ():
             with interception_off():  # such a hook takes the rank's part
                 trained[slot.name].register_hook(hook)
-    with recorder.recording_as("backward"):
+    with recorder.recording_as("backward"), observed(ran, users):
         grads = torch.autograd.grad(root, list(trained.values()), allow_unused=True)
         with torch.no_grad():
             write_back(captured.program, given, known)
             out = whole(loss.detach())
     found = {name: g for name, g in zip(trained, grads, strict=True) if cast(Any, g) is not None}
     return recorder.finish({"out": out, "grads": found})
+
+
+def _has_users_code(captured: Capture) -> bool:
+    """True if functions of the user run while the gradients of the captured call are recorded."""
+    hooked = any(slot.tensor._backward_hooks for slot in captured.slots)
+    return hooked or not all(isinstance(node.op, Operator) for node in captured.program.nodes)
 
 
 def record_forward(captured: Capture, rank: int, size: int) -> Program:

@@ -91,6 +91,7 @@ class Stage:
     ) -> None:
         self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
         self.path: list[str] = [""]
+        self.asked: list[Tensor] = []
         recording.origin = self.origin
 
     def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
@@ -101,6 +102,9 @@ class Stage:
         with self.mode:
             fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
         fake.requires_grad_(x.requires_grad)
+        for key in vars(x).keys() - vars(fake).keys():
+            if not key.startswith("_"):
+                setattr(fake, key, vars(x)[key])
         if isinstance(x, nn.Parameter):
             fake._is_param = True
         note_spec(fake, spec)
@@ -149,6 +153,12 @@ class Stage:
                 "there tensors are torch's own wrappers, and no program has those",
                 "Strategy(full_graph=False): what cannot be captured then runs in Python",
             )  # fmt: skip
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", f"{op} with a generator of its own",
+                "a program draws by torch's own generator, and would not advance another one",
+                "a call without `generator=`, after torch.manual_seed(seed)",
+            )  # fmt: skip
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
@@ -166,6 +176,7 @@ class Stage:
                 f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
                 "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
             )  # fmt: skip
+        self.asked += tensors_in((args, kwargs))
         return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:

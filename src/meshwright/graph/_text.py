@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -54,3 +55,9 @@ class _Shown:
 
     def __repr__(self) -> str:
         return self._text
+
+
+def numbered(text: str) -> str:
+    """Return the text of a program with its symbols numbered in their order, to compare two recordings."""
+    seen: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda found: seen.setdefault(found[0], f"s.{len(seen)}"), text)

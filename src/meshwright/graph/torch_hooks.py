@@ -7,18 +7,24 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from meshwright.tensor import grouped_product
 
@@ -50,6 +56,30 @@ unrecorded: Any = _disable_current_modes
 no_modes: Any = _disable_current_modes
 """Context in which no dispatch mode of the caller sees what is called."""
 
+
+def modes_on() -> tuple[Any, ...]:
+    """Return the function modes and dispatch modes that this thread is in, outermost first."""
+    return (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """Return the dispatch modes that this thread is in."""
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's stubs
+
+
+def backward_hooks_of_all() -> list[Mapping[int, Any]]:
+    """Return torch's tables of backward hooks that every layer calls."""
+    return [nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks]
+
+
+def saving_is_hooked() -> bool:
+    """True inside `torch.autograd.graph.saved_tensors_hooks`."""
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 _FAKE_KERNELS: Any = fake_impls.op_implementations_dict
 """Operator → its kernel on fake tensors, where that of the meta device will not do."""
 
@@ -61,6 +91,28 @@ def _grouped(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _FAKE_KERNELS.setdefault(torch.ops.aten._grouped_mm.default, _grouped)
+
+
+def _flags_of_backends() -> list[Callable[[], Any]]:
+    """Return functions that read the flags of torch.backends."""
+    found = [
+        (module, name)
+        for module in vars(torch.backends).values()
+        for name, flag in vars(type(module)).items()
+        if type(flag) is _Flag
+    ]
+    sdp = torch.backends.cuda
+    kinds = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.math_sdp_enabled, sdp.cudnn_sdp_enabled)
+    return [*(partial(getattr, module, name) for module, name in found), *kinds]
+
+
+_Flag: Any = getattr(torch.backends, "ContextProp", None)
+_FLAGS: list[Callable[[], Any]] = _flags_of_backends()
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """Return the values of all flags of torch.backends."""
+    return tuple(flag() for flag in _FLAGS)
 
 
 _FAILURES_TOLD: ContextVar[bool] = ContextVar("failures_told", default=False)

@@ -1,0 +1,42 @@
+"""States of torch in which a program cannot make the step that Python would make."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.graph import dispatch_modes, saving_is_hooked
+from meshwright.tensor import local_parts
+
+from ._errors import StaticError
+
+_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009 - stubs: a Tensor
+
+
+def refuse_call(optimizer: Optimizer | None) -> None:
+    """Raise StaticError inside a dispatch mode or hooks of saved tensors, and if gradients are left over.
+
+    `optimizer` is None for a call that does not train.
+    """
+    modes = dispatch_modes()
+    if modes:
+        raise StaticError(
+            "dist_model(...)", f"inside the dispatch mode {type(modes[-1]).__name__}",
+            "the mode would see the operators of the recording, and not those of the step",
+            "the eager model inside the mode, or the call outside it",
+        )  # fmt: skip
+    if optimizer is None:
+        return
+    if saving_is_hooked():
+        raise StaticError(
+            "dist_model(...)", "inside torch.autograd.graph.saved_tensors_hooks",
+            "a program saves no tensors for autograd, so that the hooks would not run",
+            "Strategy(recompute=...) or Strategy(release=...) to save memory, or the call outside the hooks",
+        )  # fmt: skip
+    with local_parts():
+        left = any(_GRADIENT(p) is not None for group in optimizer.param_groups for p in group["params"])
+    if left:
+        raise StaticError(
+            "dist_model(...)", "parameters with gradients of an earlier backward pass",
+            "an eager step would add to these gradients, and a program computes its own", "optimizer.zero_grad() first",
+        )  # fmt: skip

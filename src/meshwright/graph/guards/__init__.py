@@ -1,0 +1,20 @@
+"""What a recorded program takes for granted: everything that Python read while it was recorded.
+
+In reading order:
+
+    _trusted    libraries whose code is trusted: what they read is no setting
+    _executed   the code that runs while a program is recorded
+    _slots      places that hold what code reads, and their values
+    _reach      every place that code can read, from some roots
+    _fast       all places compared at once
+    _guards     the guards of a program; calls that change something each time
+    _describe   texts for values
+    _stored     guards as data in a file, and back
+"""
+
+from ._describe import class_text, described
+from ._executed import Executed, executed_code, observed
+from ._guards import Guards, steady
+from ._stored import restored, stored
+
+__all__ = ["Executed", "Guards", "class_text", "described", "executed_code", "observed", "restored", "steady", "stored"]

@@ -1,0 +1,221 @@
+"""The code that runs while a program is recorded: whatever a program takes for granted was read by this code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from dis import get_instructions
+from functools import cache
+from inspect import CO_GENERATOR
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._trusted import is_installed_file, is_trusted_file
+
+_BY_NAME = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__", "__getattr__"})
+_IN_TEXT = frozenset(
+    {"globals", "locals", "eval", "exec", "import_module", "__import__", "modules", "vars", "__dict__"}
+)
+_WHOLE = frozenset({"__dict__", "vars", "dir", "asdict", "astuple", "fields", "__slots__", "__getstate__", "deepcopy"})
+
+
+@dataclass(slots=True)
+class Executed:
+    """Code objects of libraries that are not trusted, each with the globals that it runs with."""
+
+    codes: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict[int, Any])
+    asked: list[Tensor] = field(default_factory=list[Tensor])
+    """Tensors whose numbers Python read."""
+    resumed: set[int] = field(default_factory=set[int])
+    """The frames of generators that ran, by id."""
+    outside: list[str] = field(default_factory=list[str])
+    """Calls whose results depend on what no guard can compare: the clock, files, generators that were begun before."""
+
+    def __contains__(self, code: CodeType) -> bool:
+        return id(code) in self.codes
+
+    def add(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        self.codes.setdefault(id(code), (code, namespace))
+
+    def update(self, other: Executed) -> None:
+        self.codes.update(other.codes)
+        self.asked += other.asked
+        self.outside += other.outside
+        self.resumed |= other.resumed
+
+    def installed(self) -> Iterator[CodeType]:
+        """Yield the code of installed packages."""
+        return (code for code, _ in self.codes.values() if is_installed_file(code.co_filename))
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The names that code can read attributes by.
+
+    `names` stand in the code. `parts` are texts of code that computes names: a name that contains one counts. `whole`
+    is True for code that reads all attributes at once.
+    """
+
+    names: frozenset[str]
+    parts: frozenset[str]
+    whole: bool
+
+
+def named_by(code: CodeType) -> Named:
+    """Return the names that stand in the code, and in the code of functions that are defined in it."""
+    names, texts = set[str](), set[str]()
+    for part in _nested(code):
+        names.update(part.co_names)
+        texts.update(word for text in _texts(part.co_consts) for word in _WORD.findall(text))
+    computed = not names.isdisjoint(_BY_NAME)
+    whole = not names.isdisjoint(_WHOLE)
+    if not names.isdisjoint(_IN_TEXT):
+        names |= texts
+    return Named(frozenset(names), frozenset(texts) if computed else frozenset(), whole)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _texts(constants: Any) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            if len(constant) <= _LONGEST:
+                yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _texts(constant)
+
+
+_LONGEST = 200
+_WORD = re.compile(r"[^\W\d]\w*|_\w*")
+
+
+_CLOCK = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"})
+_FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "read_bytes", "readlink"})
+_SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
+_NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
+_WATCHED = _CLOCK | _FILES | _SEEDS | _NUMBERS
+_BETWEEN = ("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py", "random.py")
+"""Files of Python's library that call the system for their caller."""
+
+
+def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
+    """Note a call of a function in C that reads numbers of a tensor, the clock, a file or a seed."""
+    name, owner = function.__name__, getattr(function, "__self__", None)
+    if isinstance(owner, Tensor):
+        if name in _NUMBERS and type(owner) is Tensor:
+            found.asked.append(owner)
+        return
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.endswith(_BETWEEN):
+        caller = caller.f_back
+    direct = caller is frame or name in _FILES
+    if caller is None or not direct or name in _NUMBERS or is_trusted_file(caller.f_code.co_filename):
+        is_seed = name in _SEEDS and isinstance(owner, torch.Generator)
+        if not is_seed:
+            return
+    module = getattr(function, "__module__", None) or type(owner).__name__
+    found.outside.append(f"{module}.{name}()")
+
+
+class _Profile:
+    """A profile function that notes the code that a thread runs, and calls that no guard can compare."""
+
+    def __init__(self, before: Callable[[FrameType, str, Any], Any] | None) -> None:
+        self.found, self._before = Executed(), before
+        self._seen: dict[int, CodeType] = {}
+        self._importing: list[FrameType] = []
+        self._resumed: list[FrameType] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            self._call(frame)
+        elif event == "c_call":
+            if arg.__name__ in _WATCHED and not self._importing:
+                _notice_call(self.found, frame, arg)
+        elif event == "return" and self._importing and frame is self._importing[-1]:
+            self._importing.pop()
+        if self._before is not None:
+            self._before(frame, event, arg)
+
+    def _call(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if code.co_flags & CO_GENERATOR:
+            self._resumed.append(frame)  # so that no other frame gets its id
+            self.found.resumed.add(id(frame))
+        if id(code) in self._seen:
+            return
+        if code.co_name == "<module>":
+            self._importing.append(frame)
+        if not self._importing:
+            self._seen[id(code)] = code
+            if not is_trusted_file(code.co_filename):
+                self.found.add(code, frame.f_globals)
+
+
+@contextmanager
+def executed_code() -> Generator[Executed]:
+    """Collect the code that this thread runs inside the context, but not what imports run.
+
+    A profiler in Python goes on, one in C is paused.
+    """
+    outer: Any = sys.getprofile()
+    profile = _Profile(outer if callable(outer) else None)
+    sys.setprofile(profile)
+    try:
+        yield profile.found
+    finally:
+        if outer is None or callable(outer):
+            sys.setprofile(outer)
+        else:
+            sys.setprofile(None)
+            outer.enable()
+
+
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR"})
+_CHANGING = frozenset(
+    {
+        *("append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard"),
+        *(
+            "appendleft",
+            "popleft",
+            "sort",
+            "reverse",
+            "setattr",
+            "delattr",
+            "__setattr__",
+            "__setitem__",
+            "next",
+            "send",
+        ),
+    }
+)
+
+
+@cache
+def writes(code: CodeType) -> bool:
+    """True for code that may change an object: by an instruction that stores, or by a method with such a name."""
+    if not _CHANGING.isdisjoint(code.co_names):
+        return True
+    return any(i.opname in _STORES for i in get_instructions(code))
+
+
+@contextmanager
+def observed(ran: Executed, wanted: bool = True) -> Generator[None]:
+    """Add the code that runs inside the context to `ran`, if that is `wanted`."""
+    if not wanted:
+        yield
+        return
+    with executed_code() as found:
+        yield
+    ran.update(found)

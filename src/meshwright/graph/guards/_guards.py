@@ -1,0 +1,176 @@
+"""What a recorded program takes for granted, and what a forward pass may not change.
+
+A program is right as long as everything that Python read while it was recorded is what it was. `Guards` remembers all
+that the code which ran could read (`_reach`), and compares it before each step. `unchanged` compares the same places
+before and after a forward pass: what changes in each pass cannot be part of a program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import SideEffectError
+from ..torch_hooks import FakeTensor
+from ._executed import Executed, executed_code, writes
+from ._fast import Fast
+from ._reach import LAYER_HOOKS, Reach
+from ._slots import Change, Content, Slot
+
+T = TypeVar("T")
+
+
+class Guards:
+    """The places that were read, and their values at the time."""
+
+    def __init__(self, slots: Iterable[Slot], names: Collection[str] = (), parts: Collection[str] = ()) -> None:
+        self.slots, self.names, self.parts = tuple(slots), names, parts
+        self._fast = Fast(self.slots)
+
+    @classmethod
+    def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
+        """Return the guards for code that ran, or for all code that the roots could call if `ran` is None."""
+        reach = Reach(roots, ran)
+        return cls([*reach.slots(), *_of_layers(reach)], reach.names, reach.parts)
+
+    def holds(self) -> bool:
+        """True if nothing changed: all values are the same objects, or equal plain values."""
+        if self._fast.holds():
+            return True
+        if next(self.changes(), None) is not None:
+            return False
+        self._fast = Fast(self.slots)  # equal values, but other objects
+        return True
+
+    def changes(self) -> Iterator[Change]:
+        """Yield the label of each place that changed, with its value before and now."""
+        for slot in self.slots:
+            yield from slot.changes()
+
+    def restore(self) -> None:
+        """Put the remembered values back."""
+        for slot in self.slots:
+            slot.restore()
+
+
+def _of_layers(reach: Reach) -> Iterator[Slot]:
+    """Return the parts, parameters, buffers and hooks of layers."""
+    for label, path, layer in reach.modules:
+        for table in ("_modules", "_parameters", "_buffers", *LAYER_HOOKS):
+            held: dict[Any, Any] | None = layer.__dict__.get(table)
+            if held is not None:
+                unordered = table in ("_parameters", "_buffers")
+                yield Content(f"{label}{table}", (*path, ("attribute", table)), held, unordered)
+
+
+class _Restored:
+    """All that the code of a call could change, to be compared and put back; the generators of random numbers too."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.guards, self.drawn = Guards.of(roots), _generators()
+
+    def moved(self) -> str | None:
+        """Return the library whose generator advanced."""
+        pairs = zip(_GENERATORS, self.drawn, _generators(), strict=True)
+        return next((name for name, before, now in pairs if before != now), None)
+
+    def restore(self) -> None:
+        self.guards.restore()
+        _set_generators(self.drawn)
+
+
+def steady(
+    roots: Mapping[str, Any], run: Callable[[], T], alike: Callable[[T, T], bool], asked: str
+) -> tuple[T, Executed]:
+    """Return `run()`, and the code that ran, after making sure that every further call would do the same.
+
+    What the first call alone changes may stay: then the second call is returned. Raises SideEffectError, after putting
+    everything back, for a call that changes something each time, or if the first two are not `alike`.
+    """
+    before = _Restored(roots)
+    try:
+        with executed_code() as ran:
+            first = run()
+        _check_generators(before, asked)
+        _check_outside(ran, asked)
+        if ran.resumed:
+            Guards.of(roots, ran)
+            _check_outside(ran, asked)
+        settled = {label: change for label, *change in before.guards.changes()}
+        if not settled and not any(writes(code) for code in ran.installed()):
+            return first, ran
+        between = Guards.of(roots, ran)
+        _check_real(between, asked)
+        with executed_code() as again:
+            second = run()
+        _check_generators(before, asked)
+        found = next(between.changes(), None)
+        if found is None and not alike(first, second):
+            found = next(((label, *change) for label, change in settled.items()), _ANOTHER)
+        if found is not None:
+            raise side_effect(asked, found[0], *settled.get(found[0], found[1:]))
+    except BaseException:
+        before.restore()
+        raise
+    ran.update(again)
+    return second, ran
+
+
+_ANOTHER = ("what it computes", "one program", "another one in the second call")
+
+
+def _check_generators(before: _Restored, asked: str) -> None:
+    moved = before.moved()
+    if moved is not None:
+        raise side_effect(asked, f"the state of {moved}'s random generator", "another", "advanced")
+
+
+def _check_outside(ran: Executed, asked: str) -> None:
+    """Raise SideEffectError for a call whose result no guard can compare."""
+    for call in ran.outside:
+        raise SideEffectError(
+            asked, f"it calls {call}", "a program is recorded once: what the call returns would stay as it was then",
+            "a tensor of the batch, or a call outside forward() and the loss",
+        )  # fmt: skip
+
+
+def _check_real(guards: Guards, asked: str) -> None:
+    """Raise SideEffectError if a fake tensor is kept."""
+    for slot in guards.slots:
+        for key, value in slot.values():
+            if isinstance(value, FakeTensor):
+                raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers")
+
+
+def side_effect(asked: str, what: str, before: Any, after: Any) -> SideEffectError:
+    was, now = _short(before), _short(after)
+    return SideEffectError(
+        asked, f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
+        "a program is recorded once: what Python changes in each pass would stay as it was then",
+        "a buffer (register_buffer) that is changed by tensor operations",
+    )  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+_GENERATORS = ("Python", "NumPy", "torch")
+
+
+def _generators() -> tuple[Any, Any, bytes]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, bytes(np.asarray(keys)), *rest), bytes(torch.get_rng_state().numpy())
+
+
+def _set_generators(states: tuple[Any, Any, bytes]) -> None:
+    python, (kind, keys, *rest), ours = states
+    random.setstate(python)
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(ours), dtype=torch.uint8))

@@ -1,0 +1,589 @@
+"""Everything that code can read: the places that are reached from some roots by the names that stand in the code.
+
+Code reads its globals, the cells and defaults of its function, its arguments, and attributes and items of what it has
+read. So whatever it reads, other than fresh results, is reached from the roots, from the globals of code that ran, and
+by names that stand in code that ran. All elements of containers count; of objects, the attributes with such names.
+There is no limit of depth or size. No code of the user runs for it: properties and `__getattr__` are code that counts.
+
+Two uses: after a recording, with the code that ran (`Executed`), for what a program takes for granted; before it, with
+all code that could run, for what a forward pass might change.
+"""
+
+from __future__ import annotations
+
+import builtins
+import decimal
+import gc
+import logging
+import os
+import random
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, cached_property, partial, partialmethod
+from operator import attrgetter, methodcaller
+from threading import local
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ._executed import Executed, named_by
+from ._slots import (
+    CELL,
+    MISSING,
+    OF_FUNCTION,
+    Content,
+    Names,
+    Path,
+    Read,
+    Slot,
+    content,
+    is_container,
+    is_plain,
+)
+from ._trusted import is_installed_file, is_trusted, is_trusted_file, is_trusted_module
+
+LAYER_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *LAYER_HOOKS})
+"""Tables of a module that are compared apart, as tensors and parts."""
+FOLLOWING = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes that torch's recurrent layers renew by themselves when they are called with other parameters."""
+OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout"})
+"""Attributes of tensors that this package sets."""
+OPTIMIZER = frozenset(
+    {
+        *("state", "param_groups", "defaults", "step", "_step_count", "_opt_called", "_zero_grad_profile_name"),
+        *STEP_HOOKS,
+    }
+)
+"""Attributes of an optimizer that are compared apart, or that schedules of learning rates count up."""
+_STATELESS = ("logging", "threading", "warnings", "typing", "abc", "re", "concurrent", "asyncio", "io", "_io", "types")
+"""Modules of Python whose objects keep nothing that numbers depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """True for names of attributes that the code may read: that stand in it, or that it may compute.
+
+    A computed name contains one of `parts`, texts in code that computes names, or is one of `texts`, which data holds.
+    """
+
+    names: set[str]
+    parts: set[str]
+    texts: set[str]
+
+    def __call__(self, key: str) -> bool:
+        if key in self.names or key in _PROTOCOLS:
+            return True
+        return bool(self.parts) and (key in self.texts or any(part in key for part in self.parts))
+
+
+class _Space:
+    """A namespace whose entries count by name, and the entries that were followed."""
+
+    def __init__(self, held: Mapping[str, Any], label: str, path: Path, owner: Any, whole: bool, trusted: bool) -> None:
+        self.held, self.label, self.path, self.owner, self.whole = held, label, path, owner, whole
+        self.trusted = trusted
+        self.keys: dict[str, None] = {}
+        self.apart = OPTIMIZER if isinstance(owner, Optimizer) else OWN if isinstance(owner, Tensor) else APART
+
+
+class Reach:
+    """A walk from the roots; `slots` gives the places that it found. `ran` is the code that ran, None for all code."""
+
+    def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None) -> None:
+        self.ran = ran
+        self.counts = Counts(set(_CALLED), set(), set())
+        self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
+        self.whole: set[str] = set()
+        self._seen: dict[int, Any] = {}
+        self._codes: set[int] = set()
+        self._spaces: dict[int, _Space] = {}
+        self._globals: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        self._built_in: tuple[Mapping[str, Any], dict[str, None]] = (vars(builtins), {})
+        self._modules: dict[str, None] = {}
+        self._others: list[Slot] = []
+        self.tensors: list[tuple[str, Path, Tensor]] = []
+        self.modules: list[tuple[str, Path, nn.Module]] = []
+        self._queue: deque[tuple[Any, str, Path]] = deque()
+        self._weak: set[int] = set()
+        for code, namespace in ran.codes.values() if ran is not None else ():
+            self._code(code, namespace)
+        for tensor in ran.asked if ran is not None else ():
+            self._others.append(Content("a tensor whose numbers Python read", (), tensor))
+        for table in global_hooks():
+            self._others.append(Content("global hooks", (), table))
+            self._hooks(table, "global hooks")
+        for name, root in roots.items():
+            self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}.", ((name, ""),)))
+        self._walk()
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield every place that was found, with what it holds now."""
+        for held, keys in self._globals.values():
+            name = str(held.get("__name__"))
+            known = vars(sys.modules[name]) is held if name in sys.modules else False
+            yield Names("", (("module", name),) if known else (), held, tuple(keys), None)
+        yield Names("builtins.", (("module", "builtins"),), self._built_in[0], tuple(self._built_in[1]), None)
+        yield Names("sys.modules.", (), sys.modules, tuple(self._modules), None)
+        for space in self._spaces.values():
+            owner = None if id(space.owner) in self._weak else space.owner
+            yield Names(space.label, space.path, space.held, tuple(space.keys), self._counts(space), owner)
+        yield from self._others
+
+    def _counts(self, space: _Space) -> Callable[[str], bool] | None:
+        """Return what tells which new names count in a namespace; None if none does."""
+        if isinstance(space.owner, ModuleType) or space.trusted:
+            return None
+        counts = _any if space.whole else self.counts
+        return partial(_counts_beside, counts) if isinstance(space.owner, Optimizer) else counts
+
+    # --- the walk ------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        known = -1
+        while self._queue or known != len(self.names) + len(self.parts) + len(self.texts):
+            known = len(self.names) + len(self.parts) + len(self.texts)
+            while self._queue:
+                self._visit(*self._queue.popleft())
+            for space in list(self._spaces.values()):
+                self._follow(space)
+
+    def _push(self, value: Any, label: str, path: Path) -> None:
+        if not is_plain(value) and id(value) not in self._seen:
+            self._queue.append((value, label, path))
+        elif type(value) is str and value.isidentifier():
+            self.texts.add(value)
+
+    def _follow(self, space: _Space) -> None:
+        """Push the entries of a namespace that count by now."""
+        held = space.held
+        names = held.keys() if space.whole or len(held) < len(self.names) or self.parts else self.names & held.keys()
+        for key in list(names):
+            if key not in space.keys and (space.whole or self.counts(key)) and key not in space.apart:
+                space.keys[key] = None
+                if not space.trusted or _leads_on(held[key]):
+                    self._push(held[key], f"{space.label}{key}", (*space.path, ("attribute", key)))
+
+    def _visit(self, value: Any, label: str, path: Path) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self.tensors.append((label, path, value))
+            if vars(value):
+                self._space(value, vars(value), f"{label}.", path)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, FunctionType):
+            self._function(value, label, path)
+        elif isinstance(value, ModuleType):
+            self._module(value)
+        elif isinstance(value, nn.Module):
+            self._layer(value, label, path)
+        else:
+            self._object(value, label, path)
+
+    def _code(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        """Take over the names of code that counts, and the globals that it reads."""
+        if id(code) in self._codes:
+            return
+        self._codes.add(id(code))
+        self._seen.setdefault(id(code), code)
+        named = named_by(code)
+        self.names |= named.names
+        self.parts |= named.parts
+        module = str(namespace.get("__name__"))
+        if not named.names.isdisjoint(("Decimal", "decimal")):
+            self._others.append(Read("decimal.getcontext()", (), None, _decimals))
+        if named.whole:
+            self.whole.add(module.partition(".")[0])
+        held, keys = self._globals.setdefault(id(namespace), (namespace, {}))
+        built_in = _built_in(namespace)
+        for name in named.names:
+            if name in held or name in built_in:
+                keys[name] = None
+                self._push(held.get(name), name, (("module", module), ("attribute", name)))
+            if name not in held and name in built_in:
+                self._built_in[1][name] = None
+            self._imported(name, namespace)
+
+    def _imported(self, name: str, namespace: dict[str, Any]) -> None:
+        """Follow a module that code imports where it runs."""
+        package = namespace.get("__package__")
+        for full in (name, f"{package}.{name}"):
+            module = sys.modules.get(full)
+            if module is not None:
+                self._modules[full] = None
+                self._push(module, f"{full}.", (("module", full),))
+
+    def _function(self, value: FunctionType, label: str, path: Path) -> None:
+        code = value.__code__
+        for name in ("__wrapped__", "registry"):
+            if name in vars(value):
+                self._push(vars(value)[name], f"{label}.{name}", (*path, ("attribute", name)))
+        if self.ran is None and not is_installed_file(code.co_filename):
+            self._code(code, value.__globals__)
+        if id(code) not in self._codes:
+            return
+        for at, held in enumerate(value.__closure__ or ()):
+            self._read(code.co_freevars[at], (*path, ("cell", at)), held, CELL)
+        for kind, get in OF_FUNCTION.items():
+            self._read(f"{label}.{kind}", (*path, ("attribute", kind)), value, get)
+        if vars(value):
+            self._space(value, vars(value), f"{label}.", path)
+
+    def _module(self, value: ModuleType) -> None:
+        if value is os:
+            self._push(os.environ, "os.environ", (("module", "os"), ("attribute", "environ")))
+        trusted = is_trusted_module(value.__name__)
+        self._space(value, vars(value), f"{value.__name__}.", (("module", value.__name__),), trusted)
+
+    def _class(self, value: type) -> None:
+        for kind in value.__mro__:
+            if kind is not object and id(kind) not in self._spaces:
+                path: Path = (("class", f"{kind.__module__}:{kind.__qualname__}"),)
+                self._seen.setdefault(id(kind), kind)
+                self._space(kind, vars(kind), f"{kind.__name__}.", path, is_trusted(kind))
+                if not is_trusted(kind):
+                    self._read(f"{kind.__name__}.__mro__", (*path, ("attribute", "__mro__")), kind, MRO)
+        if not is_trusted(type(value)):
+            self._class(type(value))
+
+    def _layer(self, value: nn.Module, label: str, path: Path) -> None:
+        """A module: its parts, and of its attributes those that its own code or torch's code may read."""
+        self.modules.append((f"{label.removesuffix('.')}." if label else "", path, value))
+        self._class(type(value))
+        prefix = f"{label.removesuffix('.')}." if label else ""
+        space = self._space(value, vars(value), prefix, path)
+        for key in names_of_torch(type(value)) & vars(value).keys() - FOLLOWING:
+            space.keys[key] = None
+            self._push(value.__dict__[key], f"{prefix}{key}", (*path, ("attribute", key)))
+        for key, part in value._modules.items():
+            self._push(part, f"{prefix}{key}", (*path, ("part", key)))
+        for table in LAYER_HOOKS:
+            self._hooks(value.__dict__.get(table), f"{prefix}{table}")
+        for key, tensor in (*value._parameters.items(), *value._buffers.items()):
+            if tensor is not None and vars(tensor):
+                self._space(tensor, vars(tensor), f"{prefix}{key}.", (*path, ("tensor", key)))
+        for key, parameter in value._parameters.items():
+            for table in TENSOR_HOOKS:
+                self._hooks(getattr(parameter, table, None), f"{prefix}{key}.{table}")
+
+    def _hooks(self, table: Mapping[Any, Any] | None, label: str) -> None:
+        for hook in (table or {}).values():
+            self._push(hook, label, ())
+
+    def _space(self, owner: Any, held: Mapping[str, Any], label: str, path: Path, trusted: bool = False) -> _Space:
+        top = (owner if isinstance(owner, type) else type(owner)).__module__.partition(".")[0]
+        found = self._spaces.get(id(owner))
+        if found is None:
+            whole = top in self.whole and not isinstance(owner, (type, ModuleType, FunctionType))
+            found = self._spaces[id(owner)] = _Space(held, label, path, owner, whole, trusted)
+            self._follow(found)
+        return found
+
+    def _object(self, value: Any, label: str, path: Path) -> None:
+        if is_container(value):
+            self._container(value, label, path)
+        elif isinstance(value, os._Environ):  # pyright: ignore[reportPrivateUsage] - the dict behind it compares fast
+            self._container(cast(Any, value)._data, label, path)
+        elif isinstance(value, (tuple, frozenset)):
+            self._items(enumerate(cast("tuple[Any, ...]", value)), label, path)
+        elif isinstance(value, _NAMING):
+            self.names.update(word for text in value.__reduce__()[1] for word in str(text).split("."))
+        elif (get := _getter_of(value)) is not None:
+            self._holder(value, get, label, path)
+        elif isinstance(value, (MappingProxyType, *_MEMBERS)):
+            self._leading(value, label, path)
+        elif _is_namespace(value) or not _is_stateless(type(value)):
+            self._attributes(value, label, path)
+
+    def _leading(self, value: Any, label: str, path: Path) -> None:
+        """A callable, or a view of a dict: what it leads to."""
+        if isinstance(value, MappingProxyType):
+            self._pushed(gc.get_referents(value), label, path)
+            return
+        members = next(names for kind, names in _MEMBERS.items() if isinstance(value, kind))
+        self._members(value, members, label, path)
+
+    def _holder(self, value: Any, get: Callable[[Any], Any], label: str, path: Path) -> None:
+        """A variable, a reference, a cache, a generator: what it holds now."""
+        self._read(label, path, value, get)
+        self._members(value, ("__wrapped__",), label, path)
+        if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
+            self.ran.outside.append(f"next() of the generator {label}")
+        if isinstance(value, weakref.ref) and (target := cast("weakref.ref[Any]", value)()) is not None:
+            self._weak.add(id(target))
+            self._push(target, label, ())
+
+    def _attributes(self, value: Any, label: str, path: Path) -> None:
+        """An object of a class that is no trusted library's, or of one that holds what users put into it."""
+        kind: Any = type(value)
+        self._class(kind)
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            space = self._space(value, cast(dict[str, Any], held), f"{kind.__name__}.", path)
+            if isinstance(value, logging.Logger):
+                space.apart = frozenset(vars(value)) - {"level", "disabled", "parent"}
+                space.keys |= dict.fromkeys(("level", "disabled", "parent"))
+                self._push(value.parent, "Logger.", (*path, ("attribute", "parent")))
+                return
+            space.whole = space.whole or (is_trusted(kind) and not _is_namespace(value))
+            self._follow(space)
+        if isinstance(value, Optimizer):
+            for table in STEP_HOOKS:
+                self._hooks(getattr(value, table), f"{label}{table}")
+        for base in kind.__mro__:
+            if not is_trusted(base) or isinstance(value, local):
+                self._descriptors(value, base, path)
+
+    def _descriptors(self, value: Any, base: type, path: Path) -> None:
+        """The slots of an object."""
+        for name, member in vars(base).items():
+            if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in _SPECIAL:
+                self._read(f"{type(value).__name__}.{name}", (*path, ("slot", name)), value, partial(slot_of, member))
+
+    def _container(self, value: Any, label: str, path: Path) -> None:
+        label = label.removesuffix(".")
+        self._others.append(Content(label, path, value))
+        if isinstance(value, dict):
+            self._items(dict.items(cast(dict[Any, Any], value)), label, path)
+        elif isinstance(value, (list, deque)):
+            held = content(value)
+            if not all(map(is_plain, held)):
+                self._items(enumerate(held), label, path)
+        elif isinstance(value, (set, frozenset)):
+            self._pushed(cast("set[Any]", value), label, path)
+        if not is_trusted(type(value)):
+            self._class(type(value))
+            held = getattr(value, "__dict__", None)
+            if held is not None:
+                self._space(value, held, f"{type(value).__name__}.", path)
+
+    def _items(self, items: Iterable[tuple[Any, Any]], label: str, path: Path) -> None:
+        for key, item in items:
+            self._push(key, label, ())
+            self._push(item, f"{label}[{key!r}]" if is_plain(key) else label, (*path, ("item", key)))
+
+    def _pushed(self, values: Iterable[Any], label: str, path: Path) -> None:
+        for value in values:
+            self._push(value, label, path)
+
+    def _members(self, value: Any, names: Iterable[str], label: str, path: Path) -> None:
+        for name in names:
+            found = getattr(value, name, None)
+            if found is not None:
+                self._push(found, label, (*path, ("attribute", name)))
+
+    def _read(self, label: str, path: Path, owner: Any, get: Callable[[Any], Any]) -> None:
+        slot = Read(label, path, owner, get)
+        self._others.append(slot)
+        self._push(slot.known, label, path)
+
+
+_MEMBERS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    BuiltinMethodType: ("__self__",),
+    partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+    cached_property: ("func",),
+    partialmethod: ("func", "args", "keywords"),
+}
+"""Types of callables, and the attributes that lead on."""
+_NAMING = (attrgetter, methodcaller)
+"""Callables that read attributes by names that they hold."""
+_SPECIAL = frozenset({"__dict__", "__weakref__"})
+_PROTOCOLS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getitem", "setitem", "delitem", "contains", "len", "iter", "next", "bool", "int", "float", "index"),
+        *(
+            "getattr",
+            "getattribute",
+            "get",
+            "set",
+            "missing",
+            "enter",
+            "exit",
+            "new",
+            "init",
+            "post_init",
+            "eq",
+            "hash",
+        ),
+        *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul", "truediv"),
+        *(
+            "rtruediv",
+            "floordiv",
+            "rfloordiv",
+            "mod",
+            "rmod",
+            "pow",
+            "rpow",
+            "neg",
+            "abs",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "ne",
+        ),
+        *("and", "or", "xor", "invert", "torch_function", "torch_dispatch", "array", "instancecheck", "subclasscheck"),
+    )
+)
+"""Methods that operators and built-in functions call; their names stand in no code."""
+_CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp"})
+"""Names by which torch's code calls other code."""
+
+
+def _leads_on(value: Any) -> bool:
+    """True for what is followed from a trusted module or class: modules, and functions that others put there."""
+    own = isinstance(value, FunctionType) and not is_trusted_file(value.__code__.co_filename)
+    return own or isinstance(value, ModuleType)
+
+
+def _of_context(value: ContextVar[Any]) -> Any:
+    return value.get(MISSING)
+
+
+MRO = attrgetter("__mro__")
+
+
+def _getter_of(value: Any) -> Callable[[Any], Any] | None:
+    """Return the function that reads what a variable, a reference or an iterator holds."""
+    if isinstance(value, ContextVar):
+        return _of_context
+    if isinstance(value, weakref.ref):
+        return _target
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+        return _drawn
+    if isinstance(value, torch.Generator):
+        return _drawn_by_torch
+    if isinstance(value, type(cache(len))):
+        return _cached
+    return _progress if _is_iterator(value) else None
+
+
+def _target(value: Any) -> Any:
+    """Return which object a weak reference refers to, without keeping it."""
+    return id(value()) if value() is not None else None
+
+
+def _drawn(value: Any) -> str:
+    """Return the state of a generator of random numbers."""
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    state = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
+    return repr(state)
+
+
+def _drawn_by_torch(value: torch.Generator) -> bytes:
+    return bytes(value.get_state().numpy())
+
+
+def _cached(value: Any) -> tuple[Any, ...]:
+    """Return what a cache of results holds."""
+    links = [x for x in gc.get_referents(value) if isinstance(x, dict)]
+    return tuple(item for table in links for pair in cast("dict[Any, Any]", table).items() for item in pair)
+
+
+def _decimals(_: Any) -> str:
+    return repr(decimal.getcontext())
+
+
+def global_hooks() -> list[dict[Any, Any]]:
+    """Return torch's tables of hooks that every layer and every optimizer calls."""
+    owners = (vars(of_modules), register_optimizer_step_pre_hook.__globals__)
+    return [owner[name] for owner in owners for name in owner if _GLOBAL.fullmatch(name)]
+
+
+_GLOBAL = re.compile(r"_global_\w*hooks")
+
+
+def _counts_beside(counts: Callable[[str], bool], key: str) -> bool:
+    return key not in OPTIMIZER and counts(key)
+
+
+def _any(key: str) -> bool:
+    return True
+
+
+def slot_of(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return MISSING
+
+
+def _built_in(namespace: dict[str, Any]) -> Mapping[str, Any]:
+    held = namespace.get("__builtins__", {})
+    return vars(held) if isinstance(held, ModuleType) else held
+
+
+def _is_namespace(value: Any) -> bool:
+    """True for objects whose attributes are settings that others read by name."""
+    return type(value).__name__ in ("SimpleNamespace", "Namespace", "_local", "local")
+
+
+def _is_stateless(kind: type) -> bool:
+    """True for objects of trusted libraries that hold no setting: compared by identity."""
+    if not is_trusted(kind) or issubclass(kind, (Optimizer, logging.Logger)):
+        return False
+    top = kind.__module__.partition(".")[0]
+    return top in _STATELESS or top not in sys.stdlib_module_names or kind.__module__ == "builtins"
+
+
+def _is_iterator(value: Any) -> bool:
+    kind: Any = type(value)
+    return hasattr(kind, "__next__") and is_trusted(kind)
+
+
+def _progress(value: Any) -> Any:
+    """Return how far an iterator of Python's own is, without advancing it."""
+    frame = getattr(value, "gi_frame", MISSING)
+    if frame is not MISSING:
+        return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
+    try:
+        return (repr(value), repr(value.__reduce__()))
+    except (TypeError, AttributeError):
+        return repr(value)
+
+
+@cache
+def names_of_torch(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names that stand in the functions of torch's own classes of layers, below `nn.Module`."""
+    names = {"training"}
+    for base in kind.__mro__:
+        if is_trusted(base) and base not in (nn.Module, object):
+            functions = (getattr(f, "__func__", f) for f in vars(base).values())
+            for function in functions:
+                if isinstance(function, FunctionType):
+                    names |= named_by(function.__code__).names
+    return frozenset(names)

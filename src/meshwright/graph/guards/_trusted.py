@@ -1,0 +1,52 @@
+"""Libraries whose code is trusted: what their functions read is no setting of a training step.
+
+These are torch, NumPy, SymPy, Python's own library, and this package without its models. The state that torch reads is
+compared apart (`_torch_state`). All other code counts, whether a user wrote it or installed it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from os import sep
+from pathlib import Path
+from sysconfig import get_paths
+from typing import Any
+
+TRUSTED = frozenset({"torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "meshwright"})
+_SITES = tuple({get_paths()[name] + sep for name in ("purelib", "platlib")})
+_PYTHON = tuple({get_paths()[name] + sep for name in ("stdlib", "platstdlib")})
+_OWN = str(Path(__file__).parents[2]) + sep
+_MODELS = "meshwright.models"
+
+
+@cache
+def is_trusted_file(filename: str) -> bool:
+    """True if code of this file is a trusted library's."""
+    if filename.startswith(_OWN):
+        return not filename.startswith(f"{_OWN}models{sep}")
+    for site in _SITES:
+        if filename.startswith(site):
+            return filename[len(site) :].split(sep)[0].removesuffix(".py") in TRUSTED
+    return filename.startswith((*_PYTHON, "<frozen "))
+
+
+@cache
+def is_installed_file(filename: str) -> bool:
+    """True if code of this file is a trusted library's, or of any package that is installed."""
+    return is_trusted_file(filename) or filename.startswith(_SITES)
+
+
+@cache
+def is_trusted_module(name: str) -> bool:
+    """True if a module, by its name, is a trusted library's."""
+    top = name.partition(".")[0]
+    if top == "meshwright":
+        return not name.startswith(_MODELS)
+    return top in TRUSTED or top in sys.stdlib_module_names
+
+
+def is_trusted(kind: type) -> bool:
+    """True if a class is a trusted library's, or built in."""
+    module: Any = kind.__module__
+    return not isinstance(module, str) or (module != "__main__" and is_trusted_module(module))
