@@ -185,9 +185,9 @@ def forward_of_a_layer_replaced_on_the_instance(run: Run) -> Case:
 
 @kind
 def function_of_torch_replaced(run: Run) -> Case:
-    run.set_attribute(F, "silu", F.silu)
-    silu = F.silu
-    return calls(lambda self, x: F.silu(x), lambda factor: setattr(F, "silu", lambda x: silu(x) * factor))
+    tanh = torch.tanh
+    run.set_attribute(torch, "tanh", tanh)
+    return calls(lambda self, x: torch.tanh(x), lambda factor: setattr(torch, "tanh", lambda x: tanh(x) * factor))
 
 
 @kind

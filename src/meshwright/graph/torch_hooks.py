@@ -95,15 +95,12 @@ _FAKE_KERNELS.setdefault(torch.ops.aten._grouped_mm.default, _grouped)
 
 def _flags_of_backends() -> list[Callable[[], Any]]:
     """Return functions that read the flags of torch.backends."""
-    found = [
-        (module, name)
-        for module in vars(torch.backends).values()
-        for name, flag in vars(type(module)).items()
-        if type(flag) is _Flag
-    ]
+    found: list[Callable[[], Any]] = []
+    for module in vars(torch.backends).values():
+        found += [partial(getattr, module, name) for name, flag in vars(type(module)).items() if type(flag) is _Flag]
     sdp = torch.backends.cuda
     kinds = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.math_sdp_enabled, sdp.cudnn_sdp_enabled)
-    return [*(partial(getattr, module, name) for module, name in found), *kinds]
+    return [*found, *kinds]
 
 
 _Flag: Any = getattr(torch.backends, "ContextProp", None)

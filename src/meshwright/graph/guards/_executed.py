@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -100,7 +101,7 @@ _LONGEST = 200
 _WORD = re.compile(r"[^\W\d]\w*|_\w*")
 
 
-_CLOCK = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"})
+_CLOCK = frozenset({"time", "time_ns"})
 _FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "read_bytes", "readlink"})
 _SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
@@ -134,38 +135,44 @@ class _Profile:
     def __init__(self, before: Callable[[FrameType, str, Any], Any] | None) -> None:
         self.found, self._before = Executed(), before
         self._seen: dict[int, CodeType] = {}
-        self._importing: list[FrameType] = []
+        self._muted: list[FrameType] = []
+        self._of_collector = set(map(_code_id, gc.callbacks))
         self._resumed: list[FrameType] = []
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             self._call(frame)
         elif event == "c_call":
-            if arg.__name__ in _WATCHED and not self._importing:
+            if arg.__name__ in _WATCHED and not self._muted:
                 _notice_call(self.found, frame, arg)
-        elif event == "return" and self._importing and frame is self._importing[-1]:
-            self._importing.pop()
+        elif event == "return" and self._muted and frame is self._muted[-1]:
+            self._muted.pop()
         if self._before is not None:
             self._before(frame, event, arg)
 
     def _call(self, frame: FrameType) -> None:
         code = frame.f_code
+        if code.co_name == "<module>" or id(code) in self._of_collector:
+            self._muted.append(frame)
+        if self._muted:
+            return
         if code.co_flags & CO_GENERATOR:
             self._resumed.append(frame)  # so that no other frame gets its id
             self.found.resumed.add(id(frame))
-        if id(code) in self._seen:
-            return
-        if code.co_name == "<module>":
-            self._importing.append(frame)
-        if not self._importing:
+        if id(code) not in self._seen:
             self._seen[id(code)] = code
             if not is_trusted_file(code.co_filename):
                 self.found.add(code, frame.f_globals)
 
 
+def _code_id(callback: Any) -> int:
+    """Return the id of the code of a function or method; 0 for another object."""
+    return id(code) if (code := getattr(callback, "__code__", None)) is not None else 0
+
+
 @contextmanager
 def executed_code() -> Generator[Executed]:
-    """Collect the code that this thread runs inside the context, but not what imports run.
+    """Collect the code that this thread runs inside the context, but not what imports and the garbage collector run.
 
     A profiler in Python goes on, one in C is paused.
     """

@@ -333,7 +333,8 @@ class Reach:
 
     def _holder(self, value: Any, get: Callable[[Any], Any], label: str, path: Path) -> None:
         """A variable, a reference, a cache, a generator: what it holds now."""
-        self._read(label, path, value, get)
+        if get is not _cached or self.ran is not None:  # a first pass may fill caches: results stay what they are
+            self._read(label, path, value, get)
         self._members(value, ("__wrapped__",), label, path)
         if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
             self.ran.outside.append(f"next() of the generator {label}")
