@@ -1,5 +1,6 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
+from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
 from ._cells import overwriting
 from ._complete import complete, with_layouts
@@ -106,6 +107,7 @@ __all__ = [
     "RulePass",
     "Run",
     "Scaling",
+    "Sent",
     "SideEffectError",
     "Slot",
     "Snapshot",
@@ -118,6 +120,7 @@ __all__ = [
     "Work",
     "apply_passes",
     "asserts",
+    "brought",
     "capture",
     "carry",
     "check_rule",
@@ -143,6 +146,7 @@ __all__ = [
     "map_values",
     "measure_of",
     "memories",
+    "meshes_of",
     "name_of",
     "no_program",
     "node_text",

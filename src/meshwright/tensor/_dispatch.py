@@ -52,6 +52,7 @@ from ._plan import (
 )
 from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
+from ._stage_order import brought_together
 from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (
@@ -118,8 +119,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
         raise _batched(func, tensors)
     views = [t for t in tensors if type(t) is DistView]
-    before = before_call(views)
     targets = targets_in(func, kwargs)
+    if len(tensors) > 1 and not targets and not is_of_lists(func):
+        together = brought_together(name_of(func), args, kwargs)
+        if together is not None:
+            return func(*together[0], **together[1])
+    before = before_call(views)
     out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
     if out is NotImplemented and handler is not None:
         out = handler(func, types, *positional(func, args, kwargs))
