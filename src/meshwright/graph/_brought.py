@@ -2,7 +2,8 @@
 
 A node runs on the mesh that the program came to last, of those of its operands: where a `reshard` led last. An operand
 on another mesh is sent there once, as it lies. What is made of plain leaves of the batch alone is on no mesh: it is
-made once for each mesh that reads it, since every rank has the whole batch. A constant is on every rank as well.
+made once for each mesh that reads it, since every rank has the whole batch. A constant is on every rank as well. Random
+numbers on no mesh are drawn for the stage that reads them first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from meshwright.layout import Layout, ProcessMesh
 from meshwright.tensor import Arrival, DistTensor, Mark, redistribute
 
+from ._anchored import anchored
 from ._effects import is_drawing
 from ._infer import Names
 from ._node import Node, OnCopy, Value, map_values, values_in
@@ -43,6 +45,7 @@ def meshes_of(program: Program) -> set[ProcessMesh]:
 
 def brought(program: Program) -> Program:
     """The captured program in which all operands of a node are on one mesh. What sends one leaves its layout open."""
+    program = anchored(program)
     found = _Bringing(program, *_placed(program))
     nodes = tuple(found.nodes())
     writes = tuple((x, found.renewed(x, v)) for x, v in program.writes)
