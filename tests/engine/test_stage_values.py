@@ -169,8 +169,23 @@ class BackAndForth(Net):
         return F.mse_loss(self.head(fourth(c) + second(a) + third(b)), y) + c.square().mean()
 
 
+class DroppedTable(Net):
+    """A table of positions that no parameter is part of, with dropout, which the layers of all stages read."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        table = torch.linspace(0, 1, WIDTH).cos().expand(x.shape[1], WIDTH)
+        box = Box(F.dropout(table, 0.5) + 0.5)
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x, box)
+        return F.mse_loss(self.head(x), y)
+
+
 MODELS = [
     SkipConnections, EarlyLosses, InAnObject, InADataclass, CollectedInLists, RootParameters, TwoTowers, BackAndForth,
+    DroppedTable,
 ]  # fmt: skip
 
 
@@ -212,6 +227,38 @@ def test_numbers_are_those_of_one_device(kind: Callable[[], nn.Module], static: 
 def test_rows_stay_on_their_replicas(static: bool) -> None:
     for found in mw.simulate(lambda: trained(EarlyLosses, static, ([[0, 1], [2, 3]], ["dp", "pp"])), 4):
         torch.testing.assert_close(found, trained(EarlyLosses, False), rtol=1e-5, atol=1e-6)
+
+
+class Routed(Layer):
+    """Each of two experts sees the rows that are chosen for it: how many there are, only the stage's ranks know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = super().forward(x).flatten(0, 1)
+        choice, out = (flat.sum(-1) > 0).long(), torch.zeros_like(flat)
+        for n, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == n)
+            out.index_add_(0, rows, expert(flat[rows]))
+        count = (choice == 1).sum() + 1
+        return x + (out + flat[: int(count)].mean(0)).tanh().view_as(x)
+
+
+class Experts(Net):
+    layer = Routed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(x), y)
+
+
+def test_sizes_that_depend_on_values_are_told_to_other_stages() -> None:
+    for found in mw.simulate(lambda: trained(Experts, False, ([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, trained(Experts, False), rtol=1e-5, atol=1e-6)
 
 
 class OneMask(Net):

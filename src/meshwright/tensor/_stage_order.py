@@ -99,7 +99,7 @@ def brought_together(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     order = stages_of(meshes)
     if order is None:
         return None
-    written = _written(name, tensors)
+    written = written_by(name, tensors)
     target = order.latest(meshes)[1] if written is None else written._spec.mesh
 
     def bring(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def brought_together(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     return map_tensors(bring, args), map_tensors(bring, kwargs)
 
 
-def _written(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
+def written_by(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
     """Return the tensor that a function of this name writes to, if it does."""
     base = name.partition(".")[0]
     if base in _RENEWING:
@@ -116,3 +116,13 @@ def _written(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
     in_place_operator = base.startswith("__i") and base not in ("__invert__", "__index__", "__int__")
     writes = base == "__setitem__" or in_place_operator or (base.endswith("_") and not base.endswith("__"))
     return tensors[0] if writes else None
+
+
+def name_of(func: Any) -> str:
+    """The name a user knows `func` by."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        held = getattr(func, "__self__", None)
+        held = getattr(getattr(held, "fget", None), "__self__", held)  # torch's own attribute behind a property
+        return str(getattr(held, "__name__", name))
+    return str(name)
