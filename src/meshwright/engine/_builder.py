@@ -21,11 +21,13 @@ from meshwright.graph import (
     StateKey,
     Value,
     apply_passes,
+    brought,
     capture,
     compiled,
     complete,
     executed_code,
     joined,
+    meshes_of,
     record_forward,
     record_gradients,
     record_update,
@@ -37,7 +39,7 @@ from meshwright.graph import (
 )
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
-from meshwright.tensor import leaves_in, stamp
+from meshwright.tensor import leaves_in, stages_of, stamp
 
 from ._apart import without_inputs
 from ._inputs import Fetch, fetch_of, lay_as_captured
@@ -118,7 +120,7 @@ class Builder:
             captured = capture(
                 model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called
             )
-        program = spread(captured.program)
+        program = self._on_stages(spread(captured.program))
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)
         given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
@@ -127,6 +129,12 @@ class Builder:
             layouts = complete(program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, strategy.passes_on("captured"))), layouts
+
+    def _on_stages(self, program: Program) -> Program:
+        """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
+        meshes = meshes_of(program)
+        in_stages = self.mode == "train" and self.model.strategy.pipeline.enable
+        return brought(program) if len(meshes) > 1 and (in_stages or stages_of(meshes) is not None) else program
 
     def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
         """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, chain
@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.graph import capture, work_of
-from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard
+from meshwright.layout import Placement, ProcessMesh
 from meshwright.pipeline import StageError
-from meshwright.tensor import DistTensor, map_tensors, pipe_split
+from meshwright.tensor import DistTensor, StageOrder
 
 from ._layers import ShardFn, shard_layer
+from ._stage_entry import Entry
 from ._stand_in import stand_in
-from ._tensors import reshard, shard_tensor
+from ._tensors import shard_tensor
 
 Costs = Mapping[str, float]
 """Module path → what it costs: operations of a forward pass, or parameters."""
@@ -57,6 +58,8 @@ def split_pipeline(
     starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
     _check(starts, layers, way, stages)
     chunk, shared = 0, _Shared()
+    order = StageOrder(mesh[axis, stage] for stage in range(stages))
+    _keep_order(model, order)
     homes: dict[str, ProcessMesh] = {}
     for name in layers:
         begins = name in starts
@@ -67,7 +70,7 @@ def split_pipeline(
         with shared.kept(part):
             shard_layer(part, home, shard_fn)
         if begins or _holds(part):
-            part.register_forward_pre_hook(_entering(home, batch, same), with_kwargs=True)
+            Entry(order, home, batch, same).put_on(part)
         homes[name] = home
     _lay_between(model, homes, shared, shard_fn)
     return model
@@ -121,22 +124,10 @@ def _holds(part: nn.Module) -> bool:
     return next(chain(part.parameters(), part.buffers()), None) is not None
 
 
-def _entering(home: ProcessMesh, batch: Sequence[Placement], same: bool) -> Callable[..., Any]:
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        def to_home(x: Tensor) -> Tensor:
-            y = reshard(x, home, _at_home(x, home, batch))
-            return pipe_split(y) if same and x.is_floating_point() else y
-
-        return map_tensors(to_home, args), map_tensors(to_home, kwargs)
-
-    return enter
-
-
-def _at_home(x: Tensor, home: ProcessMesh, batch: Sequence[Placement]) -> Sequence[Placement]:
-    """How a tensor lies on the mesh of a stage that it comes to; sums that are pending are taken."""
-    if isinstance(x, DistTensor) and x.mesh.dim_names == home.dim_names:
-        return [Replicate() if isinstance(p, Partial) else p for p in x.placements]
-    return [p for p in batch if not isinstance(p, Shard) or p.dim < x.dim()] if x.dim() else []
+def _keep_order(model: nn.Module, order: StageOrder) -> None:
+    """While `model` runs, a value is sent to a stage once."""
+    model.register_forward_pre_hook(lambda *_: order.begin())
+    model.register_forward_hook(lambda *_: order.end(), always_call=True)
 
 
 def _layers(model: nn.Module) -> list[str]:

@@ -1,5 +1,6 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
+from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
 from ._cells import overwriting
 from ._complete import complete, with_layouts
@@ -108,6 +109,7 @@ __all__ = [
     "RulePass",
     "Run",
     "Scaling",
+    "Sent",
     "SideEffectError",
     "Slot",
     "Spot",
@@ -120,6 +122,7 @@ __all__ = [
     "apply_passes",
     "asserts",
     "backend_flags",
+    "brought",
     "capture",
     "carry",
     "check_rule",
@@ -149,6 +152,7 @@ __all__ = [
     "map_values",
     "measure_of",
     "memories",
+    "meshes_of",
     "modes_on",
     "name_of",
     "no_program",

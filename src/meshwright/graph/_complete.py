@@ -19,6 +19,7 @@ from meshwright.reshard import plan, transposed
 from meshwright.spmd import RuleError, describe_passing, refined
 from meshwright.tensor import Decision, Mark, decide
 
+from ._brought import Sent
 from ._layouts import Layouts
 from ._node import Node, Value, map_values, tensor_dtype, values_in
 from ._program import Program
@@ -44,7 +45,15 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
         replace(i, spec=layouts.specs.get(i.value.name, i.spec)) if i.role != "constant" else i for i in program.inputs
     )
     specs = {v: layouts.specs[v.name] for v in _all_values(program) if v.name in layouts.specs}
-    return replace(program, inputs=inputs, specs=specs)
+    return replace(program, inputs=inputs, nodes=tuple(_marked(n, layouts) for n in program.nodes), specs=specs)
+
+
+def _marked(node: Node, layouts: Layouts) -> Node:
+    """The node; what is sent to another stage as the mark that it is."""
+    if not isinstance(node.op, Sent):
+        return node
+    (out,) = node.outs
+    return replace(node, op=Mark(node.op.mesh, layouts.specs[out.name].layout))
 
 
 @dataclass(slots=True)
@@ -129,10 +138,17 @@ class _State:
         unknown = [v for v in self.wants if v not in self.known]
         inputs = [v for v in unknown if v not in self.program.producers]
         for v in inputs or unknown:
-            wants = list(self.wants.pop(v).values())
+            wants = self._of_first_mesh(self.wants.pop(v))
             spec, why = min(_candidates(wants), key=lambda c: sum(_cost(c[0], need) for need, _ in wants))
             self.know(v, spec, why)
         return bool(unknown)
+
+    def _of_first_mesh(self, wants: Mapping[Node, tuple[Spec, str]]) -> list[tuple[Spec, str]]:
+        """How nodes want a value, of several meshes on the one that reads it first."""
+        if len({spec.mesh for spec, _ in wants.values()}) == 1:
+            return list(wants.values())
+        first = next(node for node in self.program.nodes if node in wants)
+        return [want for want in wants.values() if want[0].mesh is wants[first][0].mesh]
 
     def default(self) -> None:
         """What no mark reached is replicated, on the mesh that is there."""
@@ -147,6 +163,9 @@ class _State:
     def _forward(self, node: Node) -> None:
         if all(v in self.known for v in node.outs) or not any(v in self.known for v in node.ins):
             return
+        if isinstance(node.op, Sent):
+            self._arrive(node)
+            return
         found = self._decided(node, None)
         mesh = next(self.known[v].mesh for v in node.ins if v in self.known)
         layouts = found.outs if found is not None else ()
@@ -158,11 +177,18 @@ class _State:
             layout = layouts[at] if fits else replicated(len(v.shape))
             self.know(v, Spec(mesh, layout, v.shape, tensor_dtype(v)), "forward")
 
+    def _arrive(self, node: Node) -> None:
+        """What is sent to another stage lies there as on its own; pending sums are taken."""
+        (x,), (out,) = node.ins, node.outs
+        assert isinstance(node.op, Sent)
+        layout = Layout(self.known[x].layout.dims)
+        self.know(out, Spec(node.op.mesh, layout, out.shape, tensor_dtype(out)), "forward")
+
     def _backward(self, node: Node) -> None:
         unknown = [v for v in node.ins if v.is_tensor and v not in self.known]
         if not unknown or not any(v in self.known for v in node.outs):
             return
-        if isinstance(node.op, Mark):
+        if isinstance(node.op, (Mark, Sent)):
             (out,) = node.outs
             self._want(unknown[0], node, self.known[out], "backward")
             return
@@ -191,7 +217,7 @@ class _State:
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
         """An operator without a rule runs on whole tensors, on the mesh of what is known of it."""
         near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
-        if near is None or isinstance(node.op, Mark):
+        if near is None or isinstance(node.op, (Mark, Sent)):
             return
         for v in unknown:
             if v.is_tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.layout import MeshwrightError, Spec, user_frame, user_line
 from meshwright.tensor import (
     SPLIT,
+    Arrival,
     DistTensor,
     Mark,
     capturing,
@@ -183,7 +184,7 @@ class Stage:
         """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
         with unrecorded(), self.mode:
             out = shown()
-            if isinstance(op, Mark):
+            if isinstance(op, Mark) and not isinstance(op, Arrival):
                 note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))
         with interception_off():
             self.recording.note(op, args, {}, out)

@@ -36,7 +36,8 @@ class Stages:
 def staged(program: Program) -> tuple[Program, Stages]:
     """The captured program, of which it is known how values lie, with the chunk of each node; and its stages.
 
-    Raises StageError where meshes overlap, and where a value goes back to the mesh of an earlier chunk only.
+    A value that goes back to the mesh of an earlier chunk begins another chunk there. Raises StageError where meshes
+    overlap.
     """
     found = _Staging(program)
     ranks = tuple(dict.fromkeys(found.chain))
@@ -137,18 +138,14 @@ class _Staging:
         return () if home is None or self.chunk.get(v) == ALWAYS else (home,)
 
     def _first(self, home: Ranks | None, least: int, node: Node | None) -> int:
-        """The first chunk from `least` on that lies on these ranks."""
+        """The first chunk from `least` on that is on these ranks; where there is none, a node begins one."""
         if home is None or not self.chain:
             return least
         found = next((c for c in range(least, len(self.chain)) if self.chain[c] == home), None)
-        if found is None:
-            what = "an input" if node is None else f"{node.op!r} {node.origin.where}".rstrip()
-            raise StageError(
-                f"a pipeline of the chunks {_text(self.chain)}", f"{what} on ranks {_one(home)}",
-                f"no chunk from {least} on lies there" if node else "no chunk lies there",
-                "marks that take values on to the meshes of later chunks, and inputs to the mesh of a chunk",
-            )  # fmt: skip
-        return found
+        if found is None and node is not None:
+            self.chain = (*self.chain, home)
+            return len(self.chain) - 1
+        return least if found is None else found
 
     def told(self, node: Node, numbers: Iterator[int]) -> Node:
         """The node with its chunk, and with an edge where it leads from one chunk to another."""
@@ -166,10 +163,6 @@ def _check_apart(ranks: Sequence[Ranks]) -> None:
                 "stages of a pipeline", f"stages on ranks {_one(a)} and on ranks {_one(b)}",
                 "a rank runs the actions of one stage", "meshes that are the same, or have no rank in common",
             )  # fmt: skip
-
-
-def _text(chain: Sequence[Ranks]) -> str:
-    return " > ".join(_one(ranks) for ranks in chain)
 
 
 def _one(ranks: Ranks) -> str:

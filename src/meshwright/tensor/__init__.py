@@ -28,11 +28,12 @@ from ._errors import (
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
 from ._handle_values import largest_anywhere, not_finite_anywhere
-from ._make import SPLIT, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
+from ._make import SPLIT, Arrival, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._pending import bucket_of, flush
 from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
+from ._stage_order import StageOrder, stages_of
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ._whole import RAN_WHOLE
 from .torch_hooks import grouped_product, operators_recorded, transforming
@@ -42,6 +43,7 @@ __all__ = [
     "RAN_WHOLE",
     "SPLIT",
     "AbsentError",
+    "Arrival",
     "CollectiveError",
     "CompileError",
     "Context",
@@ -59,6 +61,7 @@ __all__ = [
     "RanWholeWarning",
     "RandomSourceError",
     "Source",
+    "StageOrder",
     "TraceError",
     "absent",
     "attending_by",
@@ -95,6 +98,7 @@ __all__ = [
     "recording",
     "recording_parts",
     "redistribute",
+    "stages_of",
     "stamp",
     "tensors_in",
     "transforming",

@@ -36,7 +36,7 @@ from ._law import Law
 from ._lists import is_of_lists, plan_lists
 from ._metadata import check_answer
 from ._out import into_targets, targets_in
-from ._outside import plan_outside
+from ._outside import plan_outside, telling
 from ._plan import (
     Drawn,
     Inline,
@@ -52,6 +52,7 @@ from ._plan import (
 )
 from ._registry import DIRECT, HANDLERS
 from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
+from ._stage_order import brought_together, name_of
 from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (
@@ -118,8 +119,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
         raise _batched(func, tensors)
     views = [t for t in tensors if type(t) is DistView]
-    before = before_call(views)
     targets = targets_in(func, kwargs)
+    if len(tensors) > 1 and not targets and not is_of_lists(func):
+        together = brought_together(name_of(func), args, kwargs)
+        if together is not None:
+            return func(*together[0], **together[1])
+    before = before_call(views)
     out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
     if out is NotImplemented and handler is not None:
         out = handler(func, types, *positional(func, args, kwargs))
@@ -261,16 +266,6 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             )  # fmt: skip
 
 
-def name_of(func: Any) -> str:
-    """The name a user knows `func` by."""
-    name = getattr(func, "__name__", None) or str(func)
-    if name in ("__get__", "__set__"):
-        held = getattr(func, "__self__", None)
-        held = getattr(getattr(held, "fget", None), "__self__", held)  # torch's own attribute behind a property
-        return str(getattr(held, "__name__", name))
-    return str(name)
-
-
 def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
     """Return how the call is carried out, and True if floats among its arguments count by value.
 
@@ -280,7 +275,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     try:
         captured = given = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        run = _on_whole(func, str(error).split("\n")[0], failed=True)
+        run = telling(mesh, _on_whole(func, str(error).split("\n")[0], failed=True))
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)

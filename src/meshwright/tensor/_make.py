@@ -162,6 +162,11 @@ class Mark:
         return f"reshard to {self.layout!r} on {self.mesh!r}"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Arrival(Mark):
+    """A value comes to the stage of a layer: from a mesh with the same axes it comes as it lies, else as said."""
+
+
 SPLIT = torch.ops.aten.alias.default
 """How `pipe_split` stands in a captured program."""
 

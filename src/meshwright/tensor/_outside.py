@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.comm import current
+from meshwright.layout import ProcessMesh, Spec
 
 from ._absent import link, make_absent
 from ._capture import Captured, Node, autocast_dtype, capture, dtypes_given
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
+from ._handle_values import everywhere
 from ._local import spec_of_whole
 from ._metadata import check_answer
 from ._plan import Drawn, Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
+from ._stage_order import name_of, stages_of, written_by
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 
@@ -51,12 +55,7 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
         out = _of_zeros(func, args, kwargs)
         if out is not None:
             return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like)
-        raise AbsentError(
-            f"{getattr(func, '__name__', func)} on a rank outside {like.mesh!r}",
-            str(error).split("\n")[0],
-            "the result depends on values that only the mesh's ranks hold",
-            "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
-        ) from error
+        return partial(_told, like.mesh, error)
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
         return lambda *_: captured.out
@@ -78,27 +77,75 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
     return run
 
 
+def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """What a call gives whose results depend on values; in a pipeline the stage that has them sends them."""
+    tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+    if stages_of([mesh]) is None:
+        raise AbsentError(
+            f"{getattr(func, '__name__', func)} on a rank outside {mesh!r}",
+            str(error).split("\n")[0],
+            "the result depends on values that only the mesh's ranks hold",
+            "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
+        ) from error
+    with torch.no_grad():
+        values = {id(t): everywhere(t.detach()) for t in tensors}
+        with no_interception():
+            out = func(*_valued(args, values), **_valued(kwargs or {}, values))
+    written = written_by(name_of(func), tensors)
+    if written is not None:
+        link(written, tensors)
+        return written if any(out is x for x in values.values()) else out
+    return _like(out, tensors, tensors[0]._spec)
+
+
+def _valued(tree: Any, values: Mapping[int, Tensor]) -> Any:
+    return map_tensors(lambda t: values.get(id(t), t), tree)
+
+
+def telling(mesh: ProcessMesh, run: Run) -> Run:
+    """Return `run`, a call whose results depend on values; in a pipeline the other stages are sent what it reads."""
+    known: list[bool] = []
+
+    def told(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if mesh.size < current().size and stages_of([mesh]) is not None:
+            if not known:
+                known.append(_of_zeros(func, args, kwargs) is not None)
+            for t in tensors_in((args, kwargs)) if not known[0] else ():
+                if isinstance(t, DistTensor):
+                    everywhere(t.detach())
+        return run(func, types, args, kwargs)
+
+    return told
+
+
 def _of_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` gives for zeros in the place of what is not here: some shapes torch does not know without numbers.
 
     None where it cannot be carried out either, where shapes depend on numbers, and where it draws or writes.
     """
+    found = [_of_fill(torch.zeros, func, args, kwargs)]
+    found += [_of_fill(torch.ones, func, args, kwargs)] if found[0] is not None else []
+    shapes = [None if out is None else [t.shape for t in tensors_in(out)] for out in found]
+    return found[0] if shapes[0] == shapes[-1] else None
+
+
+def _of_fill(fill: Any, func: Any, args: Any, kwargs: Any) -> Any:
     nodes: list[Node] = []
-    with no_modes(), torch.no_grad():
+
+    def filled(x: Tensor) -> Tensor:
+        return fill(x._spec.shape, dtype=x._spec.dtype) if isinstance(x, DistTensor) else x.detach().clone()
+
+    with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            zeros = [map_tensors(_zeros, tree) for tree in (args, kwargs or {})]
+            given = [map_tensors(filled, tree) for tree in (args, kwargs or {})]
             with operators_recorded(lambda *node: nodes.append(Node(*node))):
-                out = func(*zeros[0], **zeros[1])
+                out = func(*given[0], **given[1])
         except Exception:  # torch refuses zeros, in many ways
             return None
     unknown = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag)
     if any(is_written(n.op) or any(tag in n.op.tags for tag in unknown) for n in nodes):
         return None
     return out
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x._spec.shape, dtype=x._spec.dtype) if isinstance(x, DistTensor) else x.detach().clone()
 
 
 def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ._alias import version_of
-from ._dispatch import name_of, planned
+from ._dispatch import planned
 from ._dist_tensor import DistTensor, signature
 from ._errors import OperationError, TraceError
 from ._local import whole_local, whole_spec
 from ._registry import DIRECT
+from ._stage_order import name_of
 from ._tree import map_tensors, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (

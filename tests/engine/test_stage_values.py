@@ -1,0 +1,298 @@
+"""Values that one stage makes and later ones read, in models that nobody wrote for a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm import current
+from meshwright.tensor import MixedMeshError
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.inner(self.norm(x)))
+
+
+class Net(nn.Module):
+    """A stack of layers between an entry and a head, which are the first and the last ones of a pipeline."""
+
+    layer: type[nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+
+class SkipConnections(Net):
+    """What the first half makes, the second half adds in the reverse order, as a U-Net does."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, skips = self.entry(x), list[Tensor]()
+        for layer in self.layers[:2]:
+            x = layer(x)
+            skips.append(x)
+        for layer in self.layers[2:]:
+            x = layer(torch.cat([x, skips.pop()], 1)[:, : x.shape[1]] + x)
+        return F.mse_loss(self.head(x), y)
+
+
+class EarlyLosses(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, aux = self.entry(x), list[Tensor]()
+        for layer in self.layers:
+            x = layer(x)
+            aux.append(x.square().mean())
+        return F.mse_loss(self.head(x), y) + 0.1 * sum(aux)
+
+
+class Box:
+    """An object that no library looks into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxed(Layer):
+    def forward(self, x: Tensor, box: Box) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - two inputs
+        return super().forward(x) * box.x
+
+
+class InAnObject(Net):
+    """A mask of the batch alone, and a value with a gradient, reach the layers in objects."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = Box((x.mean(-1, keepdim=True) > 0).float() + y.std())
+        x = self.entry(x)
+        gate = Box(x.mean(1, keepdim=True).sigmoid())
+        for n, layer in enumerate(self.layers):
+            x = layer(x, gate if n % 2 else mask)
+        return F.mse_loss(self.head(x), y)
+
+
+@dataclass
+class State:
+    x: Tensor
+    first: Tensor
+
+
+class OfState(Layer):
+    def forward(self, state: State) -> State:  # pyright: ignore[reportIncompatibleMethodOverride] - a state
+        return State(super().forward(state.x) + state.first, state.first)
+
+
+class InADataclass(Net):
+    layer = OfState
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        state = State(self.entry(x), x.sum(-1, keepdim=True))
+        for layer in self.layers:
+            state = layer(state)
+        return F.mse_loss(self.head(state.x), y)
+
+
+class Collecting(Layer):
+    def forward(self, x: Tensor, found: list[Tensor], notes: dict[str, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - more
+        x = super().forward(x)
+        found.append(x.square().mean())
+        notes["last"] = x
+        return x
+
+
+class CollectedInLists(Net):
+    """Layers append to a list and write into a dict of their caller's."""
+
+    layer = Collecting
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        found, notes = [x.mean()], {"first": x}
+        for layer in self.layers:
+            x = layer(x, found, notes)
+        return F.mse_loss(self.head(x + notes["last"] + notes["first"]), y) + 0.1 * torch.stack(found).sum()
+
+
+class RootParameters(Net):
+    """Parameters and a buffer of the outermost module, which all stages read and the last one renews."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.ones(4, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x) - self.mean
+        for n, layer in enumerate(self.layers):
+            x = layer(x * self.gains[n])
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return F.mse_loss(self.head(x), y)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(3, WIDTH), Layer()) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = (tower(t).mean(1) for tower, t in zip(self.towers, (x, y), strict=True))
+        return (a @ b.t()).logsumexp(1).mean()
+
+
+class BackAndForth(Net):
+    """Layers of later stages are used before layers of earlier ones."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        a = first(self.entry(x))
+        b = fourth(a)
+        c = second(a + b)
+        return F.mse_loss(self.head(fourth(c) + second(a) + third(b)), y) + c.square().mean()
+
+
+class DroppedTable(Net):
+    """A table of positions that no parameter is part of, with dropout, which the layers of all stages read."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        table = torch.linspace(0, 1, WIDTH).cos().expand(x.shape[1], WIDTH)
+        box = Box(F.dropout(table, 0.5) + 0.5)
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x, box)
+        return F.mse_loss(self.head(x), y)
+
+
+MODELS = [
+    SkipConnections, EarlyLosses, InAnObject, InADataclass, CollectedInLists, RootParameters, TwoTowers, BackAndForth,
+    DroppedTable,
+]  # fmt: skip
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(4, 2, 3, generator=g), torch.randn(4, 2, 3, generator=g)
+
+
+def trained(kind: Callable[[], nn.Module], static: bool, mesh: Any = None, **options: Any) -> list[Any]:
+    """Losses of two steps, and the parameters and buffers behind them."""
+    torch.manual_seed(0)
+    model = kind()
+    if mesh is not None:
+        mw.parallelize(model, None, mw.ProcessMesh(*mesh), mw.Parallelism())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    strategy = mw.Strategy.of(pipeline={"enable": True, **options})
+    run = mw.to_static(model, None, None, optimizer, strategy) if static and mesh is not None else None
+    losses: list[float] = []
+    for step in range(2):
+        if run is not None:
+            losses.append(run(*batch(step)).item())
+            continue
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [torch.tensor(losses), *(mw.unshard_dtensor(x.detach()) for x in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_numbers_are_those_of_one_device(kind: Callable[[], nn.Module], static: bool) -> None:
+    for found in mw.simulate(lambda: trained(kind, static, ([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, trained(kind, False), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_rows_stay_on_their_replicas(static: bool) -> None:
+    for found in mw.simulate(lambda: trained(EarlyLosses, static, ([[0, 1], [2, 3]], ["dp", "pp"])), 4):
+        torch.testing.assert_close(found, trained(EarlyLosses, False), rtol=1e-5, atol=1e-6)
+
+
+class Routed(Layer):
+    """Each of two experts sees the rows that are chosen for it: how many there are, only the stage's ranks know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = super().forward(x).flatten(0, 1)
+        choice, out = (flat.sum(-1) > 0).long(), torch.zeros_like(flat)
+        for n, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == n)
+            out.index_add_(0, rows, expert(flat[rows]))
+        count = (choice == 1).sum() + 1
+        return x + (out + flat[: int(count)].mean(0)).tanh().view_as(x)
+
+
+class Experts(Net):
+    layer = Routed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(x), y)
+
+
+def test_sizes_that_depend_on_values_are_told_to_other_stages() -> None:
+    for found in mw.simulate(lambda: trained(Experts, False, ([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, trained(Experts, False), rtol=1e-5, atol=1e-6)
+
+
+class OneMask(Net):
+    """All layers of both stages multiply by a value that has a gradient."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        box = Box(x.mean(1, keepdim=True))
+        for layer in self.layers:
+            x = layer(x, box)
+        return F.mse_loss(self.head(x), y)
+
+
+def test_a_value_is_sent_to_a_stage_once() -> None:
+    """The chain's value and the box go over once each, whoever reads them, and so do their gradients."""
+
+    def go() -> tuple[int, int]:
+        model = mw.split_pipeline(OneMask(), mw.ProcessMesh([0, 1], ["pp"]), at=["layers.2"])
+        seen = current().seen
+        before = seen.calls.get("exchange", 0)
+        loss = model(*batch(0))
+        forward = seen.calls["exchange"] - before
+        loss.backward()
+        return forward, seen.calls["exchange"] - before - forward
+
+    assert mw.simulate(go, 2) == [(2, 2), (2, 2)]
+
+
+def test_meshes_that_are_no_stages_are_not_mixed() -> None:
+    def go() -> None:
+        one, other = (mw.shard_tensor(torch.ones(2), mw.ProcessMesh([n], ["x"])) for n in range(2))
+        with pytest.raises(MixedMeshError):
+            torch.add(one, other)
+
+    mw.simulate(go, 2)
