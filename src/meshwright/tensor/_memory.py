@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current
 
-from ._alias import DistView, version_of
+from ._alias import DistView
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import MemoryAccessError
 from ._handle_values import everywhere
 from ._tree import map_tensors, tensors_in
+from ._writes import writes_to
 from .torch_hooks import no_interception
 
 
@@ -100,7 +101,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
     with no_interception():
         storage: Any = x.untyped_storage()
         key = (x._spec, x.storage_offset(), tuple(x.size()), tuple(x.stride()))
-        version = None if x.is_inference() or _has_aliases(storage) else version_of(x)
+        version = None if x.is_inference() else writes_to(x)
     table: WeakValueDictionary[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", WeakValueDictionary())
     kept = table.get(key)
     if kept is None:
@@ -145,20 +146,6 @@ def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | No
     end = start + sum((n - 1) * step for n, step in zip(x.size(), x.stride(), strict=True))
     inside = start >= 0 and (end + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
     return memory.as_strided(x.size(), x.stride(), start) if inside and whole.numel() else None
-
-
-def note_alias(x: DistTensor, alias: Tensor) -> None:
-    """Record `alias`, the tensor `x.data`: a write to it does not change the version of `x`."""
-    with no_interception():
-        held: Any = x.untyped_storage().__dict__
-    for kept in held.get("_meshwright_kept", {}).values():
-        kept.version = None
-    living = [r for r in held.get("_meshwright_aliases", ()) if r() is not None]
-    held["_meshwright_aliases"] = [*living, ref(alias)]
-
-
-def _has_aliases(storage: Any) -> bool:
-    return any(r() is not None for r in storage.__dict__.get("_meshwright_aliases", ()))
 
 
 def _refuse(name: str) -> Any:
