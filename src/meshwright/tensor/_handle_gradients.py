@@ -19,6 +19,7 @@ from ._local import spec_of, whole_local
 from ._memory import release_memory
 from ._pending import deferring, flush, flush_read, forget
 from ._registry import handles
+from ._saved import keep_up
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward
 
 _T: Any = Tensor
@@ -92,6 +93,7 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
     for output in outputs:
         if isinstance(output, DistTensor):
             output._read_again()
+    keep_up()
     outputs = [_summed(o) for o in outputs]
     seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
     create = bool(given.get("create_graph") or False)
@@ -116,6 +118,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
+    keep_up()
     outputs = [_summed(o) for o in _as_list(given["outputs"])]
     inputs = _as_list(given["inputs"])
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]

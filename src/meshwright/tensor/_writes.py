@@ -27,13 +27,13 @@ class _Counters:
     """The counters of one memory: the first one, those of other tensors, and the sum of the dropped ones."""
 
     def __init__(self, first: Tensor) -> None:
-        self.first, self.dropped = _probe(first), 0
+        self.first, self.dropped = counter_of(first), 0
         self.others: list[tuple[ref[Tensor], Tensor]] = []
 
     def add(self, x: Tensor) -> None:
         if len(self.others) >= _LIMIT:
             self._drop()
-        self.others.append((ref(x), _probe(x)))
+        self.others.append((ref(x), counter_of(x)))
 
     def _drop(self) -> None:
         """Keep the counters of living tensors, and the last ones of the others: a view may still move those."""
@@ -42,11 +42,15 @@ class _Counters:
             self.dropped += 0 if x() is not None else probe._version
         self.others = [pair for pair in self.others[:half] if pair[0]() is not None] + self.others[half:]
 
+    def data_total(self) -> int:
+        """The writes that the first counter does not show."""
+        return self.dropped + sum(probe._version for _, probe in self.others)
+
     def total(self) -> int:
-        return self.dropped + self.first._version + sum(probe._version for _, probe in self.others)
+        return self.first._version + self.data_total()
 
 
-def _probe(x: Tensor) -> Tensor:
+def counter_of(x: Tensor) -> Tensor:
     """Return a tensor that shares the version counter of `x`, but not the memory."""
     probe = x.detach()
     probe.data = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -69,6 +73,23 @@ def writes_to(x: Tensor) -> int:
         return _version(x) if counters is None else counters.total()
 
 
+class _Shared:
+    """Whether any memory of this process has two counters."""
+
+    ever = False
+
+
+def is_anything_shared() -> bool:
+    """True if some tensor of this process got the memory of another one and a counter of its own, as `x.data` does."""
+    return _Shared.ever
+
+
+def data_writes(storage: Any) -> int:
+    """Return the number of writes to a storage that the counter of its first tensor does not show."""
+    counters: _Counters | None = storage.__dict__.get(_KEY)
+    return 0 if counters is None else counters.data_total()
+
+
 def note_counter(x: Tensor, other: Tensor) -> None:
     """Record that `other` has the memory of `x` and a version counter of its own; call it with interception off."""
     if x.is_inference() or other.is_inference() or isinstance(x, FakeTensor):
@@ -76,6 +97,7 @@ def note_counter(x: Tensor, other: Tensor) -> None:
     storage: Any = x.untyped_storage()
     held: dict[str, Any] = storage.__dict__
     counters = held.get(_KEY)
+    _Shared.ever = True
     if counters is None:
         counters = held[_KEY] = _Counters(x)
     counters.add(other)
