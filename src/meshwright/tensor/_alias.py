@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -64,6 +65,21 @@ class DistView(DistTensor):
 
     def _read_again(self) -> None:
         _refresh(self._outer)
+
+    def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
+        view: Any = copy
+        view.__class__ = DistView
+        view._seen, view._counted = self._seen, self._counted
+        if self._outer is self:
+            source = self._source
+            base = deepcopy(source.base, memo)
+            args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
+            view._source = Source(base, source.func, args, kwargs, source.at, writes_to(base), source.single)
+            view._outer, view._agreed = view, writes_to(view)
+            _note(base, _VIEWS, view)
+        else:
+            view._outer = deepcopy(self._outer, memo)
+            _note(view._outer, _INNER, view)
 
 
 def as_view(

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from ._convert import Move
 from ._dist_tensor import plain_view
 from ._writes import counter_of, data_writes, is_anything_shared
-from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, tell_backward, unwritten
+from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, unwritten
 
 Conversion = Callable[[Tensor], Tensor]
 """What makes a copy of a local part."""
@@ -134,6 +134,3 @@ def keep_up() -> None:
         for key, copy in list(copies.items()):
             if not copy.keep_up():
                 copies.pop(key, None)
-
-
-tell_backward(keep_up)

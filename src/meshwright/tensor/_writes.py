@@ -96,8 +96,17 @@ def note_counter(x: Tensor, other: Tensor) -> None:
         return
     storage: Any = x.untyped_storage()
     held: dict[str, Any] = storage.__dict__
-    counters = held.get(_KEY)
-    _Shared.ever = True
-    if counters is None:
-        counters = held[_KEY] = _Counters(x)
-    counters.add(other)
+    if _KEY not in held:
+        held[_KEY] = _Counters(x)
+    note_sharing(other)
+
+
+def note_sharing(x: Tensor) -> None:
+    """Record that `x` has a version counter of its own, whatever else has its memory; call it with interception off."""
+    storage: Any = x.untyped_storage()
+    held: dict[str, Any] = storage.__dict__
+    if _KEY in held:
+        held[_KEY].add(x)
+        _Shared.ever = True
+    else:
+        held[_KEY] = _Counters(x)

@@ -318,13 +318,13 @@ def run_backward(
         return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
 
 
-def tell_backward(begin: Callable[[], None]) -> None:
-    """Have every backward pass call `begin()` first, from now on: one of plain tensors tells us nothing."""
+def tell_backward(context: Callable[[], Any]) -> None:
+    """Have every backward pass of plain tensors run inside `context()`, from now on: it asks no distributed tensor."""
     own = vars(torch.autograd)["_engine_run_backward"]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        return own(*args, **kwargs)
+        with context():
+            return own(*args, **kwargs)
 
     torch.autograd.__dict__.update(_engine_run_backward=run)
 
