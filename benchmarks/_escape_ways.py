@@ -320,6 +320,33 @@ def _tied(x: Any) -> Any:
     return [[a == b for b in found] for found in (addresses, storages) for a in found]
 
 
+def _distances(x: Any) -> Any:
+    """Return the distances of the addresses of views from that of `x`, which is asked last."""
+    views = (x.detach(), x.t(), x[:, 1], x[2:], x[1:][:, 1], x.view(-1)[3:], x.data)
+    addresses = [view.data_ptr() for view in views]
+    return [address - x.data_ptr() for address in addresses]
+
+
+def _offsets(x: Any) -> Any:
+    views = (x, x.t(), x[:, 1], x[2:], x[1:][:, 1], x.view(-1)[3:], x.t()[1], x.detach()[3])
+    return [view.storage_offset() for view in views]
+
+
+def _same_memory(x: Any) -> Any:
+    return [x.is_set_to(other) for other in (x, x[:], x.detach(), x.t(), x.clone())]
+
+
+def _stored_view(lay: Lay) -> Any:
+    """Return the bytes of the storages of views of a tensor and of a transposed one."""
+    x, y = lay(value(4)), lay(value(4)).t().clone()
+    return [list(bytes(view.untyped_storage())) for view in (x[:, 1], x[1:], y[1:], y[:, 1], y[:, 1:][1])]
+
+
+def _laid_out(x: Any) -> Any:
+    array = x.numpy()
+    return list(array.strides), array.ravel("K").tolist()
+
+
 def _end(x: Any) -> Any:
     return x.view(-1)[-1].data_ptr() - x.data_ptr(), x.untyped_storage().nbytes()
 
@@ -389,7 +416,14 @@ MEMORY: dict[str, Callable[[Lay], Any]] = {
     "x.storage()": lambda lay: _stored_typed(lay(value())),
     "addresses of tied tensors": lambda lay: _tied(lay(value())),
     "the end address of a tensor": lambda lay: _end(lay(value())),
+    "distances of addresses": lambda lay: _distances(lay(value(4))),
+    "x.storage_offset() of views": lambda lay: _offsets(lay(value(4))),
+    "x.is_set_to(x[:])": lambda lay: _same_memory(lay(value())),
+    "bytes of the storage of a view": _stored_view,
+    "x.numpy() of a transpose": lambda lay: _laid_out(lay(value()).t()),
     "torch.from_dlpack(x)": lambda lay: torch.from_dlpack(lay(value())),
+    "torch.from_dlpack(x).fill_(7)": lambda lay: _written(lay, lambda x: torch.from_dlpack(x).fill_(7)),
+    "torch.from_dlpack(x, copy=True)": lambda lay: torch.from_dlpack(lay(value()), copy=True),
     "numpy.from_dlpack(x)": lambda lay: np.from_dlpack(lay(value())),
     "x.__dlpack__(copy=False)": lambda lay: torch.from_dlpack(lay(value()).__dlpack__(copy=False)),
     "type(x).__dlpack_c_exchange_api__": lambda lay: _exchanged(lay(value())),

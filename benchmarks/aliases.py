@@ -1,12 +1,14 @@
 """Aliases: every operator of torch whose result may share memory with an argument, against one device.
 
-For each call, each memory format of its argument and each layout, a program writes to the result or to the source. The
-values of both, version counters, strides, contiguity and gradients must equal those of one device on every rank. If one
-device raises an error, every rank must raise an error too. A program for which every rank raises OperationError is
-counted apart.
+For each call, each memory format of its argument and each layout, a program writes to the result or to the source.
+Other programs write to the last of a chain of two or three views, of a base in one of several memory orders. The
+values of view and base, version counters, strides, contiguity and gradients must equal those of one device on every
+rank. If one device raises an error, every rank must raise an error too. A program for which every rank raises
+OperationError is counted apart.
 
     python -m benchmarks.aliases                    the figure
     python -m benchmarks.aliases --op reshape       the calls of one operator, every failure
+    python -m benchmarks.aliases --op chains        the chains of views, every failure
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from benchmarks import _samples
 from benchmarks._alias_cases import ViewCall, has_method, tensors_of, view_calls, view_operators
+from benchmarks._view_chains import Chain, chains, strides_of
 from benchmarks.opdb import Failure, Ours
 
 Marks = tuple[str, ...]
@@ -83,6 +86,16 @@ class Story:
     write: str
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the call's argument."""
+        return self.call.shape
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator."""
+        return self.call.base
+
+    @property
     def name(self) -> str:
         """Description of the call, the memory format and the write."""
         how = "method " if self.method else ""
@@ -102,7 +115,7 @@ class Story:
         out = self.call.as_method(source) if self.method else self.call(source)
         results = tensors_of(out)
         facts: dict[str, Any] = {
-            "strides": [_strides(r) for r in results],
+            "strides": [strides_of(r) for r in results],
             "contiguous": [r.is_contiguous() for r in results],
             "same": [r is source for r in results],
         }
@@ -121,11 +134,6 @@ class Story:
             source.mul_(3)
         else:
             base.add_(1)
-
-
-def _strides(x: Any) -> list[int]:
-    """Return the strides of the dims with more than one element."""
-    return [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] if x.numel() else []
 
 
 def stories(operators: Sequence[Any] | None = None) -> Iterator[Story]:
@@ -152,7 +160,10 @@ def _partly_overlaps(story: Story) -> bool:
     return False
 
 
-def _outcome(story: Story, leaf: Any, whole: Callable[[Any], Any]) -> dict[str, Any] | str:
+Program = Story | Chain
+
+
+def _outcome(story: Program, leaf: Any, whole: Callable[[Any], Any]) -> dict[str, Any] | str:
     """Return the facts, whole values and the gradient; a text that begins with "raises" if the program fails."""
     try:
         facts = story.run(leaf)
@@ -169,11 +180,11 @@ def _outcome(story: Story, leaf: Any, whole: Callable[[Any], Any]) -> dict[str, 
 
 
 @cache
-def _wanted(story: Story) -> dict[str, Any] | str:
+def _wanted(story: Program) -> dict[str, Any] | str:
     return _outcome(story, story.base().requires_grad_(), lambda x: x)
 
 
-def _attempt(library: Ours, story: Story, mesh: tuple[int, ...], marks: Marks) -> Failure | None:
+def _attempt(library: Ours, story: Program, mesh: tuple[int, ...], marks: Marks) -> Failure | None:
     """Return the failure of one rank, or None."""
     value = story.base().requires_grad_()
     leaf = library.place(value, mesh, marks, lambda n: _samples.exact_terms(value.detach(), n))
@@ -189,12 +200,14 @@ def _attempt(library: Ours, story: Story, mesh: tuple[int, ...], marks: Marks) -
     return None
 
 
-def _fits(story: Story, marks: Marks) -> bool:
+def _fits(story: Program, marks: Marks) -> bool:
     dims = [int(m[1:]) for m in marks if m.startswith("S")]
-    return all(d < len(story.call.shape) for d in dims)
+    return all(d < len(story.shape) for d in dims)
 
 
-def sweep(programs: Sequence[Story], layouts: Sequence[Any] = LAYOUTS) -> Iterator[tuple[Story, Any, Failure | None]]:
+def sweep(
+    programs: Sequence[Program], layouts: Sequence[Any] = LAYOUTS
+) -> Iterator[tuple[Program, Any, Failure | None]]:
     """Yield each program with each layout, and its failure or None."""
     library = Ours()
     for mesh, marks in layouts:
@@ -216,13 +229,19 @@ def _run(library: Ours, jobs: Sequence[Callable[[], Failure | None]], ranks: int
     return [next((f for f in found if f is not None), None) for found in zip(*per_rank, strict=True)]
 
 
+def sweep_chains(step: int) -> Iterator[tuple[Program, Any, Failure | None]]:
+    """Yield one chain in `step` for each layout, other chains for other layouts, and its failure or None."""
+    for k, layout in enumerate(LAYOUTS):
+        yield from sweep(list(islice(chains(), k * 7 % step, None, step)), [layout])
+
+
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the number of programs and layouts whose results are not those of one device."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     programs = list(stories())
-    found = list(sweep(programs[::23] if quick else programs))
-    refused = Counter(s.call.base for s, _, f in found if f is not None and f.status == "refused")
+    found = [*sweep(programs[::23] if quick else programs), *sweep_chains(601 if quick else 29)]
+    refused = Counter(s.operator for s, _, f in found if f is not None and f.status == "refused")
     failures = [(s, where, f) for s, where, f in found if f is not None and f.status != "refused"]
     return {
         "name": "aliases",
@@ -233,6 +252,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         "details": {
             "cases": len(found),
             "operators": len({s.call.op for s in programs}),
+            "chains": sum(isinstance(s, Chain) for s, _, _ in found),
             "refused": dict(refused),
             "by_status": dict(Counter(f.status for _, _, f in failures)),
             "failures": [f"{s.name}, {where}: {f.message}" for s, where, f in failures[:40]],
@@ -245,7 +265,7 @@ def main() -> None:
     """Print the figure, or every failure of one operator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one program in 23")
-    parser.add_argument("--op", help="comma-separated names of operators, or `all`: print every failure")
+    parser.add_argument("--op", help="comma-separated names of operators, `all` or `chains`: print every failure")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -256,7 +276,7 @@ def main() -> None:
     chosen = [op for op in view_operators() if args.op == "all" or op._schema.name.removeprefix("aten::") in names]
     programs = list(stories(chosen))
     programs = programs[::23] if args.quick else programs
-    found = list(sweep(programs))
+    found = list(sweep_chains(601 if args.quick else 29) if args.op == "chains" else sweep(programs))
     for s, where, f in found:
         if f is not None:
             print(f"{f.status}: {s.name}, {where}: {f.message}", file=sys.stdout)

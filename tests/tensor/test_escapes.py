@@ -83,7 +83,7 @@ def test_memory_is_let_go_of_by_a_backward_pass() -> None:
     def go() -> tuple[bool, bool]:
         x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]).requires_grad_()
         x.data_ptr()
-        kept = x.__dict__["_memory"]
+        (kept,) = x.to_local().untyped_storage().__dict__["_meshwright_kept"].values()
         before = kept.whole is not None
         (x * x).sum().backward()
         return before, kept.whole is None

@@ -101,7 +101,10 @@ def _count_writes(optimizer: Optimizer) -> None:
 
 
 def _lies_alike(optimizer: Optimizer) -> bool:
-    """True if every parameter with a gradient is distributed, and its gradient and states have its layout."""
+    """True if every parameter with a gradient is distributed, and its gradient and states have its layout.
+
+    A view that is a copy has to be written back, which the step on parts does not do.
+    """
     flush()
     found = False
     with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
@@ -115,7 +118,7 @@ def _lies_alike(optimizer: Optimizer) -> bool:
                     continue
                 spec = p.spec if isinstance(p, DistTensor) else None
                 found = found or spec is not None
-                if spec is not None and not _has_equal_dual(spec, p.grad):
+                if spec is not None and (p._viewing or not _has_equal_dual(spec, p.grad)):
                     return False
                 states = optimizer.state[p].values() if p in optimizer.state else ()
                 if not all(_beside(spec, state) for state in states):
@@ -125,6 +128,8 @@ def _lies_alike(optimizer: Optimizer) -> bool:
 
 def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     """True if the gradient of a parameter with this spec has the parameter's layout."""
+    if isinstance(grad, DistTensor) and grad._viewing:
+        return False
     have = grad.spec if isinstance(grad, DistTensor) else spec.dual()
     return have.mesh is spec.mesh and have.layout == spec.layout
 
@@ -134,6 +139,8 @@ def _beside(spec: Spec | None, state: Any) -> bool:
     if not isinstance(state, DistTensor):
         return not isinstance(state, Tensor) or not state.dim() or spec is None
     have = state.spec
+    if state._viewing:
+        return False
     return have is spec or (spec is not None and have.mesh is spec.mesh and have.layout == spec.layout)
 
 

@@ -8,27 +8,32 @@ that made it; before it is used it is read again if its base was written to, aft
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, whole_of
 
+from ._convert import arranged
 from ._dist_tensor import DistTensor, FakeDistTensor, stamp
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, write_into
 from ._plan import of_one_node
 from ._tree import map_tensors, tensors_in
 from ._whole import call_whole, put_back
+from ._writes import note_counter, writes_to
 from .torch_hooks import is_dense, no_interception, shares_storage
 
 
 @dataclass(slots=True)
 class Source:
-    """The origin of a view: the base, the call, the number of the result, and the base's version at the call.
+    """The origin of a view: the base, the call, the number of the result, and the writes to the base until the call.
 
     `single` is False for one of several views of one autograd node: torch raises an error on a write to such a view.
     """
@@ -52,10 +57,29 @@ class DistView(DistTensor):
     _source: Source
     _outer: DistView
     _agreed: int
-    """The version of an outer view at which it and its base last held the same values."""
+    """The number of writes to the memory of an outer view when it and its base last held the same values."""
+    _seen = True
+    """False for `view.detach()` and `view.data`: autograd does not see what is written to them."""
+    _counted = True
+    """False for `view.data`: a write to it moves no version counter of the base."""
 
     def _read_again(self) -> None:
         _refresh(self._outer)
+
+    def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
+        view: Any = copy
+        view.__class__ = DistView
+        view._seen, view._counted = self._seen, self._counted
+        if self._outer is self:
+            source = self._source
+            base = deepcopy(source.base, memo)
+            args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
+            view._source = Source(base, source.func, args, kwargs, source.at, writes_to(base), source.single)
+            view._outer, view._agreed = view, writes_to(view)
+            _note(base, _VIEWS, view)
+        else:
+            view._outer = deepcopy(self._outer, memo)
+            _note(view._outer, _INNER, view)
 
 
 def as_view(
@@ -69,12 +93,71 @@ def as_view(
     if type(x) is FakeDistTensor:
         return x
     with no_interception():
-        view: Any = stamp(x.clone(), x._spec) if _overlaps(x) else x
+        view: Any = stamp(x.clone() if _overlaps(x) else _in_order(x, x._spec), x._spec)
     view.__class__ = DistView
-    view._source = Source(base, func, args, kwargs, at, version_of(base), single)
+    view._source = Source(base, func, args, kwargs, at, writes_to(base), single)
     view._outer = view
-    view._agreed = version_of(view)
+    view._agreed = writes_to(view)
+    _note(base, _VIEWS, view)
     return view
+
+
+_VIEWS, _INNER = "_meshwright_views", "_meshwright_inner"
+"""Attribute of a base: its views that are copies. Attribute of such a view: the views that share its memory."""
+
+
+def _note(x: DistTensor, name: str, view: DistView) -> None:
+    held: Any = x.__dict__
+    held.setdefault(name, WeakValueDictionary())[id(view)] = view
+
+
+def _noted(x: DistTensor, name: str) -> list[DistView]:
+    held: Any = x.__dict__
+    found: WeakValueDictionary[int, DistView] | None = held.pop(name, None)
+    return [] if found is None else list(found.values())
+
+
+def _in_order(x: Tensor, spec: Spec) -> Tensor:
+    """Return the part of a view with its dims in the same order in memory as the whole view; a copy if they differ.
+
+    Which views of the view are possible then follows the whole view: `x[2:]` of a transposed `x` is gathered in
+    row-major order, where `x[2:][:, 1]` has gaps that the whole view does not have.
+    """
+    if shares_elements(spec.full_strides, spec.shape):
+        return x
+    steps = [(whole, here) for n, whole, here in zip(x.shape, spec.full_strides, x.stride(), strict=True) if n > 1]
+    if [here for _, here in sorted(steps)] == sorted(here for _, here in steps):
+        return x
+    return whole_of(x, spec.full_strides) if x.shape == spec.shape else arranged(x, spec)
+
+
+def leave_memory(x: DistTensor) -> None:
+    """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
+    views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
+    if views or inner:
+        with no_interception():
+            old: Any = stamp(x.view_as(x), x._spec)
+        if isinstance(x, DistView):
+            old.__class__ = DistView
+            old._source, old._agreed, old._outer = x._source, x._agreed, old if x._outer is x else x._outer
+        for view in views:
+            source = view._source
+            source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
+            source.base = old
+        for view in inner:
+            view._outer = old
+    if type(x) is DistView:
+        moved: Any = x
+        moved.__class__ = DistTensor
+
+
+def detached_view(local: Tensor, view: DistView, is_data: bool) -> DistView:
+    """Return `local`, which is `view.detach()` or `view.data` on this rank, as the same view of the same base."""
+    found: Any = stamp(local, view._spec)
+    found.__class__ = DistView
+    found._outer, found._seen, found._counted = view._outer, False, view._counted and not is_data
+    _note(view._outer, _INNER, found)
+    return found
 
 
 def base_of(x: DistTensor) -> DistTensor:
@@ -82,12 +165,6 @@ def base_of(x: DistTensor) -> DistTensor:
     while isinstance(x, DistView):
         x = x._outer._source.base
     return x
-
-
-def version_of(x: Tensor) -> int:
-    """How often the memory of `x` was written to."""
-    with no_interception():
-        return 0 if x.is_inference() else x._version
 
 
 def is_unversioned(x: Tensor) -> bool:
@@ -139,7 +216,7 @@ def before_call(views: Sequence[DistView]) -> list[int]:
     """Reads again every view whose base was written to; their versions."""
     for view in views:
         _refresh(view._outer)
-    return [version_of(v) for v in views]
+    return [writes_to(v) for v in views]
 
 
 def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
@@ -148,8 +225,8 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
     """
     for view, version in zip(views, before, strict=True):
-        if version_of(view) not in (version, view._outer._agreed) or any(x is view for x in written):
-            _write_back(view._outer)
+        if writes_to(view) not in (version, view._outer._agreed) or any(x is view for x in written):
+            _write_back(view._outer, view)
     for r in tensors_in(out):
         if type(r) is DistTensor:
             _know_inner(r, views)
@@ -157,18 +234,19 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
 
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
-        outer = next((v._outer for v in views if shares_storage(v, x)), None)
-    if outer is not None:
+        of = next((v for v in views if shares_storage(v, x)), None)
+    if of is not None:
         view: Any = x
         view.__class__ = DistView
-        view._outer = outer
+        view._outer, view._seen, view._counted = of._outer, of._seen, of._counted
+        _note(of._outer, _INNER, view)
 
 
 def _refresh(view: DistView) -> None:
     source = view._source
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
-    now = version_of(source.base)
+    now = writes_to(source.base)
     if now == source.version and not is_unversioned(view):
         return
     if not source.single:
@@ -176,7 +254,7 @@ def _refresh(view: DistView) -> None:
     done = call_whole(source.func, source.args, source.kwargs)
     new = list(tensors_in(done.out))[source.at]
     write_into(view, stamp(new, _whole_spec_of(new, view)))
-    source.version, view._agreed = now, version_of(view)
+    source.version, view._agreed = now, writes_to(view)
 
 
 def check_writable(x: Tensor, reads: bool = False) -> None:
@@ -210,7 +288,13 @@ def _several(source: Source, found: str) -> OperationError:
     )  # fmt: skip
 
 
-def _write_back(view: DistView) -> None:
+def _write_back(view: DistView, by: DistView) -> None:
+    """Write the values of an outer view into its base, as the write to `by`, a view on the same memory, would do."""
+    with nullcontext() if by._seen else torch.no_grad():
+        _write_base(view, by)
+
+
+def _write_base(view: DistView, by: DistView) -> None:
     source = view._source
     value = whole_local(view)
     done = call_whole(source.func, source.args, source.kwargs)
@@ -221,12 +305,25 @@ def _write_back(view: DistView) -> None:
             whole = _last_written(source, whole, value)
         else:
             target.copy_(value)
-    put_back(source.base, whole)
+    put_back(source.base if by._counted else _data_of(source.base), whole)
     if isinstance(source.base, DistView):
-        _write_back(source.base._outer)
+        _write_back(source.base._outer, min(by, source.base, key=_visibility))
     if source.single:
-        source.version = version_of(source.base)
-    view._agreed = version_of(view)
+        source.version = writes_to(source.base)
+    view._agreed = writes_to(view)
+
+
+def _visibility(view: DistView) -> int:
+    """Return how much torch notices of a write to the view: 2 for a view, 1 for `view.detach()`, 0 for `view.data`."""
+    return view._seen + view._counted
+
+
+def _data_of(x: DistTensor) -> DistTensor:
+    """Return `x.data`, whose writes are counted apart from those of `x`."""
+    with no_interception():
+        data = x.data
+        note_counter(x, data)
+    return stamp(data, x._spec)
 
 
 def _overlaps(x: Tensor) -> bool:

@@ -51,6 +51,15 @@ class Move:
         return all(isinstance(s, Relabel) for s in self.plan.steps)
 
     @cached_property
+    def is_noted(self) -> bool:
+        """True if a write to the operand shows in the result of the conversion only after another conversion.
+
+        Extrema and products are joined by an operator, which saves its result for the backward pass, too.
+        """
+        joined = any(op in _JOINED for s in (self.src, self.dst) for _, op in s.layout.partial)
+        return not joined and (self.arranges or not self.is_relabel)
+
+    @cached_property
     def transpose(self) -> Move:
         return move(*transposed(self.src.contiguous, self.dst.contiguous))
 

@@ -390,11 +390,11 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
     return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), True
 
 
-def _fresh(captured: Captured) -> tuple[bool, ...]:
-    """Return, for each result of a call of several operators, whether it is new although it could alias an argument."""
+def _fresh(captured: Captured) -> tuple[bool | None, ...]:
+    """Return one flag for each result that may alias an argument of the call: True if new, False if an alias."""
     results = list(tensors_in(captured.out))
     if not any(may_alias(node.op) for node in captured.nodes):
-        return (False,) * len(results)
+        return (None,) * len(results)
     return tuple(not any(r is t or shares_storage(r, t) for t in captured.inputs) for r in results)
 
 

@@ -7,6 +7,7 @@ comes to `__torch_function__`, which looks the call's signature up among the pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
+from ._writes import note_sharing
 from .torch_hooks import (
     FakeTensor,
     backward_running,
@@ -143,19 +145,38 @@ class DistTensor(Tensor):
         found = memo.get(id(self))
         if found is None:
             self._read_again()
+            is_param = self.__dict__.get("_is_param")
             with no_interception():
-                local = self.detach().clone().requires_grad_(self.requires_grad)
-                grad = None if self.__dict__.get("_is_param") else self.grad
-            found = stamp(local, self._spec.new)
+                local = self._copied_part(memo).requires_grad_(self.requires_grad)
+                grad = None if is_param else self.grad
+            found = stamp(local, self._spec.new if is_param else self._spec)
             if self._away:
                 found.__class__ = type(self)
-            if self.__dict__.get("_is_param"):
+            if is_param:
                 found._is_param = True
             if grad is not None:
                 with no_interception():
                     found.grad = grad.detach().clone()
             memo[id(self)] = found
+            if not is_param:
+                self._copy_source(found, memo)
         return found
+
+    def _copied_part(self, memo: dict[int, Any]) -> Tensor:
+        """Return a copy of the local part; copies of parts in one memory share one memory, but not those of parameters.
+
+        This is what torch does: `nn.Parameter.__deepcopy__` clones.
+        """
+        if self._away or isinstance(self, FakeTensor) or self.__dict__.get("_is_param"):
+            return self.detach().clone()
+        storage: Any = self.untyped_storage()
+        new = torch.empty(0, dtype=self.dtype, device=self.device)
+        new.set_(deepcopy(storage, memo), self.storage_offset(), self.size(), self.stride())
+        note_sharing(new)
+        return new
+
+    def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
+        """Make `copy` a view of the copied base, where this is a view that has memory of its own."""
 
     __dlpack_c_exchange_api__ = None
     """Nothing exports the memory from C without asking: callers fall back on `__dlpack__`."""

@@ -20,13 +20,13 @@ from torch.autograd import Function
 
 from meshwright.layout import Spec
 
-from ._alias import version_of
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import CollectiveError, PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
 from ._local import spec_of
 from ._make import present
+from ._writes import version_of
 from .torch_hooks import bare_apply, interception, interception_on, no_interception, tell_functions
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -13,14 +13,14 @@ from torch.utils import swap_tensors
 from meshwright.layout import Product, Spec
 
 from ._absent import absent
-from ._alias import DistView, base_of, version_of
+from ._alias import DistView, base_of, detached_view, leave_memory
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError, OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
-from ._memory import note_alias
 from ._registry import handles
 from ._tree import map_tensors
+from ._writes import note_counter, version_of
 from .torch_hooks import call_plain, no_interception, same_kind
 
 _T: Any = Tensor
@@ -76,15 +76,18 @@ def _is_view(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
 def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    if x._viewing:
+    if x._viewing and func == Tensor.detach_:
         return NotImplemented
     out = call_plain(func, types, args, kwargs)
     if func == _T.data.__get__:
         x.__dict__.pop("_shared", None)
         x.__dict__["_exposed"] = True
-        note_alias(x, out)
+        with no_interception():
+            note_counter(x, out)
     if out is x:
         return x
+    if x._viewing:
+        return detached_view(out, x, func == _T.data.__get__)
     return absent(out, x._spec) if x._away else stamp(out, x._spec)
 
 
@@ -97,8 +100,10 @@ def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     have = spec_of(new, x._spec)
     need = _spec_of_data(x, have)
     local = convert_local(new, have, need)
+    leave_memory(x)
     with no_interception():
         _T.data.__set__(x, plain_view(local))
+        note_counter(local, x)
     held: Any = x.__dict__
     held.pop("_shared", None)
     x._spec = need
@@ -111,8 +116,10 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
     """
     if x.dtype != source.dtype or x._viewing or source._viewing:
         return False
+    leave_memory(x)
     with no_interception():
         _T.data.__set__(x, plain_view(source))
+        note_counter(source, x)
     held: Any = x.__dict__
     held.pop("_shared", None)
     x._spec = source._spec

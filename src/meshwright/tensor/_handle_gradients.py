@@ -12,6 +12,7 @@ from meshwright.comm import current
 from meshwright.layout import Spec, replicated
 
 from ._absent import absent
+from ._assigned import assign, gradients_kept_up
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import OperationError
@@ -19,7 +20,8 @@ from ._local import spec_of, whole_local
 from ._memory import release_memory
 from ._pending import deferring, flush, flush_read, forget
 from ._registry import handles
-from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward
+from ._saved import keep_up
+from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward, tell_backward
 
 _T: Any = Tensor
 """Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
@@ -92,21 +94,16 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
     for output in outputs:
         if isinstance(output, DistTensor):
             output._read_again()
+    keep_up()
     outputs = [_summed(o) for o in outputs]
     seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
     create = bool(given.get("create_graph") or False)
     keep, inputs = given.get("retain_graph"), tuple(_as_list(given.get("inputs") or ()))
-    with deferring(not inputs and not create):
-        run_backward(
-            outputs,
-            seeds,
-            create if keep is None else keep,
-            create,
-            inputs,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    flush_read()
+    keep = create if keep is None else keep
+    with gradients_kept_up():
+        with deferring(not inputs and not create):
+            run_backward(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
+        flush_read()
 
 
 @handles(torch.autograd.grad)
@@ -116,6 +113,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
+    keep_up()
     outputs = [_summed(o) for o in _as_list(given["outputs"])]
     inputs = _as_list(given["inputs"])
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
@@ -191,12 +189,7 @@ def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     if grad is None:
         return call_plain(func, types, args, {})
     if isinstance(grad, Tensor) and isinstance(x, DistTensor):
-        have = spec_of(grad, x._spec)
-        need = x._spec.dual().with_dtype(have.dtype)
-        local = convert_local(grad, have, need)
-        with no_interception():
-            x.grad = plain_view(local)
-        return
+        return assign(x, grad)
     with no_interception():
         x.grad = grad
 
@@ -307,3 +300,14 @@ def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @handles(Tensor.register_post_accumulate_grad_hook)
 def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return call_plain(func, types, args, kwargs)
+
+
+class _backward_pass(gradients_kept_up):
+    """Inside, a backward pass of plain tensors runs, which asks no distributed tensor."""
+
+    def __enter__(self) -> None:
+        keep_up()
+        super().__enter__()
+
+
+tell_backward(_backward_pass)

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import whole_of
+
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import MemoryAccessError
 from ._handle_values import everywhere
 from ._local import write_into
-from ._memory import holds_whole, memory_of, storage_of
+from ._memory import holds_whole, memory_of, offset_of, storage_of
 from ._registry import handles
+from ._tree import map_tensors
 from .torch_hooks import call_plain, interception_on, no_interception
 
 _T: Any = Tensor
@@ -28,20 +31,18 @@ def _present(*names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
 
 
-@handles(*_present("data_ptr", "const_data_ptr", "__dlpack_device__"), _T.__cuda_array_interface__.__get__)
+@handles(*_present("data_ptr", "const_data_ptr", "__dlpack_device__", "is_set_to"), _T.__cuda_array_interface__.__get__)
 def _of_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    memory = memory_of(args[0])
+    args, kwargs = map_tensors(memory_of, (args, kwargs))
     with no_interception():
-        return func(memory, *args[1:], **kwargs)
+        return func(*args, **kwargs)
 
 
 @handles(Tensor.storage_offset)
 def _storage_offset(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Return the offset in the memory of the whole tensor; a gathered tensor that is no view has offset 0."""
+    """Return the offset in the memory of the whole tensor."""
     x = args[0]
-    if holds_whole(x):
-        return call_plain(func, types, args, kwargs)
-    return memory_of(x).storage_offset() if x._viewing else 0
+    return call_plain(func, types, args, kwargs) if holds_whole(x) else offset_of(x)
 
 
 @handles(Tensor.untyped_storage)
@@ -82,21 +83,33 @@ def _numpy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
-    whole = everywhere(x)
+    whole = _in_memory_order(x)
     with no_interception():
         array = func(whole, *args[1:], **kwargs)
     array.flags.writeable = False
     return array
 
 
+def _in_memory_order(x: DistTensor) -> Tensor:
+    """Return the whole value with the strides of one device."""
+    whole, strides = everywhere(x), x._spec.strides
+    with no_interception():
+        return whole if strides is None else whole_of(whole, strides)
+
+
 @handles(Tensor.__dlpack__)
 def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Export the memory, or a copy for a caller that asks for one: a write to a gathered tensor would be lost."""
     x = args[0]
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
-    if kwargs.get("copy") is False:
-        raise refusal("Tensor.__dlpack__ with copy=False", x, "pass copy=None, or export mw.unshard_dtensor(x)")
-    whole = everywhere(x)
+    if kwargs.get("copy") is not True:
+        raise refusal(
+            "Tensor.__dlpack__",
+            x,
+            "call from_dlpack(x, copy=True) for a copy, or numpy.asarray(x) for a read-only array",
+        )
+    whole = _in_memory_order(x)
     with no_interception():
         return func(whole, *args[1:], **kwargs)
 

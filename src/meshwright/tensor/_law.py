@@ -6,7 +6,7 @@ tensor do not. The capture of a call found the decision for the whole tensor; th
 
     shape          checked in the first calls of a plan; in every call inside `checked_results`
     aliases        checked in every call, if the operator's schema lets its result alias an argument
-    memory format  checked in the first calls; in every call after one result differed
+    memory format  checked in the first calls; in every call after one result differed. A view is never copied
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def checked_results() -> Generator[None]:
 class Law:
     """The requirements on the local results of one plan; `apply` checks and enforces them.
 
-    `fresh[k]` is True if result k is a new tensor although the operator's schema lets it alias an argument.
+    If the operator's schema lets result k alias an argument, `fresh[k]` is True for a new tensor and False for a view.
     """
 
-    def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool]) -> None:
+    def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool | None]) -> None:
         self.name, self.outs, self.fresh = name, outs, fresh
         self.settled = False
         self._seen: set[Any] = set()
@@ -77,6 +77,8 @@ class Law:
         if results and len(results) == len(self.outs):
             for k, (x, spec) in enumerate(zip(results, self.outs, strict=True)):
                 self._check_shape(k, x, spec, rank)
+                if k < len(self.fresh) and self.fresh[k] is False:
+                    self._check_view(k, x, inputs, rank)
             self._settle(rank)
         return out
 
@@ -85,6 +87,16 @@ class Law:
             raise LocalShapeError(
                 f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
                 f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
+                "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+            )  # fmt: skip
+
+    def _check_view(self, k: int, x: Tensor, inputs: Sequence[Any], rank: int) -> None:
+        if not x.numel() or isinstance(x, FakeTensor):
+            return
+        if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
+            raise LocalShapeError(
+                f"{self.name} on rank {rank}", "a local result with memory of its own",
+                f"result {k} is {self.outs[k]!r}, a view of an argument, and a write to the copy would be lost",
                 "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
             )  # fmt: skip
 
@@ -118,11 +130,11 @@ class Law:
         return own(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
 
     def _arranged(self, out: Any) -> Any:
-        left = iter(self.outs)
+        left, fresh = iter(self.outs), iter(self.fresh)
 
         def put(x: Tensor) -> Tensor:
-            spec = next(left, None)
-            if spec is None or not spec.is_dense or spec.is_symbolic or x.layout is not torch.strided:
+            spec, is_view = next(left, None), next(fresh, None) is False
+            if spec is None or is_view or not spec.is_dense or spec.is_symbolic or x.layout is not torch.strided:
                 return x
             if isinstance(x, DistTensor) or x.dim() != spec.ndim or is_arranged(x, spec):
                 return x

@@ -39,7 +39,7 @@ def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> 
     captured = None if recording() else _captured(func, args, kwargs)
     found = None if captured is None else _unchanged(captured, tensors)
     if captured is not None and found is not None:
-        law = Law(str(func.__name__), found, (False,) * len(found))
+        law = Law(str(func.__name__), found, (None,) * len(found))
         return run_direct(found, captured.out, args, kwargs, law), captured
     if captured is not None and modes_before_dispatch():
         return run_graph(captured), captured

@@ -13,11 +13,14 @@ from ._capture import strides_of
 from ._convert import Move, convert_local
 from ._dist_tensor import DistTensor, is_leaf, plain_view, wants_grad
 from ._pending import defer_reduction
+from ._saved import note_alias, note_move
 from .torch_hooks import no_interception
 
 
-def shared_move(x: Tensor, how: Move) -> Tensor:
+def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     """`x` after `how`; done once and shared by all that use it so, as long as it is not written to.
+
+    `exact` is False if other operators than one device's will use it, and save other tensors for the backward pass.
 
     Call it with interception off. Only intermediate results that want a gradient are shared: a leaf's reductions are
     put off and added up, and what `x.data` was taken of may be written to without a trace.
@@ -25,14 +28,14 @@ def shared_move(x: Tensor, how: Move) -> Tensor:
     if how.is_trivial:
         return x
     if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and wants_grad(x)):
-        return how(x)
+        return note_move(how(x), x, how, exact)
     if is_leaf(x):
-        return defer_reduction(x, how) if how.is_relabel else how(x)
+        return note_alias(defer_reduction(x, how), x) if how.is_relabel else note_move(how(x), x, how, exact)
     held: Any = x.__dict__
     found = held.get("_shared")
     if found is not None and found[0] is how and found[1] == x._version:
         return found[2]
-    out = how(x)
+    out = note_move(how(x), x, how, exact)
     if "_exposed" not in held:
         held["_shared"] = (how, x._version, out)
     return out

@@ -182,5 +182,12 @@ def pipe_split(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh."""
-    return everywhere(x)
+    """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh.
+
+    It has the memory order of one device.
+    """
+    out = everywhere(x)
+    if not isinstance(x, DistTensor) or x._spec.new.order is None:
+        return out
+    with no_interception():
+        return arranged(out, x._spec)

@@ -1,27 +1,29 @@
 """The memory of the whole tensor, for callers that ask for an address or a storage.
 
-A rank holds only a part, so the whole value is gathered into new memory, which is kept as long as the tensor. Libraries
-find tied weights by comparing addresses. So two tensors on the same memory get the same address if they have the same
-shape, or if one is a view of the other. Writes to this memory would be lost, so the storage that users see raises an
+A rank holds only a part, so the whole value is gathered into new memory, which is kept as long as the part's memory.
+Libraries find tied weights by comparing addresses. So tensors on the same memory get addresses in the same gathered
+memory, at the distances of one device. Writes to this memory would be lost, so the storage that users see raises an
 error on a write.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current
 
-from ._alias import DistView, version_of
+from ._alias import DistView
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import MemoryAccessError
 from ._handle_values import everywhere
 from ._tree import map_tensors, tensors_in
+from ._writes import writes_to
 from .torch_hooks import no_interception
 
 
@@ -34,7 +36,7 @@ def holds_whole(x: DistTensor) -> bool:
 
 
 class _Kept:
-    """Gathered memory of a tensor and the version of its content; a version of None means out of date."""
+    """Gathered memory of a tensor and the number of writes that its content has seen; None means out of date."""
 
     def __init__(self) -> None:
         self.whole: Tensor | None = None
@@ -71,20 +73,19 @@ def memory_of(x: Tensor) -> Tensor:
         with no_interception():
             return plain_view(x)
     with torch.no_grad():
-        found = _memory_of_view(x) if isinstance(x, DistView) else None
-        return _kept_memory(x) if found is None else found
+        return _memory_of_view(x) if isinstance(x, DistView) else _kept_memory(x)
 
 
-def _memory_of_view(x: DistView) -> Tensor | None:
-    """Return the same view of the gathered memory of the base; None if the view has to be gathered itself."""
-    if x._outer is x:
+def _memory_of_view(x: DistView) -> Tensor:
+    """Return the same view of the gathered memory of the base."""
+    outer = x._outer
+    if outer is x:
         return _replayed(x)
-    memory = memory_of(x._outer)
+    memory = memory_of(outer)
     with no_interception():
-        if x._spec.layout.cut_axes or x._spec.layout.partial_axes or x._outer.stride() != memory.stride():
-            return None
-        start = memory.storage_offset() + x.storage_offset() - x._outer.storage_offset()
-        return memory.as_strided(x.size(), x.stride(), start)
+        local = int(x.storage_offset()) - int(outer.storage_offset())
+        start = memory.storage_offset() + _distance(local, outer.size(), outer.stride(), memory.stride())
+    return memory.as_strided(x._spec.shape, x._spec.full_strides, start)
 
 
 def _replayed(x: DistView) -> Tensor:
@@ -100,14 +101,12 @@ def _kept_memory(x: DistTensor) -> Tensor:
     with no_interception():
         storage: Any = x.untyped_storage()
         key = (x._spec, x.storage_offset(), tuple(x.size()), tuple(x.stride()))
-        version = None if x.is_inference() or _has_aliases(storage) else version_of(x)
-    table: WeakValueDictionary[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", WeakValueDictionary())
+        version = None if x.is_inference() else writes_to(x)
+    table: dict[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
     kept = table.get(key)
     if kept is None:
-        kept = table[key] = _Kept()
+        kept = table[key] = _Kept()  # kept with the part's memory, not with `x`: `x.detach()` may be gone already
         _thread.kept.add(kept)
-    held: Any = x.__dict__
-    held["_memory"] = kept  # the tensor keeps its gathered memory, and with it the address, alive
     if kept.whole is None:
         kept.whole, kept.version = _gathered(x, table), version
     elif version is None or kept.version != version:
@@ -116,7 +115,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
     return kept.whole
 
 
-def _gathered(x: DistTensor, table: WeakValueDictionary[Any, _Kept]) -> Tensor:
+def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
     """Return new memory with the value of `x`, or a view of the gathered memory of a tensor on the same part."""
     whole, strides = everywhere(x), x.stride()
     base = x._base
@@ -131,34 +130,56 @@ def _gathered(x: DistTensor, table: WeakValueDictionary[Any, _Kept]) -> Tensor:
 
 
 def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | None:
-    """Return a view for `x` of the gathered memory of another tensor on the same part, or None.
-
-    A view exists if both tensors are contiguous with the same number of elements. It also exists if no dim of either
-    tensor is sharded, because the part then has the strides of the whole tensor.
-    """
-    spec, offset, _, strides = key
-    if x.is_contiguous() and memory.is_contiguous() and memory.numel() == whole.numel() and memory.dtype == whole.dtype:
-        return memory.view(whole.shape)
-    if x._spec.layout.cut_axes or spec.layout.cut_axes or strides != memory.stride() or spec.dtype != x._spec.dtype:
+    """Return a view for `x` of the gathered memory of another tensor on the same part, or None if `x` is beside it."""
+    spec, offset, size, strides = key
+    if spec.dtype != x._spec.dtype or not whole.numel():
         return None
-    start = memory.storage_offset() + x.storage_offset() - offset
-    end = start + sum((n - 1) * step for n, step in zip(x.size(), x.stride(), strict=True))
+    if x._spec.strides is None and memory.is_contiguous() and memory.numel() == whole.numel():
+        return memory.view(whole.shape)
+    start = memory.storage_offset() + _distance(x.storage_offset() - offset, size, strides, memory.stride())
+    full = x._spec.full_strides
+    end = start + sum((n - 1) * step for n, step in zip(whole.shape, full, strict=True))
     inside = start >= 0 and (end + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
-    return memory.as_strided(x.size(), x.stride(), start) if inside and whole.numel() else None
+    return memory.as_strided(whole.shape, full, start) if inside else None
 
 
-def note_alias(x: DistTensor, alias: Tensor) -> None:
-    """Record `alias`, the tensor `x.data`: a write to it does not change the version of `x`."""
+def _distance(local: int, size: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> int:
+    """Return the distance in the whole memory between two elements that are `local` apart in the part's memory.
+
+    `strides` are those of the part and `full` those of the whole tensor. The distance is read as steps along the dims,
+    in descending order of strides.
+    """
+    steps = sorted(zip(strides, full, size, strict=True), key=lambda s: -s[0])
+    found, left = 0, local
+    for here, whole, n in steps:
+        if n > 1 and here > 0:
+            found += left // here * whole
+            left %= here
+    return found
+
+
+def offset_of(x: DistTensor) -> int:
+    """Return the offset of the whole tensor in its storage; raises MemoryAccessError if this rank cannot tell.
+
+    A view of the local part is as many steps from its base along each dim as the whole view is.
+    """
+    if isinstance(x, DistView):
+        if x._outer is x:
+            return int(_replayed(x).storage_offset())
+        start, base = offset_of(x._outer), x._outer
+    else:
+        start, base = 0, x._base
     with no_interception():
-        held: Any = x.untyped_storage().__dict__
-    for kept in held.get("_meshwright_kept", {}).values():
-        kept.version = None
-    living = [r for r in held.get("_meshwright_aliases", ()) if r() is not None]
-    held["_meshwright_aliases"] = [*living, ref(alias)]
-
-
-def _has_aliases(storage: Any) -> bool:
-    return any(r() is not None for r in storage.__dict__.get("_meshwright_aliases", ()))
+        if not isinstance(base, DistTensor):
+            if x.storage_offset() == 0:
+                return 0
+            raise MemoryAccessError(
+                "Tensor.storage_offset", f"{x._spec!r}, which has no base",
+                "this rank knows the offset in its part only",
+                "ask before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
+            )  # fmt: skip
+        local = int(x.storage_offset()) - int(base.storage_offset())
+        return start + _distance(local, base.size(), base.stride(), base._spec.full_strides)
 
 
 def _refuse(name: str) -> Any:
@@ -183,11 +204,26 @@ WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
 """The storage of a distributed tensor: a gathered copy, which may only be read."""
 
 
+def _extent(memory: Tensor) -> int:
+    """Return the bytes from the first to the last element."""
+    reach = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
+    return (reach + 1) * memory.element_size()
+
+
 def storage_of(x: DistTensor) -> Any:
     """Return the storage of the whole tensor; a gathered storage raises MemoryAccessError on a write."""
     memory = memory_of(x)
     with no_interception():
         storage: Any = memory.untyped_storage()
+        has_gaps = not x._spec.is_dense and not holds_whole(x) and storage.nbytes() == _extent(memory)
+    if has_gaps:
+        raise MemoryAccessError(
+            "the storage of a view", f"{x._spec!r}, which has no base",
+            "its memory has gaps, and what is in them belongs to a tensor that this rank does not know",
+            "ask the tensor that it is a view of, or x.contiguous()",
+        )  # fmt: skip
+    with no_interception():
+        storage = memory.untyped_storage()
     if not holds_whole(x):
         storage.__class__ = WholeStorage
     return storage

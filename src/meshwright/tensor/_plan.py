@@ -39,7 +39,7 @@ class Step:
         broken: True if the results are views of an operand that has to be converted.
         single: True unless one autograd node makes several such results.
         grown: True if a result has a dim that no operand has; values may decide the size of this dim.
-        fresh: For each result, True if the result is new although the schema lets it alias an argument.
+        fresh: For each result that the schema lets alias an argument, True if it is new and False if it is an alias.
         context: The algorithm of attention along a sharded sequence; None for other operators.
     """
 
@@ -55,7 +55,7 @@ class Step:
     broken: bool
     single: bool
     grown: bool
-    fresh: tuple[bool, ...]
+    fresh: tuple[bool | None, ...]
     context: Context | None = None
 
     def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -215,11 +215,11 @@ def _step(
     )
 
 
-def fresh_results(node: Node) -> tuple[bool, ...]:
-    """Return one flag for each result: True if it is new although the schema lets it alias an argument."""
+def fresh_results(node: Node) -> tuple[bool | None, ...]:
+    """Return one flag for each result that the schema lets alias an argument: True if new, False if an alias."""
     results = list(tensors_in(node.out))
     if not may_alias(node.op):
-        return (False,) * len(results)
+        return (None,) * len(results)
     given = list(tensors_in((node.args, node.kwargs)))
     return tuple(not any(r is t or shares_storage(r, t) for t in given) for r in results)
 

@@ -114,8 +114,9 @@ def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -
     """The call's tensor arguments, each as the operator needs it."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = list(tensors_in(values)) if places is None else [values[at] for at in places]
+    exact = step.form is None
     for at, how in step.moves:
-        tensors[at] = shared_move(tensors[at], how)
+        tensors[at] = shared_move(tensors[at], how, exact)
     return tensors
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._alias import version_of
 from ._dispatch import planned
 from ._dist_tensor import DistTensor, signature
 from ._errors import OperationError, TraceError
@@ -21,6 +20,7 @@ from ._registry import DIRECT
 from ._stage_order import name_of
 from ._tree import map_tensors, tensors_in
 from ._whole import tell_whole
+from ._writes import version_of
 from .torch_hooks import (
     call_plain,
     graph_tracing,

@@ -10,18 +10,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import whole_of
+from meshwright.layout import Spec, whole_of
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import OperationError, RanWholeWarning
 from ._local import whole_spec
 from ._overlap import share_elements
+from ._saved import note_copy
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import FakeTensor, Operator, no_interception, shares_storage, written_arguments
 
@@ -63,7 +65,13 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
             **{k: map_tensors(lambda t: whole[id(t)], v) for k, v in kwargs.items()},
         )
         marked = written_by_schema(func, args, kwargs)
+    versions = {key: _version(t) for key, t in tensors.items()} if torch.is_grad_enabled() else {}
     _write_back(func, stands_for, marked)
+    with no_interception():
+        for key, version in versions.items():
+            t = tensors[key]
+            if isinstance(t, DistTensor) and whole_spec(t._spec) is not t._spec and _version(t) == version:
+                note_copy(whole[key], t, partial(_gathered, spec=t._spec))
     return WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
 
 
@@ -83,8 +91,8 @@ class _Whole:
         self.has_memory = whole_spec(tensor._spec) is not tensor._spec
         self.before = whole.detach()
         self.version, self.node = _version(whole), whole.grad_fn
-        partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
-        self.values = whole.detach().clone() if partial else None
+        is_partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
+        self.values = whole.detach().clone() if is_partial else None
 
     def is_moved(self) -> bool:
         """True if the whole tensor has another shape, other strides or another memory than before the call."""
@@ -169,9 +177,11 @@ def _check_no_leaf(written: Any) -> None:
 
 def _whole(t: Tensor) -> Tensor:
     """Return the whole tensor with its global strides; new memory unless the part is the whole tensor."""
-    if not isinstance(t, DistTensor):
-        return t
-    spec = t._spec
+    return _gathered(t, t._spec) if isinstance(t, DistTensor) else t
+
+
+def _gathered(t: Tensor, spec: Spec) -> Tensor:
+    """Return the whole tensor of which `t` is this rank's part."""
     out = convert_local(t, spec, whole_spec(spec))
     with no_interception():
         if whole_spec(spec) is spec:

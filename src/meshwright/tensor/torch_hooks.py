@@ -318,6 +318,17 @@ def run_backward(
         return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
 
 
+def tell_backward(context: Callable[[], Any]) -> None:
+    """Have every backward pass of plain tensors run inside `context()`, from now on: it asks no distributed tensor."""
+    own = vars(torch.autograd)["_engine_run_backward"]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return own(*args, **kwargs)
+
+    torch.autograd.__dict__.update(_engine_run_backward=run)
+
+
 Run = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -333,6 +344,9 @@ def grouped_product(
 def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
+    if op is torch.ops.aten.view.default and not fake_tensor.is_fake(args[0]):
+        with torch._C._DisablePythonDispatcher():  # torch's Python kernel accepts strides that the C++ kernel refuses
+            return op(*args, **kwargs)
     return op(*args, **kwargs)
 
 

@@ -1,0 +1,112 @@
+"""Count the writes to a memory, also those that no version counter of the tensor shows.
+
+A write to `x` or to a view of `x` moves the version counter of `x`. A write to `x.data` moves another counter, although
+the memory is the same. So the storage keeps a probe for each counter of its memory: a tensor that shares the counter
+and has no memory. The number of writes to a memory is the sum over its probes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from .torch_hooks import FakeTensor, no_interception
+
+_KEY = "_meshwright_counters"
+_LIMIT = 32
+"""Probes that a storage keeps: a program that takes `x.data` in each step would fill the memory with probes."""
+
+_T: Any = Tensor
+_version: Any = _T._version.__get__
+
+
+class _Counters:
+    """The counters of one memory: the first one, those of other tensors, and the sum of the dropped ones."""
+
+    def __init__(self, first: Tensor) -> None:
+        self.first, self.dropped = counter_of(first), 0
+        self.others: list[tuple[ref[Tensor], Tensor]] = []
+
+    def add(self, x: Tensor) -> None:
+        if len(self.others) >= _LIMIT:
+            self._drop()
+        self.others.append((ref(x), counter_of(x)))
+
+    def _drop(self) -> None:
+        """Keep the counters of living tensors, and the last ones of the others: a view may still move those."""
+        half = len(self.others) // 2
+        for x, probe in self.others[:half]:
+            self.dropped += 0 if x() is not None else probe._version
+        self.others = [pair for pair in self.others[:half] if pair[0]() is not None] + self.others[half:]
+
+    def data_total(self) -> int:
+        """The writes that the first counter does not show."""
+        return self.dropped + sum(probe._version for _, probe in self.others)
+
+    def total(self) -> int:
+        return self.first._version + self.data_total()
+
+
+def counter_of(x: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter of `x`, but not the memory."""
+    probe = x.detach()
+    probe.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return probe
+
+
+def version_of(x: Tensor) -> int:
+    """Return the version counter of `x`: the number of writes to `x` and its views, without writes to `x.data`."""
+    with no_interception():
+        return 0 if x.is_inference() else _version(x)
+
+
+def writes_to(x: Tensor) -> int:
+    """Return the number of writes to the memory of `x`, also by `x.data`; 0 for a tensor of inference mode."""
+    with no_interception():
+        if x.is_inference():
+            return 0
+        storage: Any = x.untyped_storage()
+        counters: _Counters | None = storage.__dict__.get(_KEY)
+        return _version(x) if counters is None else counters.total()
+
+
+class _Shared:
+    """Whether any memory of this process has two counters."""
+
+    ever = False
+
+
+def is_anything_shared() -> bool:
+    """True if some tensor of this process got the memory of another one and a counter of its own, as `x.data` does."""
+    return _Shared.ever
+
+
+def data_writes(storage: Any) -> int:
+    """Return the number of writes to a storage that the counter of its first tensor does not show."""
+    counters: _Counters | None = storage.__dict__.get(_KEY)
+    return 0 if counters is None else counters.data_total()
+
+
+def note_counter(x: Tensor, other: Tensor) -> None:
+    """Record that `other` has the memory of `x` and a version counter of its own; call it with interception off."""
+    if x.is_inference() or other.is_inference() or isinstance(x, FakeTensor):
+        return
+    storage: Any = x.untyped_storage()
+    held: dict[str, Any] = storage.__dict__
+    if _KEY not in held:
+        held[_KEY] = _Counters(x)
+    note_sharing(other)
+
+
+def note_sharing(x: Tensor) -> None:
+    """Record that `x` has a version counter of its own, whatever else has its memory; call it with interception off."""
+    storage: Any = x.untyped_storage()
+    held: dict[str, Any] = storage.__dict__
+    if _KEY in held:
+        held[_KEY].add(x)
+        _Shared.ever = True
+    else:
+        held[_KEY] = _Counters(x)
