@@ -51,7 +51,18 @@ from ._plan import (
     written_inputs,
 )
 from ._registry import DIRECT, HANDLERS
-from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
+from ._run import (
+    in_order_of,
+    replaying,
+    run_direct,
+    run_drawn,
+    run_graph,
+    run_identity,
+    run_inline,
+    run_step,
+    run_twin,
+    settled,
+)
 from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (
@@ -299,6 +310,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     run, passes_arguments = _closed(func, args, kwargs, captured, found)
+    if captured is not given:
+        run = in_order_of(given, run)
     if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
         run = replaying(run)
     if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):

@@ -345,7 +345,7 @@ def as_on(device: torch.device | None) -> Run:
 
     def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _plainly(op, args, kwargs)
-        if device is None or not op.name().startswith(_CHOSEN_BY_DEVICE) or fake_tensor.is_fake(args[0]):
+        if device is None or not _is_chosen_by_device(op, args) or is_fake(args[0]):
             return out
         try:
             with fake_tensor.FakeTensorMode():
@@ -358,8 +358,26 @@ def as_on(device: torch.device | None) -> Run:
 
 
 _CHOSEN_BY_DEVICE = tuple(
-    f"aten::{name}" for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "linalg_eig", "linalg_svd")
+    f"aten::{name}"
+    for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "stft", "linalg_eig", "linalg_svd", "svd")
 )
+"""First parts of the names of operators whose results a device decides."""
+
+_ORDERED_BY_DEVICE = tuple(
+    f"aten::{name}"
+    for name in ("conv", "group_norm", "native_group_norm", "pad", "reflection_pad", "replication_pad", "fake_quantize")
+)
+"""First parts of the names of operators of which a device decides the memory order if an operand is not contiguous."""
+
+is_fake: Callable[[object], bool] = fake_tensor.is_fake
+"""True for a fake tensor."""
+
+
+def _is_chosen_by_device(op: Operator, args: tuple[Any, ...]) -> bool:
+    name = op.name()
+    if not name.startswith(_ORDERED_BY_DEVICE):
+        return name.startswith(_CHOSEN_BY_DEVICE)
+    return any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in args)
 
 
 def _like_on(device: torch.device, x: Any) -> Any:
