@@ -18,7 +18,7 @@ from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
 from ._local import spec_of_whole
 from ._marks import captured_whole
-from .torch_hooks import no_interception, shares_storage, transforming, transforms_paused
+from .torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 
 
 def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -33,11 +33,29 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """As `distribute`, for a layout, which also tells in which order axes cut a dim."""
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout)
+    if transforming():
+        return _placed_outside(x, mesh, layout)
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
     src = spec_of_whole(x, mesh)
     return _placed(x, src, Spec(mesh, layout, src.shape, src.dtype, src.new.strides))
+
+
+def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
+    """Return `place` of a plain tensor, called inside a transform of `torch.func`.
+
+    Raises OperationError for a batch of tensors, or a tensor that depends on what is differentiated.
+    """
+    plain = outside_transforms(x)
+    if plain is None:
+        raise OperationError(
+            "mw.shard_tensor inside a transform of torch.func", f"a tensor of shape {tuple(x.shape)} of the transform",
+            "there a tensor is a wrapper of torch's, of which no part can be taken",
+            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
+        )  # fmt: skip
+    with transforms_paused():
+        return place(plain, mesh, layout)
 
 
 def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:

@@ -219,15 +219,44 @@ _INTO = {
 }
 """What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
 
+_AROUND = {
+    eager_transforms: ("_jvp_with_argnums", "_vjp_with_argnums", "grad_and_value_impl"),
+    functorch_vmap: ("_flat_vmap",),
+}
+"""The functions that call a transformed function."""
 
-def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[Any], None]) -> None:
+_functorch: Any = vars(torch._C)["_functorch"]
+
+
+def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor in the wrappers of transforms; None if `x` is a batch, or depends on what is differentiated."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if not _functorch.is_gradtrackingtensor(x) or x.requires_grad:
+            return None
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def tell_transforms(
+    entering: Callable[[Any], Any], check_functional: Callable[[Any], None], around: Callable[[], Any]
+) -> None:
     """Have transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
 
-    Forward mode converts its inputs before it begins. `functionalize` calls `check_functional(x)` first.
+    Each transform runs inside the context `around()`. Forward mode converts its inputs before it begins.
+    `functionalize` calls `check_functional(x)` first.
     """
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: own(entering(x), *rest)
+
+    def inside(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return own(*args, **how)
+            with around():
+                return own(*args, **how)
+
+        return call
 
     forward = eager_transforms._jvp_with_argnums
 
@@ -252,9 +281,15 @@ def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[
         "_autograd_grad": backward_of,
     }
     eager_transforms.__dict__.update(given)
-    for module, names in _INTO.items():
-        for name in names:
-            setattr(module, name, taking(getattr(module, name)))
+    _replace(_INTO, taking)
+    _replace(_AROUND, inside)
+
+
+def _replace(names: dict[Any, tuple[str, ...]], replaced: Callable[[Any], Any]) -> None:
+    """Replace functions of modules by `replaced(function)`."""
+    for module, found in names.items():
+        for name in found:
+            setattr(module, name, replaced(getattr(module, name)))
 
 
 def tell_scripts(check: Callable[[Any], None]) -> None:
