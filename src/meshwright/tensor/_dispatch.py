@@ -310,16 +310,21 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     run, passes_arguments = _closed(func, args, kwargs, captured, found)
-    if captured is not given:
-        run = in_order_of(given, run)
-    if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
-        run = replaying(run)
+    run = _as_whole(given, captured, run, specs)
     if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
         run = _by_setting(run, mesh, _default_dtype, args, kwargs)
     if isinstance(found, Step) and found.context is not None:
         run = _by_setting(run, mesh, _context, args, kwargs)
     by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
     return run, not by_type
+
+
+def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:
+    """Return `run` with the memory order of `given`, which was taken apart, and views that autograd can repeat."""
+    if captured is not given:
+        run = in_order_of(given, run)
+    is_empty_somewhere = any(leaves_nothing(s) for s in specs.values())
+    return replaying(run) if is_empty_somewhere and makes_views(captured) else run
 
 
 def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
