@@ -168,6 +168,11 @@ del _ROOM_OF["__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors" or (name not in _ROOM_OF and name.endswith(("Error", "Warning"))):
+        errors = import_module("meshwright.errors")
+        found = errors if name == "errors" else getattr(errors, name, None)
+        if found is not None:
+            return found
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     return getattr(import_module(f"meshwright.{_ROOM_OF[name]}"), name)

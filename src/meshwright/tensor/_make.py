@@ -17,6 +17,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
 from ._local import spec_of_whole
+from ._makers import check_maker, mark_maker
 from ._marks import captured_whole
 from .torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 
@@ -81,6 +82,8 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     The object stays the same, so modules and optimizers that hold the leaf hold the part.
     """
     spec = spec.new
+    if isinstance(x, DistTensor):
+        check_maker(x, "mw.shard_layer")
     whole = not isinstance(x, DistTensor)
     new = _placed(x, spec_of_whole(x, spec.mesh), spec) if whole else _resharded(x, spec)
     is_parameter = isinstance(x, nn.Parameter)
@@ -89,6 +92,7 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     if new._away:
         return absent(x, spec)
     out = stamp(x, spec)
+    mark_maker(out)
     if is_parameter:
         out._is_param = True
     return out
@@ -103,7 +107,9 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
     with no_interception():
         if current().rank in spec.mesh:
             local = arranged(local, spec)
-            return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+            out = stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+            mark_maker(out)
+            return out
         if local.requires_grad:
             return make_absent([spec], [local])[0]
         return absent(torch.empty(spec.local_shape(current().rank), dtype=spec.dtype, device=local.device), spec)
@@ -145,6 +151,7 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
+    check_maker(x, "mw.shard_tensor or mw.reshard")
     have = x._spec.new
     return _resharded(x, Spec(mesh, layout, have.shape, have.dtype, have.strides))
 
@@ -196,4 +203,6 @@ def pipe_split(x: Tensor) -> Tensor:
 
 def whole(x: Tensor) -> Tensor:
     """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh."""
+    if isinstance(x, DistTensor):
+        check_maker(x, "mw.unshard_dtensor")
     return everywhere(x)
