@@ -29,6 +29,7 @@ from .torch_hooks import (
     graph_tracing,
     jit_tracing,
     no_interception,
+    no_modes,
     offer_call,
     shares_storage,
     tell_scripts,
@@ -49,6 +50,9 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_traced(func, args, kwargs)
     if transforming():
         return _inside(func, args, kwargs or {})
+    if func is Tensor.untyped_storage:  # gathers the tensor, which a mode of fake tensors could not send
+        with no_modes():
+            return planned(func, types, args, kwargs, signature(func, args, kwargs))
     return planned(func, types, args, kwargs, signature(func, args, kwargs))
 
 

@@ -347,10 +347,13 @@ def run_backward(
     outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
 ) -> tuple[Any, ...]:
     """The autograd engine itself: the public doors would ask the distributed tensors among `inputs` first."""
-    if not create:
-        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
-    with view_replay():
-        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    try:
+        with view_replay() if create else nullcontext():
+            return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note("the shape above is that of this rank's part of a distributed tensor")
+        raise
 
 
 Run = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
