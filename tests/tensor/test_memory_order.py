@@ -111,7 +111,7 @@ def calls(entry: _samples.Entry) -> Iterator[tuple[list[Any], Any]]:
         return
     for sample in islice(entry.op.sample_inputs("cpu", entry.dtype), 1):
         flat, tree = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-        for seed in (0, 1, 2):
+        for seed in (0, 2):  # transposed, channels-last
             yield [_samples.in_other_memory(detached(v), seed) for v in flat], tree
 
 

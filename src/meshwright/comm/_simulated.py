@@ -398,7 +398,8 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
 
     Every rank has its own state of torch's CPU generator, and its own globals and class attributes where functions of
     the program assign them. All ranks start with the caller's values; the caller continues with those of rank 0.
-    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy.
+    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy. A
+    rank that takes a distributed tensor of another rank from such a list or dict raises SimulatedRankError.
 
     The first error of any rank stops the others and is raised here, with a note that names the rank.
 

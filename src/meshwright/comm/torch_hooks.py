@@ -73,6 +73,7 @@ def saved_mutable() -> bool:
 
 
 def set_saved_mutable(on: bool) -> None:
+    """Set what `saved_mutable` returns."""
     graph._allow_mutation_on_saved_tensors_enabled = on
 
 
