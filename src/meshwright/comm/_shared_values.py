@@ -153,6 +153,7 @@ def _below(x: Any, is_of_program: Callable[[str], bool]) -> Iterator[Any]:
         yield from vars(x).values() if is_of_program(x.__name__) else ()
     elif isinstance(x, FunctionType):
         yield from (c.cell_contents for c in x.__closure__ or () if c != _EMPTY)
+        yield from (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
         yield sys.modules.get(x.__module__)
     elif isinstance(x, type) and is_of_program(x.__module__):
         yield from (vars(x).values())
