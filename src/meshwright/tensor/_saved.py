@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from ._convert import Move
 from ._dist_tensor import plain_view
-from ._writes import counter_of, data_writes, is_anything_shared
+from ._writes import data_writes, is_anything_shared
 from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, unwritten
 
 Conversion = Callable[[Tensor], Tensor]
@@ -46,22 +46,24 @@ class _Copy:
     `exact` is False for an operand of another algorithm than one device runs, which may save other tensors.
     """
 
-    __slots__ = ("before", "copy", "counter", "data", "exact", "geometry", "how", "source", "storage", "version")
+    __slots__ = ("before", "copy", "counted", "data", "exact", "geometry", "how", "source", "storage", "version")
 
     def __init__(self, copy: ref[Tensor], source: Tensor, how: Conversion, before: int, exact: bool) -> None:
         storage: Any = source.untyped_storage()
+        base = source._base  # has the version counter, and is alive when a view such as `w.t()` is gone
         self.copy, self.how, self.before, self.exact = copy, how, before, exact
         self.source, self.storage = ref(source), ref(storage)
-        self.geometry = source.storage_offset(), tuple(source.size()), source.stride()
-        self.counter = counter_of(source)
-        self.version, self.data = self.counter._version, data_writes(storage)
+        self.geometry = source.storage_offset(), source.size(), source.stride()
+        self.counted = self.source if base is None else ref(base)
+        self.version = source._version
+        self.data = data_writes(storage) if is_anything_shared() else 0
 
     def keep_up(self) -> bool:
         """Bring the copy up to the source; False if it needs no more looks."""
-        copy = self.copy()
+        copy, counted = self.copy(), self.counted()
         if copy is None or copy._version != self.before:  # written to itself, as a view, which torch notices
             return False
-        if self.counter._version != self.version:
+        if counted is not None and counted._version != self.version:
             if self.exact:
                 increment_version(copy)
             return False
@@ -76,7 +78,7 @@ class _Copy:
             copy.data = plain_view(self.how(source.detach()))
         elif storage is not None and data_writes(storage) != self.data:
             self.data = data_writes(storage)
-            now = torch.empty(0, dtype=self.counter.dtype, device=copy.device).set_(storage, *self.geometry)
+            now = torch.empty(0, dtype=copy.dtype, device=copy.device).set_(storage, *self.geometry)
             with unwritten(copy):
                 copy.copy_(self.how(now))
 
