@@ -87,6 +87,7 @@ def eager(module: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         loss = module(*batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()  # a static step refuses gradients that are left
         return loss.detach()
 
     return step

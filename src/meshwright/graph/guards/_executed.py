@@ -121,7 +121,7 @@ def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
     while caller is not None and caller.f_code.co_filename.endswith(_BETWEEN):
         caller = caller.f_back
     direct = caller is frame or name in _FILES
-    if caller is None or not direct or name in _NUMBERS or is_trusted_file(caller.f_code.co_filename):
+    if caller is None or not direct or name in _NUMBERS or is_installed_file(caller.f_code.co_filename):
         is_seed = name in _SEEDS and isinstance(owner, torch.Generator)
         if not is_seed:
             return

@@ -12,6 +12,7 @@ all code that could run, for what a forward pass might change.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import decimal
 import gc
 import logging
@@ -19,6 +20,7 @@ import os
 import random
 import re
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -140,7 +142,9 @@ class Reach:
             self._hooks(table, "global hooks")
         for name, root in roots.items():
             self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}.", ((name, ""),)))
-        self._walk()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated attributes of modules
+            self._walk()
 
     def slots(self) -> Iterator[Slot]:
         """Yield every place that was found, with what it holds now."""
@@ -169,7 +173,8 @@ class Reach:
         while self._queue or known != len(self.names) + len(self.parts) + len(self.texts):
             known = len(self.names) + len(self.parts) + len(self.texts)
             while self._queue:
-                self._visit(*self._queue.popleft())
+                with contextlib.suppress(Exception):  # an object that refuses to be looked at counts by identity
+                    self._visit(*self._queue.popleft())
             for space in list(self._spaces.values()):
                 self._follow(space)
 
@@ -184,13 +189,14 @@ class Reach:
         held = space.held
         names = held.keys() if space.whole or len(held) < len(self.names) or self.parts else self.names & held.keys()
         for key in list(names):
-            if key not in space.keys and (space.whole or self.counts(key)) and key not in space.apart:
+            counts = key in self.names if space.trusted else space.whole or self.counts(key)
+            if counts and key not in space.keys and key not in space.apart:
                 space.keys[key] = None
                 if not space.trusted or _leads_on(held[key]):
                     self._push(held[key], f"{space.label}{key}", (*space.path, ("attribute", key)))
 
     def _visit(self, value: Any, label: str, path: Path) -> None:
-        if id(value) in self._seen:
+        if id(value) in self._seen or issubclass(type(value), logging.Handler):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -466,8 +472,8 @@ _CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp
 
 def _leads_on(value: Any) -> bool:
     """True for what is followed from a trusted module or class: modules, and functions that others put there."""
-    own = isinstance(value, FunctionType) and not is_trusted_file(value.__code__.co_filename)
-    return own or isinstance(value, ModuleType)
+    own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
+    return own or issubclass(type(value), ModuleType)
 
 
 def _of_context(value: ContextVar[Any]) -> Any:

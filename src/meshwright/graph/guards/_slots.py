@@ -51,7 +51,7 @@ class Slot(Protocol):
 
 
 def is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or isinstance(value, np.generic)
+    return type(value) in PLAIN or issubclass(type(value), np.generic)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -61,7 +61,7 @@ def same(a: Any, b: Any) -> bool:
     kind = type(a)
     if kind is not type(b):
         return False
-    if kind in PLAIN or isinstance(a, np.generic):
+    if kind in PLAIN or issubclass(kind, np.generic):
         return repr(a) == repr(b) if isinstance(a, (float, complex, np.generic)) else a == b
     if kind is tuple or (isinstance(a, tuple) and hasattr(kind, "_fields")):
         return len(a) == len(b) and all(map(same, a, b))

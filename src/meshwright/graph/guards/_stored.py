@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,6 +21,8 @@ from ._slots import CELL, OF_FUNCTION, Content, Names, Path, Read, Slot
 
 _TENSORS = ("_parameters", "_buffers")
 """Tables of tensors, which programs take as inputs: how they lie is compared apart."""
+_ENVIRONMENT: Path = (("module", "os"), ("attribute", "environ"))
+"""Variables of the environment differ between processes; only a change while a process runs counts."""
 _READS: dict[str, Callable[[Any], Any]] = {"cell": CELL, **OF_FUNCTION}
 
 
@@ -36,7 +39,8 @@ class Counted:
 
 def stored(guards: Guards, roots: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guards as JSON data. Places that no way leads to (elements of sets, hooks) are left out."""
-    with local_parts():
+    with local_parts(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated objects warn when they are looked at
         rows = [row for slot in guards.slots for row in [_row(slot)] if row is not None and _leads_to(slot, roots)]
     return {"names": sorted(guards.names), "parts": sorted(guards.parts), "places": rows}
 
@@ -57,7 +61,12 @@ def _leads_to(slot: Slot, roots: Mapping[str, Any]) -> bool:
 
 
 def _row(slot: Slot) -> list[Any] | None:
-    if not slot.path or slot.path[-1][1] in _TENSORS or not all(isinstance(key, (str, int)) for _, key in slot.path):
+    if (
+        slot.path == _ENVIRONMENT
+        or not slot.path
+        or slot.path[-1][1] in _TENSORS
+        or not all(isinstance(key, (str, int)) for _, key in slot.path)
+    ):
         return None
     path = [list(step) for step in slot.path]
     if isinstance(slot, Names):
@@ -87,7 +96,8 @@ def restored(data: Mapping[str, Any], roots: Mapping[str, Any]) -> Guards | None
     """Return the guards if every place holds what it held when they were stored, else None."""
     counts = Counted(frozenset(data["names"]), tuple(data["parts"]))
     slots: list[Slot] = []
-    with local_parts():
+    with local_parts(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated objects warn when they are looked at
         for row in data["places"]:
             slot = _slot(row, roots, counts)
             if slot is None:
