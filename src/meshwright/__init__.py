@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright import errors as errors
     from meshwright.comm import init_process as init_process
     from meshwright.comm import prefix_prints as prefix_prints
     from meshwright.comm import simulate as simulate
@@ -116,6 +117,7 @@ __all__ = [
     "dispatch_experts",
     "dtensor_from_fn",
     "dtensor_from_local",
+    "errors",
     "explain",
     "from_torch_dtensor",
     "get_mesh",
@@ -168,6 +170,12 @@ del _ROOM_OF["__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("meshwright.errors")
+    if name not in _ROOM_OF and name.endswith(("Error", "Warning")):
+        found = getattr(import_module("meshwright.errors"), name, None)
+        if found is not None:
+            return found
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     return getattr(import_module(f"meshwright.{_ROOM_OF[name]}"), name)

@@ -31,6 +31,12 @@ def x(*shape: int, at: Any = (), mesh: mw.ProcessMesh = MESH, **kwargs: Any) -> 
     return mw.shard_tensor(torch.ones(shape or (4, 6)), mesh, at, **kwargs)
 
 
+def uses_a_cache(cache: dict[str, Any] = {}) -> Any:  # noqa: B006 - the cache is what is tested
+    if "mask" not in cache:
+        cache["mask"] = x(at=ROWS)
+    return cache["mask"].sum().item()
+
+
 def on_ranks(fn: Callable[[], Any], ranks: int = 4) -> Callable[[], Any]:
     return lambda: mw.simulate(fn, ranks)
 
@@ -170,6 +176,7 @@ CASES: list[Case] = [
      tensor.LocalShapeError, "shape="),
     ("shapes torch refuses", on_ranks(lambda: x(4, 3) + x(2, 3)), tensor.OperationError, "whole tensors"),
     ("plain in backward", on_ranks(saves_a_plain_tensor), tensor.PlainInBackwardError, "local_map"),
+    ("a cache of another rank", on_ranks(uses_a_cache), tensor.SimulatedRankError, r"mw\.get_rank\(\)"),
     ("pickled", on_ranks(lambda: pickle.dumps(x())), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("saved", on_ranks(lambda: torch.save({"x": x()}, "/dev/null")), tensor.PickleError, r"mw\.unshard_dtensor"),
     ("memory of a part", on_ranks(lambda: torch.Tensor(x(at=ROWS))), tensor.MemoryAccessError, "torch.tensor"),

@@ -23,9 +23,11 @@ from ._posted import Posted
 from ._process import ProcessCarrier, init_process
 from ._recorded import Recorded
 from ._reduce import reduce as joined
+from ._shared_values import WATCHES, Watch
 from ._simulated import Simulated, simulate
 
 __all__ = [
+    "WATCHES",
     "Arrival",
     "Arrived",
     "Call",
@@ -49,6 +51,7 @@ __all__ = [
     "Receive",
     "Recorded",
     "Simulated",
+    "Watch",
     "current",
     "first_rank_prints",
     "init_process",

@@ -10,6 +10,7 @@ are swapped:
 * dicts that a class of any library uses as the state of all its instances (`self.__dict__ = self._shared_state`).
 
 Lists and dicts that the program only changes in place stay shared: programs collect the results of all ranks in them.
+The distributed tensors in them are hidden from other ranks, see `_shared_values`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from ._shared_values import SharedValues, containers_below
 from .torch_hooks import EXPORTER
 
 _MISSING = object()
@@ -80,6 +82,12 @@ def slots() -> list[Slot]:
             _found[name] = (looks, list(_slots_of(name, module)))
         found += _found[name][1]
     return found
+
+
+def is_of_program(name: str) -> bool:
+    """True for the name of a module that belongs to the program rather than to a library."""
+    module = sys.modules.get(name)
+    return module is not None and _may_have_state(name) and (name == "__main__" or not _is_of_library(name, module))
 
 
 def _looks_of(name: str, module: Any) -> Any:
@@ -147,10 +155,11 @@ def _stored(codes: list[CodeType], operation: str) -> set[str]:
 class RankGlobals:
     """The values of all slots for every rank of a simulation; the values of one rank at a time are in place."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, program: Any) -> None:
         self._loaded = -1
         self._values: list[dict[Slot, Any]] = [{} for _ in range(size)]
         self._slots: list[Slot] = []
+        self._shared = SharedValues(containers_below(program, is_of_program) if size else [])
         if size:
             self._look(lambda slot: slot.read())
 
@@ -161,6 +170,7 @@ class RankGlobals:
         if len(sys.modules) != self._loaded:
             self._look(lambda slot: slot.fresh())
         self._values[rank] = {slot: slot.read() for slot in self._slots}
+        self._shared.leave(rank)
 
     def enter(self, rank: int) -> None:
         """Restore the values that the rank assigned."""
@@ -169,6 +179,11 @@ class RankGlobals:
         values = self._values[rank]
         for slot in self._slots:
             slot.write(values[slot])
+        self._shared.enter(rank)
+
+    def end(self) -> None:
+        """Show all values again, after the last rank has ended."""
+        self._shared.enter(None)
 
     def _look(self, first: Callable[[Slot], Any]) -> None:
         """Add the slots of modules loaded since the last search; every rank starts with the value of `first(slot)`."""

@@ -29,7 +29,7 @@ from ._forward_mode import SharedLevel
 from ._profiler import one_profiler
 from ._rank_globals import RankGlobals
 from ._reduce import reduce
-from .torch_hooks import GLOBAL_HOOKS, ForwardState
+from .torch_hooks import GLOBAL_HOOKS, ForwardState, saved_mutable, set_saved_mutable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _Address(NamedTuple):
 class _World:
     """The baton, who waits for it, meetings and messages under way. Only the rank with the baton touches it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, program: Callable[..., Any]) -> None:
         self.size = size
         self.turns = [threading.Lock() for _ in range(size)]
         for turn in self.turns:
@@ -78,7 +78,7 @@ class _World:
         self.pending: list[Call | None] = [None] * size
         self.ended = [False] * size
         self.torch_state = [_TorchState.now()] * size
-        self.globals = RankGlobals(size if size > 1 else 0)
+        self.globals = RankGlobals(size if size > 1 else 0, program)
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
         self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
@@ -252,19 +252,23 @@ class _TorchState(NamedTuple):
     anomaly: tuple[bool, bool]
     hooks: tuple[dict[Any, Any], ...]
     """Hooks on all modules, by table; empty if there are none."""
+    mutable: bool
+    """True inside `allow_mutation_on_saved_tensors`."""
 
     @staticmethod
     def now() -> _TorchState:
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         hooks = tuple(dict(table) for table in GLOBAL_HOOKS) if any(GLOBAL_HOOKS) else ()
         dtype = torch.get_default_dtype()
-        return _TorchState(torch.default_generator.get_state(), ForwardState.now(), dtype, anomaly, hooks)
+        random = torch.default_generator.get_state()
+        return _TorchState(random, ForwardState.now(), dtype, anomaly, hooks, saved_mutable())
 
     def set(self) -> None:
         torch.default_generator.set_state(self.random)
         self.forward.set()
         torch.set_default_dtype(self.dtype)
         torch.set_anomaly_enabled(*self.anomaly)
+        set_saved_mutable(self.mutable)
         if self.hooks or any(GLOBAL_HOOKS):
             for at, table in enumerate(GLOBAL_HOOKS):
                 table.clear()
@@ -394,7 +398,8 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
 
     Every rank has its own state of torch's CPU generator, and its own globals and class attributes where functions of
     the program assign them. All ranks start with the caller's values; the caller continues with those of rank 0.
-    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy.
+    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy. A
+    rank that takes a distributed tensor of another rank from such a list or dict raises SimulatedRankError.
 
     The first error of any rank stops the others and is raised here, with a note that names the rank.
 
@@ -413,7 +418,7 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         raise CallError(
             f"simulate(fn, {ranks})", f"{ranks} ranks", "a program needs at least one rank", "simulate(fn, 1)"
         )
-    world = _World(ranks)
+    world = _World(ranks, fn)
     results: list[T | None] = [None] * ranks
     mood = _Mood()
 
@@ -438,6 +443,8 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         except BaseException:
             before.set()
             raise
+        finally:
+            world.globals.end()
     world.enter(0)
     return cast(list[T], results)
 

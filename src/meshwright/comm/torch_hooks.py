@@ -10,6 +10,7 @@
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
 | `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | a process has one profiler, and two threads that use it crash the process |
+| `graph._allow_mutation_on_saved_tensors_enabled` | torch keeps it once per process, and each simulated rank enters the context |
 | `forward_ad._current_level`, `eager_transforms.JVP_NESTING` | torch keeps the state of forward mode once per process, and each simulated rank needs a state of its own |
 """  # noqa: E501 - a table's rows are lines
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad, graph, profiler
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
@@ -45,6 +46,8 @@ __all__ = [
     "default_store",
     "forward_ad",
     "open_backend",
+    "saved_mutable",
+    "set_saved_mutable",
 ]
 
 
@@ -62,6 +65,16 @@ PROFILER_STARTS = ("_prepare_profiler", "_enable_profiler")
 """Names of the functions that start the profiler."""
 PROFILER_STOP = "_disable_profiler"
 """Name of the function that stops the profiler."""
+
+
+def saved_mutable() -> bool:
+    """True inside `torch.autograd.graph.allow_mutation_on_saved_tensors`, of which torch allows one in a process."""
+    return graph._allow_mutation_on_saved_tensors_enabled
+
+
+def set_saved_mutable(on: bool) -> None:
+    """Set what `saved_mutable` returns."""
+    graph._allow_mutation_on_saved_tensors_enabled = on
 
 
 class ForwardState(NamedTuple):

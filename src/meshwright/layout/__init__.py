@@ -16,7 +16,7 @@ from ._mesh import ProcessMesh
 from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ._size import hint, identity
 from ._spec import Spec, parse_spec
-from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, whole_of
+from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
 from ._text import parse_layout, read_dtype, write_dtype
 from ._where import module_path, user_frame, user_line, user_place
 
@@ -56,6 +56,7 @@ __all__ = [
     "placements_of",
     "read_dtype",
     "replicated",
+    "strides_like",
     "user_frame",
     "user_line",
     "user_place",

@@ -23,6 +23,7 @@ from ._errors import (
     PlainInBackwardError,
     RandomSourceError,
     RanWholeWarning,
+    SimulatedRankError,
     TraceError,
 )
 from ._explain import Decided, decisions, recording
@@ -58,6 +59,7 @@ __all__ = [
     "PlainInBackwardError",
     "RanWholeWarning",
     "RandomSourceError",
+    "SimulatedRankError",
     "Source",
     "TraceError",
     "absent",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, replicated
 
+from ._kernel_orders import in_kernel_order
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import (
     Operator,
@@ -121,9 +122,17 @@ def _captured(
     with no_modes(), imagining(_sizes(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
         device = next((x.device for x in tensors_in((args, kwargs))), None)
-        with operators_recorded(lambda *node: nodes.append(Node(*node)), as_on(device)):
+        with operators_recorded(lambda *node: nodes.append(Node(*node)), _run_on(device)):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
+
+
+def _run_on(device: torch.device | None) -> Callable[..., Any]:
+    """Return how an operator on meta tensors is carried out, with results as a device has them."""
+    run = as_on(device)
+    if device is None or device.type != "cpu":
+        return run
+    return lambda op, args, kwargs: in_kernel_order(op, args, run(op, args, kwargs))
 
 
 def strides_of(x: Tensor) -> tuple[int, ...] | None:

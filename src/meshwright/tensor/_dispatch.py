@@ -34,6 +34,7 @@ from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._law import Law
 from ._lists import is_of_lists, plan_lists
+from ._makers import check_maker
 from ._metadata import check_answer
 from ._out import into_targets, targets_in
 from ._outside import plan_outside
@@ -51,7 +52,18 @@ from ._plan import (
     written_inputs,
 )
 from ._registry import DIRECT, HANDLERS
-from ._run import replaying, run_direct, run_drawn, run_graph, run_identity, run_inline, run_step, run_twin, settled
+from ._run import (
+    in_order_of,
+    replaying,
+    run_direct,
+    run_drawn,
+    run_graph,
+    run_identity,
+    run_inline,
+    run_step,
+    run_twin,
+    settled,
+)
 from ._tree import leaves_in, tensors_in
 from ._whole import tell_whole
 from .torch_hooks import (
@@ -177,6 +189,9 @@ def _carry_out(
             _remember(key, args, kwargs, run, by_value)
         return out
     mesh = _common_mesh(func, tensors)
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            check_maker(t, name_of(func))
     if any(not isinstance(t, DistTensor) for t in tensors):
         _guard_backward(func, tensors)
     if isinstance(func, SCRIPTED):
@@ -257,7 +272,8 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             raise PlainInBackwardError(
                 f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
                 "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-                "save tensors that come from arguments in the autograd.Function, or wrap it with mw.local_map",
+                "in a tensor hook, make the plain tensor by torch.zeros_like of a distributed one, or use it after "
+                "the pass; in an autograd.Function, save arguments, or wrap the function with mw.local_map",
             )  # fmt: skip
 
 
@@ -280,7 +296,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     try:
         captured = given = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        run = _on_whole(func, str(error).split("\n")[0], failed=True)
+        run = _on_whole(func, _reason(error), failed=True)
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
@@ -299,14 +315,27 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
     run, passes_arguments = _closed(func, args, kwargs, captured, found)
-    if any(leaves_nothing(s) for s in specs.values()) and makes_views(captured):
-        run = replaying(run)
+    run = _as_whole(given, captured, run, specs)
     if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
         run = _by_setting(run, mesh, _default_dtype, args, kwargs)
     if isinstance(found, Step) and found.context is not None:
         run = _by_setting(run, mesh, _context, args, kwargs)
     by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
     return run, not by_type
+
+
+def _reason(error: Exception) -> str:
+    """Return why a call cannot be captured, without the values of this call."""
+    reason = str(error).split("\n")[0]
+    return "an argument is a tensor in place of a number" if reason.startswith("Cannot cast ") else reason
+
+
+def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:
+    """Return `run` with the memory order of `given`, which was taken apart, and views that autograd can repeat."""
+    if captured is not given:
+        run = in_order_of(given, run)
+    is_empty_somewhere = any(leaves_nothing(s) for s in specs.values())
+    return replaying(run) if is_empty_somewhere and makes_views(captured) else run
 
 
 def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:

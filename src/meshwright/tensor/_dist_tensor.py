@@ -137,7 +137,7 @@ class DistTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PickleError(
             "pickling a DistTensor", f"{self._spec!r} on {self._spec.mesh!r}",
-            "each rank holds a part, and a pickle runs code when it is read",
+            "each rank holds a part only, and a pickle would hold the part of one rank",
             "mw.unshard_dtensor(x) for the whole plain tensor, or a checkpoint",
         )  # fmt: skip
 

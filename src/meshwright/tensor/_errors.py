@@ -39,6 +39,10 @@ class OperationError(MeshwrightError, RuntimeError):
     """torch refuses the operation for the whole tensors: one device would refuse it too."""
 
 
+class SimulatedRankError(MeshwrightError, RuntimeError):
+    """A simulated rank used a distributed tensor that another simulated rank made."""
+
+
 class CompileError(MeshwrightError, GraphError):
     """A function that must become one graph and uses a distributed tensor."""
 

@@ -17,8 +17,9 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
 from ._local import spec_of_whole
+from ._makers import check_maker, mark_maker
 from ._marks import captured_whole
-from .torch_hooks import no_interception, shares_storage, transforming, transforms_paused
+from .torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 
 
 def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
@@ -33,11 +34,29 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """As `distribute`, for a layout, which also tells in which order axes cut a dim."""
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout)
+    if transforming():
+        return _placed_outside(x, mesh, layout)
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
     src = spec_of_whole(x, mesh)
     return _placed(x, src, Spec(mesh, layout, src.shape, src.dtype, src.new.strides))
+
+
+def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
+    """Return `place` of a plain tensor, called inside a transform of `torch.func`.
+
+    Raises OperationError for a batch of tensors, or a tensor that depends on what is differentiated.
+    """
+    plain = outside_transforms(x)
+    if plain is None:
+        raise OperationError(
+            "mw.shard_tensor inside a transform of torch.func", f"a tensor of shape {tuple(x.shape)} of the transform",
+            "there a tensor is a wrapper of torch's, of which no part can be taken",
+            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
+        )  # fmt: skip
+    with transforms_paused():
+        return place(plain, mesh, layout)
 
 
 def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
@@ -63,6 +82,8 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     The object stays the same, so modules and optimizers that hold the leaf hold the part.
     """
     spec = spec.new
+    if isinstance(x, DistTensor):
+        check_maker(x, "mw.shard_layer")
     whole = not isinstance(x, DistTensor)
     new = _placed(x, spec_of_whole(x, spec.mesh), spec) if whole else _resharded(x, spec)
     is_parameter = isinstance(x, nn.Parameter)
@@ -71,6 +92,7 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     if new._away:
         return absent(x, spec)
     out = stamp(x, spec)
+    mark_maker(out)
     if is_parameter:
         out._is_param = True
     return out
@@ -85,7 +107,9 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
     with no_interception():
         if current().rank in spec.mesh:
             local = arranged(local, spec)
-            return stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+            out = stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+            mark_maker(out)
+            return out
         if local.requires_grad:
             return make_absent([spec], [local])[0]
         return absent(torch.empty(spec.local_shape(current().rank), dtype=spec.dtype, device=local.device), spec)
@@ -127,6 +151,7 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
+    check_maker(x, "mw.shard_tensor or mw.reshard")
     have = x._spec.new
     return _resharded(x, Spec(mesh, layout, have.shape, have.dtype, have.strides))
 
@@ -181,6 +206,8 @@ def whole(x: Tensor) -> Tensor:
 
     It has the memory order of one device.
     """
+    if isinstance(x, DistTensor):
+        check_maker(x, "mw.unshard_dtensor")
     out = everywhere(x)
     if not isinstance(x, DistTensor) or x._spec.new.order is None:
         return out

@@ -189,8 +189,10 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _joined(spec: Spec) -> Spec:
-    """The same cuts, and no terms that wait to be joined."""
-    return spec.with_layout(replace(spec.layout, partial=())) if spec.layout.partial else spec
+    """The same cuts and memory order, and no terms that wait to be joined."""
+    if not spec.layout.partial:
+        return spec
+    return spec.with_layout(replace(spec.layout, partial=())).with_strides(spec.new.strides)
 
 
 def dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:

@@ -13,7 +13,7 @@ from meshwright.comm import current
 from meshwright.layout import Spec
 
 from ._alias import break_view, run_whole
-from ._capture import Captured, Node, autocast_dtype, is_raised
+from ._capture import Captured, Node, autocast_dtype, is_raised, strides_of
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._law import Law, own
@@ -323,6 +323,19 @@ def _run_node(node: Node, known: dict[int, Tensor]) -> None:
     out: Any = node.op(*args, **kwargs)
     for meta, real in zip(tensors_in(node.out), tensors_in(out), strict=True):
         known[id(meta)] = real
+
+
+def in_order_of(given: Captured, run: Run) -> Run:
+    """`run` of an operator that was taken apart, with contiguous results where the operator gives contiguous ones."""
+    contiguous = [strides_of(x) is None for x in tensors_in(given.out)]
+    if not any(contiguous) or all(strides_of(x) is None for x in given.inputs):
+        return run
+
+    def ordered(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        left = iter(contiguous)
+        return map_tensors(lambda x: x.contiguous() if next(left) else x, run(func, types, args, kwargs))
+
+    return ordered
 
 
 def replaying(run: Run) -> Run:

@@ -2,29 +2,37 @@
 
 A transform's tensors are torch's own wrappers, of which no part can be sent to another rank. So what comes in, and
 what a transformed function uses beside, is gathered outside of all transforms; what comes out is plain, the same on
-each rank.
+each rank. What a function writes to an argument is written back when the transform ends.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._alias import DistView, after_call, base_of, before_call
 from ._dispatch import name_of, planned
-from ._dist_tensor import DistTensor, signature
+from ._dist_tensor import DistTensor, signature, stamp
 from ._errors import OperationError, TraceError
-from ._local import whole_local, whole_spec
+from ._local import whole_spec
+from ._overlap import share_elements
 from ._registry import DIRECT
 from ._tree import map_tensors, tensors_in
-from ._whole import tell_whole
+from ._whole import StandIn, tell_whole, whole_in_order
 from ._writes import version_of
 from .torch_hooks import (
     call_plain,
     graph_tracing,
     jit_tracing,
+    no_interception,
+    no_modes,
     offer_call,
+    shares_storage,
     tell_scripts,
     tell_transforms,
     transforming,
@@ -43,6 +51,9 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_traced(func, args, kwargs)
     if transforming():
         return _inside(func, args, kwargs or {})
+    if func is Tensor.untyped_storage:  # gathers the tensor, which a mode of fake tensors could not send
+        with no_modes():
+            return planned(func, types, args, kwargs, signature(func, args, kwargs))
     return planned(func, types, args, kwargs, signature(func, args, kwargs))
 
 
@@ -70,7 +81,14 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
 
 def _entering(x: Any) -> Any:
     """A tensor as a transform takes it in."""
-    return _Wholes(x).plain(x) if isinstance(x, DistTensor) else x
+    if not isinstance(x, DistTensor):
+        return x
+    found = _argument(x)
+    if found is None:
+        call = _calls.open[-1] if _calls.open else _Call()
+        found = call.add(x)
+        tell_whole(NAME, WHY)
+    return found.whole
 
 
 def _check_functional(x: Any) -> None:
@@ -103,17 +121,22 @@ def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Wholes:
-    """Distributed tensors of a tree beside their whole values, which take part in autograd."""
+    """Distributed tensors of a tree that a transformed function uses, beside their whole values."""
 
     def __init__(self, tree: Any) -> None:
         with transforms_paused():
             found = {id(t): t for t in tensors_in(tree) if isinstance(t, DistTensor)}
-            self.pairs = {key: (t, whole_local(t)) for key, t in found.items()}
+            arguments = {key: _argument(t) for key, t in found.items()}
+            self.known = {key: x.whole for key, x in arguments.items() if x is not None}
+            self.pairs = {key: (t, _whole(t)) for key, t in found.items() if key not in self.known}
             self.versions = {key: version_of(w) for key, (_, w) in self.pairs.items()}
+        if _calls.open:
+            _calls.open[-1].used.extend(t for t, _ in self.pairs.values())
         tell_whole(NAME, WHY)
 
     def plain(self, t: Tensor) -> Tensor:
-        return self.pairs[id(t)][1] if id(t) in self.pairs else t
+        known = self.known.get(id(t))
+        return known if known is not None else self.pairs[id(t)][1] if id(t) in self.pairs else t
 
     def check(self, func: Any) -> None:
         """Raises OperationError where the call wrote into a tensor whose parts lie elsewhere."""
@@ -122,11 +145,97 @@ class _Wholes:
                 raise OperationError(
                     f"to write with {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
                     "there the tensor is a whole copy, and what is written to it is lost",
-                    "the new value as a result of the transformed function, written outside",
+                    "pass the tensor as an argument of the transformed function, or write its result outside",
                 )  # fmt: skip
 
 
+def _whole(t: DistTensor) -> Tensor:
+    """Return the whole value of `t` in its memory order; a copy unless each rank holds the whole."""
+    t._read_again()
+    return whole_in_order(t)
+
+
+class _Call:
+    """One call of a transformed function: its distributed arguments, and the other distributed tensors that it used."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[int, StandIn] = {}
+        self.views: list[tuple[DistView, list[int]]] = []
+        self.used: list[DistTensor] = []
+
+    def add(self, t: DistTensor) -> StandIn:
+        with transforms_paused():
+            if type(t) is DistView:
+                self.views.append((t, before_call([t])))
+            whole = _whole(t)
+            with no_interception():
+                self.arguments[id(t)] = StandIn(t, whole)
+        return self.arguments[id(t)]
+
+    def write_back(self) -> None:
+        """Write to the arguments what the function wrote to their whole values.
+
+        Raises OperationError, before it writes anything, if another tensor of the call shares memory with an argument.
+        """
+        with no_interception():
+            changed = [x for x in self.arguments.values() if x.has_memory and (x.is_differentiated() or x.is_written())]
+            _check_alone([x.tensor for x in changed], [x.tensor for x in self.arguments.values()] + self.used)
+        for x in changed:
+            spec = whole_spec(x.tensor._spec)
+            with nullcontext() if x.is_differentiated() else torch.no_grad():
+                new = x.whole if x.is_differentiated() else x.whole.detach()
+                x.tensor.copy_(stamp(new.view_as(new), spec.with_strides(new.stride())))
+        for view, before in self.views:
+            after_call([view], before, None)
+
+
+class _Calls(threading.local):
+    """The calls of transformed functions that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Call] = []
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def _in_call() -> Generator[None]:
+    """Inside, a transformed function runs; what it wrote to its arguments is written back at the end."""
+    call = _Call()
+    _calls.open.append(call)
+    try:
+        yield
+    finally:
+        _calls.open.pop()
+    if call.arguments:
+        with transforms_paused():
+            call.write_back()
+
+
+def _argument(t: DistTensor) -> StandIn | None:
+    """Return the whole value of `t`, if `t` is an argument of a transformed function that runs."""
+    return next((c.arguments[id(t)] for c in reversed(_calls.open) if id(t) in c.arguments), None)
+
+
+def _may_share(a: DistTensor, b: DistTensor) -> bool:
+    """True if a write to `a` may change `b`; a view with memory of its own counts as all of its base."""
+    if isinstance(a, DistView) or isinstance(b, DistView):
+        return shares_storage(base_of(a), base_of(b))
+    return share_elements(a, b)
+
+
+def _check_alone(written: Sequence[DistTensor], others: Sequence[DistTensor]) -> None:
+    for t in written:
+        if any(_may_share(t, other) for other in others if other is not t):
+            raise OperationError(
+                f"a function inside a transform of {NAME} that writes to its argument", repr(t._spec),
+                "another tensor of the call shares memory with the argument, and each has a whole copy there",
+                "pass one of the two tensors, and derive the other one inside the function",
+            )  # fmt: skip
+
+
 DistTensor._observed = staticmethod(_observed)
-tell_transforms(_entering, _check_functional)
+tell_transforms(_entering, _check_functional, _in_call)
 tell_scripts(_check_scripted)
 offer_call(torch.jit.ScriptFunction, "__call__", _scripted)

@@ -57,9 +57,9 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
     to two arguments that share elements.
     """
     tensors = {id(t): t for t in tensors_in((args, kwargs))}
-    whole = {key: _whole(t) for key, t in tensors.items()}
+    whole = {key: whole_in_order(t) for key, t in tensors.items()}
     with no_interception():
-        stands_for = [_Whole(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
+        stands_for = [StandIn(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
         out = func(
             *map_tensors(lambda t: whole[id(t)], args),
             **{k: map_tensors(lambda t: whole[id(t)], v) for k, v in kwargs.items()},
@@ -83,7 +83,7 @@ def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return {id(t) for t in tensors_in([given.get(a.name) for a in written_arguments(func)])}
 
 
-class _Whole:
+class StandIn:
     """A distributed argument, the whole tensor in its place, and the state of the whole tensor before the call."""
 
     def __init__(self, tensor: DistTensor, whole: Tensor) -> None:
@@ -126,9 +126,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _write_back(func: Any, stands_for: Sequence[_Whole], marked: set[int]) -> None:
-    differentiated: list[_Whole] = []
-    others: list[_Whole] = []
+def _write_back(func: Any, stands_for: Sequence[StandIn], marked: set[int]) -> None:
+    differentiated: list[StandIn] = []
+    others: list[StandIn] = []
     with no_interception():
         for x in stands_for:
             if x.is_moved():
@@ -175,7 +175,7 @@ def _check_no_leaf(written: Any) -> None:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
-def _whole(t: Tensor) -> Tensor:
+def whole_in_order(t: Tensor) -> Tensor:
     """Return the whole tensor with its global strides; new memory unless the part is the whole tensor."""
     return _gathered(t, t._spec) if isinstance(t, DistTensor) else t
 

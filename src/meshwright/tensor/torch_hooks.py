@@ -219,15 +219,44 @@ _INTO = {
 }
 """What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
 
+_AROUND = {
+    eager_transforms: ("_jvp_with_argnums", "_vjp_with_argnums", "grad_and_value_impl"),
+    functorch_vmap: ("_flat_vmap",),
+}
+"""The functions that call a transformed function."""
 
-def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[Any], None]) -> None:
+_functorch: Any = vars(torch._C)["_functorch"]
+
+
+def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor in the wrappers of transforms; None if `x` is a batch, or depends on what is differentiated."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if not _functorch.is_gradtrackingtensor(x) or x.requires_grad:
+            return None
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def tell_transforms(
+    entering: Callable[[Any], Any], check_functional: Callable[[Any], None], around: Callable[[], Any]
+) -> None:
     """Have transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
 
-    Forward mode converts its inputs before it begins. `functionalize` calls `check_functional(x)` first.
+    Each transform runs inside the context `around()`. Forward mode converts its inputs before it begins.
+    `functionalize` calls `check_functional(x)` first.
     """
 
     def taking(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: own(entering(x), *rest)
+
+    def inside(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return own(*args, **how)
+            with around():
+                return own(*args, **how)
+
+        return call
 
     forward = eager_transforms._jvp_with_argnums
 
@@ -252,9 +281,15 @@ def tell_transforms(entering: Callable[[Any], Any], check_functional: Callable[[
         "_autograd_grad": backward_of,
     }
     eager_transforms.__dict__.update(given)
-    for module, names in _INTO.items():
-        for name in names:
-            setattr(module, name, taking(getattr(module, name)))
+    _replace(_INTO, taking)
+    _replace(_AROUND, inside)
+
+
+def _replace(names: dict[Any, tuple[str, ...]], replaced: Callable[[Any], Any]) -> None:
+    """Replace functions of modules by `replaced(function)`."""
+    for module, found in names.items():
+        for name in found:
+            setattr(module, name, replaced(getattr(module, name)))
 
 
 def tell_scripts(check: Callable[[Any], None]) -> None:
@@ -312,10 +347,13 @@ def run_backward(
     outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
 ) -> tuple[Any, ...]:
     """The autograd engine itself: the public doors would ask the distributed tensors among `inputs` first."""
-    if not create:
-        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
-    with view_replay():
-        return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    try:
+        with view_replay() if create else nullcontext():
+            return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note("the shape above is that of this rank's part of a distributed tensor")
+        raise
 
 
 def tell_backward(context: Callable[[], Any]) -> None:
@@ -359,7 +397,7 @@ def as_on(device: torch.device | None) -> Run:
 
     def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = _plainly(op, args, kwargs)
-        if device is None or not op.name().startswith(_CHOSEN_BY_DEVICE) or fake_tensor.is_fake(args[0]):
+        if device is None or not _is_chosen_by_device(op, args) or is_fake(args[0]):
             return out
         try:
             with fake_tensor.FakeTensorMode():
@@ -372,8 +410,26 @@ def as_on(device: torch.device | None) -> Run:
 
 
 _CHOSEN_BY_DEVICE = tuple(
-    f"aten::{name}" for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "linalg_eig", "linalg_svd")
+    f"aten::{name}"
+    for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "stft", "linalg_eig", "linalg_svd", "svd")
 )
+"""First parts of the names of operators whose results a device decides."""
+
+_ORDERED_BY_DEVICE = tuple(
+    f"aten::{name}"
+    for name in ("conv", "group_norm", "native_group_norm", "pad", "reflection_pad", "replication_pad", "fake_quantize")
+)
+"""First parts of the names of operators of which a device decides the memory order if an operand is not contiguous."""
+
+is_fake: Callable[[object], bool] = fake_tensor.is_fake
+"""True for a fake tensor."""
+
+
+def _is_chosen_by_device(op: Operator, args: tuple[Any, ...]) -> bool:
+    name = op.name()
+    if not name.startswith(_ORDERED_BY_DEVICE):
+        return name.startswith(_CHOSEN_BY_DEVICE)
+    return any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in args)
 
 
 def _like_on(device: torch.device, x: Any) -> Any:

@@ -1,0 +1,106 @@
+"""All error classes, by name: `mw.errors.PickleError`, or `mw.PickleError`. docs/troubleshooting.md explains each."""
+
+from __future__ import annotations
+
+from meshwright.checkpoint import CheckpointError, CheckpointFileError
+from meshwright.comm import (
+    CallError,
+    CommError,
+    DeadlockError,
+    DeadPeerError,
+    DisagreementError,
+    LaunchError,
+    MissingCallError,
+    NestedSimulationError,
+    NoCarrierError,
+)
+from meshwright.cost import CostError
+from meshwright.engine import (
+    BatchError,
+    DifferenceError,
+    ExpertsError,
+    LocalMapError,
+    MaterializeError,
+    NonFiniteGradientError,
+    StaticError,
+    StrategyError,
+    TorchDTensorError,
+    TrainingError,
+)
+from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
+from meshwright.layout import LayoutError, MeshError, MeshwrightError, PlacementError
+from meshwright.models import ModelError
+from meshwright.pipeline import ScheduleError, StageError
+from meshwright.report import ShowError
+from meshwright.reshard import ReshardError
+from meshwright.search import SearchError
+from meshwright.spmd import RuleError
+from meshwright.tensor import (
+    AbsentError,
+    CollectiveError,
+    CompileError,
+    LocalShapeError,
+    MemoryAccessError,
+    MixedMeshError,
+    OperationError,
+    PickleError,
+    PlainInBackwardError,
+    RandomSourceError,
+    RanWholeWarning,
+    SimulatedRankError,
+    TraceError,
+)
+
+__all__ = [
+    "AbsentError",
+    "BatchError",
+    "CallError",
+    "CaptureError",
+    "CheckpointError",
+    "CheckpointFileError",
+    "CollectiveError",
+    "CommError",
+    "CompileError",
+    "CostError",
+    "DeadPeerError",
+    "DeadlockError",
+    "DifferenceError",
+    "DisagreementError",
+    "ExpertsError",
+    "LaunchError",
+    "LayoutError",
+    "LocalMapError",
+    "LocalShapeError",
+    "MaterializeError",
+    "MemoryAccessError",
+    "MeshError",
+    "MeshwrightError",
+    "MissingCallError",
+    "MixedMeshError",
+    "ModelError",
+    "NestedSimulationError",
+    "NoCarrierError",
+    "NonFiniteGradientError",
+    "OperationError",
+    "PickleError",
+    "PlacementError",
+    "PlainInBackwardError",
+    "ProgramError",
+    "ProgramFileError",
+    "RanWholeWarning",
+    "RandomSourceError",
+    "ReshardError",
+    "RewriteError",
+    "RuleError",
+    "ScheduleError",
+    "SearchError",
+    "ShowError",
+    "SideEffectError",
+    "SimulatedRankError",
+    "StageError",
+    "StaticError",
+    "StrategyError",
+    "TorchDTensorError",
+    "TraceError",
+    "TrainingError",
+]
