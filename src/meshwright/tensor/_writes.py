@@ -74,7 +74,7 @@ def writes_to(x: Tensor) -> int:
 
 
 class _Shared:
-    """True if a memory of this process has two counters."""
+    """A switch: `ever` is True once a memory of this process has two counters."""
 
     ever = False
 
