@@ -31,7 +31,7 @@ def x(*shape: int, at: Any = (), mesh: mw.ProcessMesh = MESH, **kwargs: Any) -> 
     return mw.shard_tensor(torch.ones(shape or (4, 6)), mesh, at, **kwargs)
 
 
-def uses_a_cache(cache: dict[str, Any] = {}) -> Any:  # noqa: B006 - the cache is what is tested
+def uses_a_cache(cache: dict[str, Any] = {}) -> Any:  # noqa: B006 - the test needs a cache that is a default argument
     if "mask" not in cache:
         cache["mask"] = x(at=ROWS)
     return cache["mask"].sum().item()

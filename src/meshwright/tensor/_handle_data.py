@@ -144,7 +144,7 @@ def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
 
 
 def _state(x: DistTensor) -> str:
-    return "view" if x._viewing else "tensor with a gradient or a past"
+    return "view" if x._viewing else "tensor with a gradient, or a computed value"
 
 
 @handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)

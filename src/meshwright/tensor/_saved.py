@@ -28,7 +28,7 @@ from ._writes import data_writes, is_anything_shared
 from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, unwritten
 
 Conversion = Callable[[Tensor], Tensor]
-"""What makes a copy of a local part."""
+"""A function that returns a copy of a local part."""
 
 
 class _State(threading.local):

@@ -74,7 +74,7 @@ def writes_to(x: Tensor) -> int:
 
 
 class _Shared:
-    """Whether any memory of this process has two counters."""
+    """A switch: `ever` is True once a memory of this process has two counters."""
 
     ever = False
 

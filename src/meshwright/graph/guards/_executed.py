@@ -23,6 +23,7 @@ _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "__get
 _IN_TEXT = frozenset(
     {"globals", "locals", "eval", "exec", "import_module", "__import__", "modules", "vars", "__dict__"}
 )
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv"})
 _WHOLE = frozenset({"__dict__", "vars", "dir", "asdict", "astuple", "fields", "__slots__", "__getstate__", "deepcopy"})
 
 
@@ -60,12 +61,14 @@ class Named:
     """The names that code can read attributes by.
 
     `names` stand in the code. `parts` are texts of code that computes names: a name that contains one counts. `whole`
-    is True for code that reads all attributes at once.
+    is True for code that reads all attributes at once. `variables` are texts of code that reads the environment, which
+    may name a variable; None for code that does not.
     """
 
     names: frozenset[str]
     parts: frozenset[str]
     whole: bool
+    variables: frozenset[str] | None
 
 
 def named_by(code: CodeType) -> Named:
@@ -78,7 +81,8 @@ def named_by(code: CodeType) -> Named:
     whole = not names.isdisjoint(_WHOLE)
     if not names.isdisjoint(_IN_TEXT):
         names |= texts
-    return Named(frozenset(names), frozenset(texts) if computed else frozenset(), whole)
+    variables = None if names.isdisjoint(_ENVIRONMENT) else frozenset(texts)
+    return Named(frozenset(names), frozenset(texts) if computed else frozenset(), whole, variables)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -12,7 +12,6 @@ all code that could run, for what a forward pass might change.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import decimal
 import gc
 import logging
@@ -23,7 +22,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, partialmethod
@@ -68,6 +67,8 @@ LAYER_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
+ENVIRONMENT: Path = (("module", "os"), ("attribute", "environ"))
+_ALL_ITEMS = frozenset({"items", "keys", "values", "copy"})
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *LAYER_HOOKS})
@@ -133,6 +134,8 @@ class Reach:
         self.modules: list[tuple[str, Path, nn.Module]] = []
         self._queue: deque[tuple[Any, str, Path]] = deque()
         self._weak: set[int] = set()
+        self.variables: Set[str] | None = None
+        self._takes_all_variables = False
         for code, namespace in ran.codes.values() if ran is not None else ():
             self._code(code, namespace)
         for tensor in ran.asked if ran is not None else ():
@@ -154,10 +157,20 @@ class Reach:
             yield Names("", (("module", name),) if known else (), held, tuple(keys), None)
         yield Names("builtins.", (("module", "builtins"),), self._built_in[0], tuple(self._built_in[1]), None)
         yield Names("sys.modules.", (), sys.modules, tuple(self._modules), None)
+        yield from self._environment()
         for space in self._spaces.values():
             owner = None if id(space.owner) in self._weak else space.owner
             yield Names(space.label, space.path, space.held, tuple(space.keys), self._counts(space), owner)
         yield from self._others
+
+    def _environment(self) -> Iterator[Slot]:
+        """Yield the variables of the environment that the code may name, or all if it goes through them."""
+        if self.variables is None:
+            return
+        if self._takes_all_variables:
+            yield Content("os.environ", ENVIRONMENT, _held_variables())
+        else:
+            yield Read("os.environ", ENVIRONMENT, tuple(sorted({*self.variables, *self.texts})), variables_named)
 
     def _counts(self, space: _Space) -> Callable[[str], bool] | None:
         """Return what tells which new names count in a namespace; None if none does."""
@@ -173,8 +186,7 @@ class Reach:
         while self._queue or known != len(self.names) + len(self.parts) + len(self.texts):
             known = len(self.names) + len(self.parts) + len(self.texts)
             while self._queue:
-                with contextlib.suppress(Exception):  # an object that refuses to be looked at counts by identity
-                    self._visit(*self._queue.popleft())
+                self._visit(*self._queue.popleft())
             for space in list(self._spaces.values()):
                 self._follow(space)
 
@@ -226,6 +238,9 @@ class Reach:
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
             self._others.append(Read("decimal.getcontext()", (), None, _decimals))
+        if named.variables is not None:
+            self.variables = named.variables | (self.variables or set())
+            self._takes_all_variables |= not named.names.isdisjoint(_ALL_ITEMS)
         if named.whole:
             self.whole.add(module.partition(".")[0])
         held, keys = self._globals.setdefault(id(namespace), (namespace, {}))
@@ -264,8 +279,6 @@ class Reach:
             self._space(value, vars(value), f"{label}.", path)
 
     def _module(self, value: ModuleType) -> None:
-        if value is os:
-            self._push(os.environ, "os.environ", (("module", "os"), ("attribute", "environ")))
         trusted = is_trusted_module(value.__name__)
         self._space(value, vars(value), f"{value.__name__}.", (("module", value.__name__),), trusted)
 
@@ -316,8 +329,6 @@ class Reach:
     def _object(self, value: Any, label: str, path: Path) -> None:
         if is_container(value):
             self._container(value, label, path)
-        elif isinstance(value, os._Environ):  # pyright: ignore[reportPrivateUsage] - the dict behind it compares fast
-            self._container(cast(Any, value)._data, label, path)
         elif isinstance(value, (tuple, frozenset)):
             self._items(enumerate(cast("tuple[Any, ...]", value)), label, path)
         elif isinstance(value, _NAMING):
@@ -474,6 +485,17 @@ def _leads_on(value: Any) -> bool:
     """True for what is followed from a trusted module or class: modules, and functions that others put there."""
     own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
     return own or issubclass(type(value), ModuleType)
+
+
+def _held_variables() -> dict[Any, Any]:
+    """Return the dict behind os.environ, which is compared fast."""
+    return os.environ._data  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+
+
+def variables_named(names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the values of variables of the environment."""
+    held = _held_variables()
+    return tuple(held.get(os.environ.encodekey(name)) for name in names)
 
 
 def _of_context(value: ContextVar[Any]) -> Any:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -16,13 +16,12 @@ from meshwright.tensor import local_parts
 
 from ._describe import described
 from ._guards import Guards
-from ._reach import LAYER_HOOKS, slot_of
-from ._slots import CELL, OF_FUNCTION, Content, Names, Path, Read, Slot
+from ._reach import LAYER_HOOKS, slot_of, variables_named
+from ._slots import CELL, MISSING, OF_FUNCTION, Content, Names, Path, Read, Slot, is_plain
+from ._trusted import is_trusted_module
 
 _TENSORS = ("_parameters", "_buffers")
 """Tables of tensors, which programs take as inputs: how they lie is compared apart."""
-_ENVIRONMENT: Path = (("module", "os"), ("attribute", "environ"))
-"""Variables of the environment differ between processes; only a change while a process runs counts."""
 _READS: dict[str, Callable[[Any], Any]] = {"cell": CELL, **OF_FUNCTION}
 
 
@@ -54,6 +53,8 @@ def _leads_to(slot: Slot, roots: Mapping[str, Any]) -> bool:
             return vars(found) is slot.held or isinstance(found, type)
         if isinstance(slot, Content):
             return found is slot.value
+        if isinstance(slot, Read) and slot.get is variables_named:
+            return True
         at: Any = slot.path[-1][1]
         return isinstance(slot, Read) and (found.__closure__[at] if slot.get is CELL else found) is slot.owner
     except (LookupError, AttributeError, TypeError, ValueError):
@@ -61,23 +62,35 @@ def _leads_to(slot: Slot, roots: Mapping[str, Any]) -> bool:
 
 
 def _row(slot: Slot) -> list[Any] | None:
-    if (
-        slot.path == _ENVIRONMENT
-        or not slot.path
-        or slot.path[-1][1] in _TENSORS
-        or not all(isinstance(key, (str, int)) for _, key in slot.path)
-    ):
+    """Return a place as data; None for one without a path, and for tensors, which are compared apart."""
+    if not slot.path or slot.path[-1][1] in _TENSORS:
+        return None
+    if not all(isinstance(key, (str, int)) for _, key in slot.path):
         return None
     path = [list(step) for step in slot.path]
     if isinstance(slot, Names):
+        keys = [key for key, value in slot.values() if not _is_of_library(slot) or _is_told(value)]
         open_to = "none" if slot.counts is None else "named"
-        return ["names", slot.label, path, list(slot.keys), open_to, _checksum(slot.known)]
+        return ["names", slot.label, path, keys, open_to, _checksum(slot.held.get(key, MISSING) for key in keys)]
     if isinstance(slot, Content):
         return ["content", slot.label, path, [], str(slot.unordered), _checksum(_known(slot))]
+    if isinstance(slot, Read) and slot.get is variables_named:
+        return ["environment", slot.label, path, list(slot.owner), "", _checksum([slot.known])]
     if isinstance(slot, Read):
         kind = next((name for name, get in _READS.items() if get is slot.get), None)
         return None if kind is None else ["read", slot.label, path, [], kind, _checksum([slot.known])]
     return None
+
+
+def _is_of_library(slot: Names) -> bool:
+    """True for a module or class of a trusted library, which holds tables that differ between processes."""
+    kind, name = slot.path[-1]
+    return kind in ("module", "class") and is_trusted_module(str(name).partition(":")[0])
+
+
+def _is_told(value: Any) -> bool:
+    """True for a plain value or a function, whose description is the same in each process."""
+    return is_plain(value) or type(value) in (FunctionType, BuiltinFunctionType, type(None))
 
 
 def _known(slot: Any) -> Iterable[Any]:
@@ -122,6 +135,8 @@ def _slot(row: Sequence[Any], roots: Mapping[str, Any], counts: Counted) -> Slot
 
 
 def _made(kind: str, label: str, path: Path, keys: list[str], how: str, owner: Any, counts: Counted) -> Any:
+    if kind == "environment":
+        return Read(label, path, tuple(keys), variables_named)
     if kind == "content":
         return Content(label, path, owner, how == "True")
     if kind == "read":
