@@ -133,6 +133,10 @@ def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
     found.outside.append(f"{module}.{name}()")
 
 
+_IMPORTING = frozenset({"<module>", "_find_and_load"})
+"""Functions that run while a module is imported: its code, and Python's search for it, which may call import hooks."""
+
+
 class _Profile:
     """A profile function that notes the code that a thread runs, and calls that no guard can compare."""
 
@@ -156,7 +160,7 @@ class _Profile:
 
     def _call(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code.co_name == "<module>" or id(code) in self._of_collector:
+        if code.co_name in _IMPORTING or id(code) in self._of_collector:
             self._muted.append(frame)
         if self._muted:
             return

@@ -176,8 +176,7 @@ class Reach:
         """Return what tells which new names count in a namespace; None if none does."""
         if isinstance(space.owner, ModuleType) or space.trusted:
             return None
-        counts = _any if space.whole else self.counts
-        return partial(_counts_beside, counts) if isinstance(space.owner, Optimizer) else counts
+        return counting_for(space.owner, any_name if space.whole else self.counts)
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -345,8 +344,15 @@ class Reach:
         if isinstance(value, MappingProxyType):
             self._pushed(gc.get_referents(value), label, path)
             return
+        if isinstance(value, MethodType) and self._is_idle(value.__func__):
+            return
         members = next(names for kind, names in _MEMBERS.items() if isinstance(value, kind))
         self._members(value, members, label, path)
+
+    def _is_idle(self, function: Any) -> bool:
+        """True for a function that did not run, so that nothing was read of the object that it is bound to."""
+        known = isinstance(function, FunctionType) and not is_trusted_file(function.__code__.co_filename)
+        return known and self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
 
     def _holder(self, value: Any, get: Callable[[Any], Any], label: str, path: Path) -> None:
         """A variable, a reference, a cache, a generator: what it holds now."""
@@ -556,11 +562,16 @@ def global_hooks() -> list[dict[Any, Any]]:
 _GLOBAL = re.compile(r"_global_\w*hooks")
 
 
-def _counts_beside(counts: Callable[[str], bool], key: str) -> bool:
+def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return `counts`, without the names that schedules of learning rates set on an optimizer."""
+    return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
+
+
+def _counts_beside_schedules(counts: Callable[[str], bool], key: str) -> bool:
     return key not in OPTIMIZER and counts(key)
 
 
-def _any(key: str) -> bool:
+def any_name(key: str) -> bool:
     return True
 
 

@@ -16,8 +16,8 @@ from meshwright.tensor import local_parts
 
 from ._describe import described
 from ._guards import Guards
-from ._reach import LAYER_HOOKS, slot_of, variables_named
-from ._slots import CELL, MISSING, OF_FUNCTION, Content, Names, Path, Read, Slot, is_plain
+from ._reach import LAYER_HOOKS, any_name, counting_for, slot_of, variables_named
+from ._slots import CELL, OF_FUNCTION, Content, Names, Path, Read, Slot, is_plain
 from ._trusted import is_trusted_module
 
 _TENSORS = ("_parameters", "_buffers")
@@ -69,9 +69,9 @@ def _row(slot: Slot) -> list[Any] | None:
         return None
     path = [list(step) for step in slot.path]
     if isinstance(slot, Names):
-        keys = [key for key, value in slot.values() if not _is_of_library(slot) or _is_told(value)]
-        open_to = "none" if slot.counts is None else "named"
-        return ["names", slot.label, path, keys, open_to, _checksum(slot.held.get(key, MISSING) for key in keys)]
+        told = {key: value for key, value in slot.values() if not _is_of_library(slot) or _is_told(value)}
+        open_to = "none" if slot.counts is None else "any" if slot.counts is any_name else "named"
+        return ["names", slot.label, path, list(told), open_to, _checksum(told.values())]
     if isinstance(slot, Content):
         return ["content", slot.label, path, [], str(slot.unordered), _checksum(_known(slot))]
     if isinstance(slot, Read) and slot.get is variables_named:
@@ -141,7 +141,8 @@ def _made(kind: str, label: str, path: Path, keys: list[str], how: str, owner: A
         return Content(label, path, owner, how == "True")
     if kind == "read":
         return Read(label, path, owner, _READS[how])
-    return Names(label, path, vars(owner), keys, None if how == "none" else counts, owner)
+    new = None if how == "none" else counting_for(owner, any_name if how == "any" else counts)
+    return Names(label, path, vars(owner), keys, new, owner)
 
 
 def _found(path: Path, roots: Mapping[str, Any]) -> Any:
