@@ -22,6 +22,7 @@ from ._loss_scale import HELD, Scaling, Unscaled, kept_where, scale_input, unsca
 from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
+from ._standing import standing_for
 from .torch_hooks import DataDependent, decided_outside
 
 StateKey = tuple[str, str]
@@ -62,7 +63,9 @@ def record_update(
             key: _stand_in(recorder, key, value, pieces.get(key[0]), key[0] in moved) for key, value in states.items()
         }
         twin = _twin_of(optimizer, names, parameters, given, recorder)
-        _stepped(twin)
+        real = {names.get(id(p)): p for group in optimizer.param_groups for p in group["params"]}
+        with standing_for((real[name], x) for name, x in parameters.items() if name in real):
+            _stepped(twin)
         for name in shards or {}:
             wholes[name].copy_(parameters[name])
         if plain is not None and scaling is not None:
