@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, partialmethod
 from operator import attrgetter, methodcaller
-from threading import local
+from threading import Thread, local
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -84,6 +84,9 @@ OPTIMIZER = frozenset(
     }
 )
 """Attributes of an optimizer that are compared apart, or that schedules of learning rates count up."""
+_IMPORT = frozenset({"__loader__", "__spec__"})
+"""Attributes of Python modules that tell how they were imported."""
+_APART: dict[type, Set[str]] = {Optimizer: OPTIMIZER, Tensor: OWN, ModuleType: _IMPORT}
 _STATELESS = ("logging", "threading", "warnings", "typing", "abc", "re", "concurrent", "asyncio", "io", "_io", "types")
 """Modules of Python whose objects keep nothing that numbers depend on."""
 
@@ -112,7 +115,7 @@ class _Space:
         self.held, self.label, self.path, self.owner, self.whole = held, label, path, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
-        self.apart = OPTIMIZER if isinstance(owner, Optimizer) else OWN if isinstance(owner, Tensor) else APART
+        self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
 
 class Reach:
@@ -207,7 +210,7 @@ class Reach:
                     self._push(held[key], f"{space.label}{key}", (*space.path, ("attribute", key)))
 
     def _visit(self, value: Any, label: str, path: Path) -> None:
-        if id(value) in self._seen or issubclass(type(value), logging.Handler):
+        if id(value) in self._seen or _runs_beside(type(value)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -598,6 +601,13 @@ def _is_stateless(kind: type) -> bool:
         return False
     top = kind.__module__.partition(".")[0]
     return top in _STATELESS or top not in sys.stdlib_module_names or kind.__module__ == "builtins"
+
+
+def _runs_beside(kind: type) -> bool:
+    """True for handlers of logs, and for threads of installed packages: what they change is no setting of a step."""
+    if not issubclass(kind, Thread):
+        return issubclass(kind, logging.Handler)
+    return is_installed_file(str(getattr(sys.modules.get(kind.__module__), "__file__", "")))
 
 
 def _is_iterator(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Libraries whose code is trusted: what their functions read is no setting of a training step.
 
-These are torch, NumPy, SymPy, Python's own library, and this package without its models. The state that torch reads is
-compared apart (`_torch_state`). All other code counts, whether a user wrote it or installed it.
+These are torch, NumPy, SymPy, Python's own library, this package without its models, and what runs tests and notebooks.
+The state that torch reads is compared apart (`_torch_state`). All other code counts, whether a user wrote it or installed it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from pathlib import Path
 from sysconfig import get_paths
 from typing import Any
 
-TRUSTED = frozenset({"torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "meshwright"})
+TRUSTED = frozenset(
+    {
+        *("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "meshwright"),
+        *("pytest", "_pytest", "pluggy", "hypothesis", "xdist", "execnet", "IPython", "ipykernel", "traitlets"),
+    }
+)
 _SITES = tuple({get_paths()[name] + sep for name in ("purelib", "platlib")})
 _PYTHON = tuple({get_paths()[name] + sep for name in ("stdlib", "platstdlib")})
 _OWN = str(Path(__file__).parents[2]) + sep
