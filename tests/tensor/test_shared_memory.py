@@ -110,7 +110,18 @@ def copied_module(lay: Lay) -> list[Any]:
     return [module.weight, module.cache, new.weight, new.cache, new.head, new.row]
 
 
+def filled_expansions(lay: Lay) -> list[Any]:
+    """Expand, along rows and along dims that the other operand has sharded, and fill the result."""
+    found: list[Any] = []
+    for like in (lay(numbers(5, 5, 5)), lay(numbers(5, 5)).t(), lay(numbers(3, 5, 5))):
+        base = lay(numbers(5, 1)) * 1
+        base.expand_as(like).fill_(2)
+        found += [base, base.expand_as(like) * like]
+    return found
+
+
 PROGRAMS = [
+    filled_expansions,
     flat_gradients, assigned_gradient, plain_gradient, turned_gradient, gradient_of_a_plain_loss, flat_parameters,
     copied_views, copied_module,
 ]  # fmt: skip
@@ -123,7 +134,7 @@ def plain(x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_what_shares_memory_on_one_device_shares_it_on_a_mesh(program: Any, layout: list[Any], ranks: int) -> None:

@@ -85,3 +85,14 @@ def test_a_list_function_writes_a_view_and_its_base_in_order():
         return [mw.unshard_dtensor(t).tolist() for t in program(x)]
 
     assert mw.simulate(ranks, 4) == [wanted] * 4
+
+
+def test_a_filled_expansion_fills_its_base_on_ranks_without_a_part() -> None:
+    def on_rank() -> Tensor:
+        mesh = mw.ProcessMesh(range(4), ["a"])
+        base = mw.shard_tensor(torch.zeros(5, 1, 1), mesh, [mw.Replicate()])
+        base.expand_as(mw.shard_tensor(torch.zeros(5, 5, 5), mesh, [mw.Shard(2)])).fill_(2)
+        return base.to_local()
+
+    for local in mw.simulate(on_rank, 4):
+        assert local.eq(2).all()

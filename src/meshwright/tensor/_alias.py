@@ -26,7 +26,7 @@ from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, write_into
 from ._plan import of_one_node
 from ._tree import map_tensors, tensors_in
-from ._whole import call_whole, put_back
+from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, writes_to
 from .torch_hooks import is_dense, no_interception, shares_storage
 
@@ -302,7 +302,7 @@ def _write_base(view: DistView, by: DistView) -> None:
     with no_interception():
         target = list(tensors_in(done.out))[source.at]
         if _overlaps(target):
-            whole = _last_written(source, whole, value)
+            whole = _last_written(source, done, whole, value)
         else:
             target.copy_(value)
     put_back(source.base if by._counted else _data_of(source.base), whole)
@@ -341,14 +341,15 @@ def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
     return False
 
 
-def _last_written(source: Source, whole: Tensor, value: Tensor) -> Tensor:
+def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor) -> Tensor:
     """`whole` after `value` was written into its view: of the elements that lie at one place the last one counts.
 
     Only that one has a gradient; the view of a tensor of place numbers tells which elements lie where.
     """
     places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
     places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
-    args, kwargs = map_tensors(lambda t: places if t is source.base else t, (source.args, source.kwargs))
+    given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
+    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
     seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
     last = torch.full((whole.numel(),), -1, device=whole.device)
     last = last.scatter_reduce(0, seen, torch.arange(len(seen), device=whole.device), "amax").reshape(whole.shape)

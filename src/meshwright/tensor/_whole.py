@@ -211,10 +211,13 @@ class _Overlapping(torch.autograd.Function):
 
 
 def put_back(t: DistTensor, whole: Tensor) -> None:
-    """Write the whole value into the parts of `t`."""
-    local = _part(whole, t)
+    """Write the whole value into the parts of `t`; of elements that share memory by a stride of 0, the first one."""
+    local, target = _part(whole, t), t
     with no_interception():
-        t.copy_(local)
+        for dim, (size, stride) in enumerate(zip(local.shape, t.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                local, target = local.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+        target.copy_(local)
 
 
 def _part(whole: Tensor, t: DistTensor) -> Tensor:
