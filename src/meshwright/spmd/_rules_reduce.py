@@ -111,7 +111,7 @@ def spread(over: str | None, form: Form, results: int = 1) -> Entry:
     return entry
 
 
-def vector_norm_rule(x: Tensor, ord: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+def vector_norm_rule(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     over = "sum" if ord == 0 else None
     return reduced(x, dims_at(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
 

@@ -1,7 +1,7 @@
 """Libraries whose code is trusted: what their functions read is no setting of a training step.
 
 These are torch, NumPy, SymPy, Python's own library, this package without its models, and what runs tests and notebooks.
-The state that torch reads is compared apart (`_torch_state`). All other code counts, whether a user wrote it or installed it.
+The state that torch reads is compared apart (`_torch_state`). All other code counts, a user's and installed code.
 """
 
 from __future__ import annotations
