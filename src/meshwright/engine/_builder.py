@@ -25,13 +25,14 @@ from meshwright.graph import (
     capture,
     compiled,
     complete,
-    executed_code,
     joined,
     meshes_of,
+    observed,
     record_forward,
     record_gradients,
     record_update,
     runner,
+    runs_users_code,
     spread,
     tensor_dtype,
     verify,
@@ -98,7 +99,8 @@ class Builder:
             sizes_of(list(leaves_in(batch))),
             self.model.lies_apart(),
         )
-        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch))
+        alike = self.model.optimizer is None or not runs_users_code(self.model.optimizer)
+        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
         self._lay(captured, layouts)
         return self._ready(program), fits, captured.ran
 
@@ -256,9 +258,8 @@ class Builder:
         if sharding.enable and sharding.stage < 3:
             cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
         states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
-        with executed_code() as ran:
+        with observed(captured.ran, runs_users_code(optimizer)):
             update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
-        captured.ran.update(ran)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
 

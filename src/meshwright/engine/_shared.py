@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
-from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, numbered
+from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, is_lifted, numbered
 from meshwright.layout import Spec
 
 T = TypeVar("T")
@@ -26,10 +26,13 @@ class _Recorded:
     ran: Executed
 
 
-def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[], Program]) -> tuple[Program, Fits]:
+def recorded_once(
+    here: Carrier, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
+) -> tuple[Program, Fits]:
     """What `record()` gives, and which batches it is right for; what it gave to a rank that captured the same.
 
     `how` is everything beside the captured program that decides. A rank whose parts have other shapes records its own.
+    `alike` is True if each rank makes the same tensors of Python numbers while it records.
     """
     if not isinstance(here, Simulated):
         return record(), captured.fits()
@@ -38,7 +41,7 @@ def recorded_once(here: Carrier, captured: Capture, how: Any, record: Callable[[
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, modes, repr(how)), [])
     for found in known:
-        if is_alike(found.program, found.rank, here.rank) and _is_everyones(found):
+        if is_alike(found.program, found.rank, here.rank) and _is_everyones(found, alike):
             captured.ran.update(found.ran)
             return _with_constants(found, _constants(captured)), found.fits
     program = record()
@@ -65,10 +68,11 @@ def is_alike(program: Program, one: int, other: int) -> bool:
     return all(s.local_shape(one) == s.local_shape(other) for s in _specs(program))
 
 
-def _is_everyones(found: _Recorded) -> bool:
+def _is_everyones(found: _Recorded, alike: bool) -> bool:
     """True when the program holds no constants of its rank's own, which no capture knows."""
     known = {id(x) for x in found.constants}
-    return all(id(i.source) in known for i in found.program.inputs if i.role == "constant")
+    own = (i.source for i in found.program.inputs if i.role == "constant" and id(i.source) not in known)
+    return all(alike and is_lifted(x) for x in own)
 
 
 def _specs(program: Program) -> set[Spec]:

@@ -54,15 +54,16 @@ from ._piece import Piece, record_piece
 from ._program import Change, Input, Program, communication, communication_text, count_ops
 from ._read_back import ReadBack
 from ._record import record_forward, record_gradients
+from ._recording import is_lifted
 from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._spread import spread
 from ._text import node_text, numbered, type_text
-from ._update import StateKey, lies_as, record_update
+from ._update import StateKey, lies_as, record_update, runs_users_code
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
-from .guards import Executed, Guards, class_text, described, executed_code, restored, stored
+from .guards import Executed, Guards, class_text, described, executed_code, observed, restored, stored
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 
 __all__ = [
@@ -140,6 +141,7 @@ __all__ = [
     "executed_code",
     "holds_of",
     "is_drawing",
+    "is_lifted",
     "is_pure",
     "is_view",
     "joined",
@@ -159,6 +161,7 @@ __all__ = [
     "node_text",
     "note_step",
     "numbered",
+    "observed",
     "overwriting",
     "parse_layouts",
     "read_json",
@@ -174,6 +177,7 @@ __all__ = [
     "restored",
     "rewrite",
     "runner",
+    "runs_users_code",
     "save_kernels",
     "save_program",
     "saving_is_hooked",

@@ -157,7 +157,7 @@ class Draft:
         self._chain(spot, before)
 
     def finish(self, *changes: Change) -> Program:
-        """The program of this draft, without nodes that nothing needs, with the record of what was changed."""
+        """The program of this draft, without nodes and constants that nothing needs, and the record of the changes."""
         needed = set(self.results)
         kept: list[Node] = []
         spot = self._ends[1].before
@@ -169,6 +169,7 @@ class Draft:
         program = self.program
         return replace(
             program,
+            inputs=tuple(i for i in program.inputs if i.role != "constant" or i.value in needed),
             nodes=tuple(reversed(kept)),
             outputs=self._outputs,
             writes=tuple(self._writes),

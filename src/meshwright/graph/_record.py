@@ -43,7 +43,7 @@ from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ._recording import Recording
-from .guards import observed
+from .guards import observed, unobserved, unobserved_if_torchs
 from .torch_hooks import (
     FakeMode,
     Modes,
@@ -97,6 +97,7 @@ class Recorder(Modes):
         self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) if fresh else captured.mode
         self._symbols = {} if fresh else captured.symbols
         self.recording = Recording(origin=self._origin)
+        self._note = unobserved(self.recording.note)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
         self._forward: list[tuple[int, Origin]] = []
@@ -108,8 +109,8 @@ class Recorder(Modes):
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with interception_off():
-            out = func(*args, **(kwargs or {}))
-            self.recording.note(func, args, kwargs or {}, out)
+            out = unobserved_if_torchs(func)(*args, **(kwargs or {}))
+            self._note(func, args, kwargs or {}, out)
         return out
 
     def replaying(self, origin: Origin) -> None:

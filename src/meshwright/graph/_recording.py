@@ -37,6 +37,14 @@ SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel
 """Operators that only ask."""
 
 
+_LIFTED = "_meshwright_lifted"
+
+
+def is_lifted(x: Tensor) -> bool:
+    """True for a tensor that the recorded code made of Python numbers, such as `torch.tensor(0.0)`."""
+    return _LIFTED in x.__dict__
+
+
 @dataclass(slots=True)
 class Recording:
     """The nodes recorded so far, and the cell of every tensor that was seen.
@@ -148,10 +156,12 @@ class Recording:
         if name in SILENT:
             return True
         if name.split("::")[1] in (FRESH if self.above else IDENTITIES) and isinstance(out, Tensor):
+            fresh = name == "aten::lift_fresh"
+            if fresh and type(args[0]) is Tensor:
+                args[0].__dict__[_LIFTED] = True
             self.value_of(args[0])
             cell = self._find(args[0])
             assert cell is not None
-            fresh = name == "aten::lift_fresh"
             self._bind(out, Cell(cell.value, Memory(), out) if fresh else cell)
             return True
         return False

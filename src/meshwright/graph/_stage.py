@@ -32,6 +32,7 @@ from ._errors import CaptureError
 from ._interception import intercepted
 from ._node import Node, Origin
 from ._recording import Recording
+from .guards import unobserved, unobserved_if_torchs
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
 
 WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
@@ -127,7 +128,7 @@ class Stage:
                 stack.callback(leave.remove)
             stack.enter_context(capturing(self.opaque))
             stack.enter_context(intercepted(self.opaque))
-            stack.enter_context(operators_recorded(self.note, self.run))
+            stack.enter_context(operators_recorded(unobserved(self.note), self.run))
             yield
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -143,9 +144,9 @@ class Stage:
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # what it holds is not known before the program runs
         if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
-            return op(*args, **kwargs)
+            return unobserved_if_torchs(op)(*args, **kwargs)
         with self.mode:
-            return op(*args, **kwargs)
+            return unobserved_if_torchs(op)(*args, **kwargs)
 
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
         if transforming():

@@ -23,6 +23,7 @@ from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
 from ._standing import standing_for
+from .guards import STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
 from .torch_hooks import DataDependent, decided_outside
 
 StateKey = tuple[str, str]
@@ -73,6 +74,13 @@ def record_update(
     known = {x: name for name, x in parameters.items()}
     after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
     return _finished(recorder, given, after, plain)
+
+
+def runs_users_code(optimizer: Optimizer) -> bool:
+    """True if a step of the optimizer runs code that is not torch's: a method of its own, or a hook."""
+    tables = (*(getattr(optimizer, table) for table in STEP_HOOKS), *global_hooks())
+    hooks = (hook for table in tables for hook in table.values())
+    return not all(map(is_trusted_call, hooks)) or not all(map(is_trusted, type(optimizer).__mro__))
 
 
 def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[str, Input]) -> Unscaled:

@@ -13,8 +13,13 @@ In reading order:
 """
 
 from ._describe import class_text, described
-from ._executed import Executed, executed_code, observed
+from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
 from ._guards import Guards, steady
+from ._reach import STEP_HOOKS, global_hooks
 from ._stored import restored, stored
+from ._trusted import is_trusted, is_trusted_call
 
-__all__ = ["Executed", "Guards", "class_text", "described", "executed_code", "observed", "restored", "steady", "stored"]
+__all__ = [
+    "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks", "is_trusted",
+    "is_trusted_call", "observed", "restored", "steady", "stored", "unobserved", "unobserved_if_torchs",
+]  # fmt: skip

@@ -12,12 +12,15 @@ from dis import get_instructions
 from functools import cache
 from inspect import CO_GENERATOR
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ._trusted import is_installed_file, is_trusted_file
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__", "__getattr__"})
 _IN_TEXT = frozenset(
@@ -147,6 +150,11 @@ class _Profile:
         self._of_collector = set(map(_code_id, gc.callbacks))
         self._resumed: list[FrameType] = []
 
+    @property
+    def is_shared(self) -> bool:
+        """True if another profile function has to see all calls."""
+        return self._before is not None
+
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             self._call(frame)
@@ -197,6 +205,31 @@ def executed_code() -> Generator[Executed]:
             outer.enable()
 
 
+def unobserved(call: Callable[P, T]) -> Callable[P, T]:
+    """Return `call`, during which no code is collected: for calls that run no code of users.
+
+    Each Python function that runs costs a call of the profile function, and an operator on fake tensors runs thousands.
+    """
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        profile: Any = sys.getprofile()
+        if type(profile) is not _Profile or profile.is_shared:
+            return call(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            sys.setprofile(profile)
+
+    return run
+
+
+def unobserved_if_torchs(op: Any) -> Callable[..., Any]:
+    """Return the operator, unobserved if it is one of torch's: a user's operator has code of its own."""
+    return unobserved(op) if op.namespace in _NAMESPACES else op
+
+
+_NAMESPACES = frozenset({"aten", "prims"})
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR"})
 _CHANGING = frozenset(
     {

@@ -51,6 +51,12 @@ def is_trusted_module(name: str) -> bool:
     return top in TRUSTED or top in sys.stdlib_module_names
 
 
+def is_trusted_call(function: Any) -> bool:
+    """True for a function or method of a trusted library that holds no other function."""
+    code = getattr(function, "__code__", None)
+    return code is not None and not getattr(function, "__closure__", None) and is_trusted_file(code.co_filename)
+
+
 def is_trusted(kind: type) -> bool:
     """True if a class is a trusted library's, or built in."""
     module: Any = kind.__module__
