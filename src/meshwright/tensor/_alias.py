@@ -251,9 +251,10 @@ def _refresh(view: DistView) -> None:
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")
-    done = call_whole(source.func, source.args, source.kwargs)
-    new = list(tensors_in(done.out))[source.at]
-    write_into(view, stamp(new, _whole_spec_of(new, view)))
+    with torch.inference_mode() if view.is_inference() else nullcontext():
+        done = call_whole(source.func, source.args, source.kwargs)
+        new = list(tensors_in(done.out))[source.at]
+        write_into(view, stamp(new, _whole_spec_of(new, view)))
     source.version, view._agreed = now, writes_to(view)
 
 
