@@ -120,8 +120,37 @@ def filled_expansions(lay: Lay) -> list[Any]:
     return found
 
 
+def written_expansions(lay: Lay) -> list[Any]:
+    """Expand a dim of size 1, which a mesh may have sharded, and write parts of the result."""
+    found: list[Any] = []
+    for writes in ("rows", "views", "twice"):
+        base = lay(numbers(1, 3))
+        wide = base.expand(4, 3)
+        if writes == "rows":
+            for i in range(4):
+                wide[i] += 1
+        elif writes == "views":
+            wide[0].fill_(2)
+            wide[0:1].add_(1)
+            wide[1:].select(0, 1)[2:] = -1
+        else:
+            wide.data[0] = 7
+            wide.unbind()[1].mul_(2)
+            wide.t()[1:, 2].sub_(wide[0, 1:])
+        found += [base, wide, wide[1:] * 2]
+    return found
+
+
+def gradient_of_a_written_expansion(lay: Lay) -> list[Any]:
+    x, row = lay(numbers(1, 3)).requires_grad_(), lay(numbers(3, 1)[:, 0]).requires_grad_()
+    base = x * 2
+    base.expand(4, 3)[1] = row * row
+    (base * lay(numbers(4, 3))).sum().backward()
+    return [base, x.grad, row.grad]
+
+
 PROGRAMS = [
-    filled_expansions,
+    filled_expansions, written_expansions, gradient_of_a_written_expansion,
     flat_gradients, assigned_gradient, plain_gradient, turned_gradient, gradient_of_a_plain_loss, flat_parameters,
     copied_views, copied_module,
 ]  # fmt: skip

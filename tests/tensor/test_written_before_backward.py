@@ -76,3 +76,24 @@ def test_a_write_before_the_backward_pass_counts_as_on_one_device(write: str, wa
                 assert found == wanted, call
             else:
                 torch.testing.assert_close(found, wanted, msg=lambda m, c=call: f"{c}: {m}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_write_to_data_reaches_the_backward_pass_where_some_ranks_have_no_part(layout: list[Any]) -> None:
+    def gradients(lay: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for call in (torch.matmul, lambda x, w: x * w.t()[:5, :1], lambda x, w: nn.functional.linear(x, w.t())):
+            x, w = lay(numbers(5, 6)), lay(numbers(6, 5)).requires_grad_()
+            total = call(x, w).square().sum()
+            x.data.mul_(2)
+            total.backward()
+            assert w.grad is not None
+            found.append(w.grad)
+        return found
+
+    def on_rank() -> list[Tensor]:
+        mesh = mw.ProcessMesh(range(4), ["a"])
+        return [mw.unshard_dtensor(g) for g in gradients(lambda t: mw.shard_tensor(t, mesh, layout))]
+
+    for found in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(found, gradients(lambda t: t))

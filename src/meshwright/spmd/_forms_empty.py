@@ -18,7 +18,8 @@ from .torch_hooks import schema_of
 def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
     """Return zeros in place of an empty part, with every dim of size 0 made `least` long; differentiable in `x`.
 
-    A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1.
+    A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1. The empty part lives as
+    long as the zeros: where autograd saves the part on other ranks, it is alive on this one, too.
     """
     if isinstance(x, (list, tuple)):
         return [filled(t, least) for t in x]
@@ -26,7 +27,11 @@ def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
         return x
     whole = sizes or [1] * x.dim()
     shape = [n or (least if total else 0) for n, total in zip(x.shape, whole, strict=True)]
-    return x if shape == list(x.shape) else x.new_zeros(shape) + x.sum(dtype=x.dtype)
+    if shape == list(x.shape):
+        return x
+    out: Any = x.new_zeros(shape) + x.sum(dtype=x.dtype)
+    out._stands_for = x
+    return out
 
 
 def trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:

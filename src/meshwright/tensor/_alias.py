@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from meshwright.layout import Spec, whole_of
 
-from ._convert import arranged
+from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, FakeDistTensor, stamp
 from ._errors import OperationError
-from ._local import spec_of, spec_of_whole, whole_local, write_into
+from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
 from ._tree import map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
@@ -251,9 +251,10 @@ def _refresh(view: DistView) -> None:
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")
-    done = call_whole(source.func, source.args, source.kwargs)
-    new = list(tensors_in(done.out))[source.at]
-    write_into(view, stamp(new, _whole_spec_of(new, view)))
+    with torch.inference_mode() if view.is_inference() else nullcontext():
+        done = call_whole(source.func, source.args, source.kwargs)
+        new = list(tensors_in(done.out))[source.at]
+        write_into(view, stamp(new, _whole_spec_of(new, view)))
     source.version, view._agreed = now, writes_to(view)
 
 
@@ -288,29 +289,65 @@ def _several(source: Source, found: str) -> OperationError:
     )  # fmt: skip
 
 
-def _write_back(view: DistView, by: DistView) -> None:
-    """Write the values of an outer view into its base, as the write to `by`, a view on the same memory, would do."""
+def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> None:
+    """Write the values of an outer view into its base, as the write to `by`, a view on the same memory, would do.
+
+    `written` tells which elements of `by` were written, None that all were.
+    """
     with nullcontext() if by._seen else torch.no_grad():
-        _write_base(view, by)
+        _write_base(view, by, written)
 
 
-def _write_base(view: DistView, by: DistView) -> None:
+def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
     source = view._source
     value = whole_local(view)
     done = call_whole(source.func, source.args, source.kwargs)
     whole = next(w for t, w in done.pairs if t is source.base)
+    base = source.base if isinstance(source.base, DistView) else None
+    repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
     with no_interception():
         target = list(tensors_in(done.out))[source.at]
-        if _overlaps(target):
-            whole = _last_written(source, done, whole, value)
+        overlaps = _overlaps(target)
+        places = _written_places(view, by, written) if overlaps or repeats else None
+        if overlaps and places is not None:
+            whole = _last_written(source, done, whole, value, places)
         else:
             target.copy_(value)
     put_back(source.base if by._counted else _data_of(source.base), whole)
-    if isinstance(source.base, DistView):
-        _write_back(source.base._outer, min(by, source.base, key=_visibility))
+    if base is not None:
+        below = None if places is None else _places_in_base(source, done, places)
+        _write_back(base._outer, min(by, base, key=_visibility), below)
     if source.single:
-        source.version = writes_to(source.base)
+        source.version = _UNKNOWN if overlaps else writes_to(source.base)  # other elements of the view changed, too
     view._agreed = writes_to(view)
+
+
+_UNKNOWN = -1
+"""A number of writes that no tensor has: the view is read again before its next use."""
+
+
+def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Tensor:
+    """Return for each element of the whole outer view whether it was written, by elements `written` of `by`."""
+    layout = replace(view._spec.layout, partial=())
+    local = torch.empty_strided(view.size(), view.stride(), dtype=torch.bool, device=view.device).fill_(False)
+    inner = local.as_strided(by.size(), by.stride(), int(by.storage_offset()) - int(view.storage_offset()))
+    if written is None:
+        inner.fill_(True)
+    else:
+        whole = whole_spec(by._spec).contiguous.with_dtype(torch.bool)
+        inner.copy_(convert_local(written, whole, whole.with_layout(replace(by._spec.layout, partial=()))))
+    spec = view._spec.contiguous.with_dtype(torch.bool).with_layout(layout)
+    return convert_local(local.contiguous(), spec, whole_spec(spec))
+
+
+def _places_in_base(source: Source, done: WholeCall, places: Tensor) -> Tensor:
+    """Return for each element of the whole base whether it was written, by elements `places` of the view."""
+    whole = next(w for t, w in done.pairs if t is source.base)
+    found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
+    given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
+    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
+    list(tensors_in(source.func(*args, **kwargs)))[source.at].copy_(places)
+    return found
 
 
 def _visibility(view: DistView) -> int:
@@ -341,8 +378,8 @@ def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
     return False
 
 
-def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor) -> Tensor:
-    """`whole` after `value` was written into its view: of the elements that lie at one place the last one counts.
+def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
+    """Return `whole` after elements `written` of its view got `value`; of elements at one place the last one counts.
 
     Only that one has a gradient; the view of a tensor of place numbers tells which elements lie where.
     """
@@ -351,8 +388,9 @@ def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor)
     given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
     args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
     seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
+    numbers = torch.where(written.reshape(-1), torch.arange(len(seen), device=whole.device), -1)
     last = torch.full((whole.numel(),), -1, device=whole.device)
-    last = last.scatter_reduce(0, seen, torch.arange(len(seen), device=whole.device), "amax").reshape(whole.shape)
+    last = last.scatter_reduce(0, seen, numbers, "amax").reshape(whole.shape)
     return torch.where(last < 0, whole, value.reshape(-1)[last.clamp(min=0)])
 
 

@@ -296,12 +296,12 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
+    tensors = list(tensors_in((args, kwargs)))
+    _check_written(captured, tensors)
     if writes_overlapping(captured):
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
     if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
         return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
-    tensors = list(tensors_in((args, kwargs)))
-    _check_written(captured, tensors)
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):
