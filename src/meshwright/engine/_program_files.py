@@ -112,7 +112,7 @@ class Stored:
 
 
 def key_text(key: Any, kinds: Any) -> list[str]:
-    """What two calls must share beside sizes, in text."""
+    """Return as text all that two calls must have in common, beside sizes."""
     mode, *rest = key
     return [mode, *map(repr, rest), repr(kinds)]
 

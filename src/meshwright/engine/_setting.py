@@ -1,4 +1,4 @@
-"""What a program takes for granted beside its inputs: all that Python read, how tensors lie, and torch's state.
+"""The setting of a program: all that Python read while it was recorded, how tensors lie, and torch's state.
 
 A program is recorded once. Before it runs again, this is compared with what is there now: attributes and globals that
 were set, layers that were switched, parameters that were frozen or replaced, states that were loaded, hooks.
@@ -27,7 +27,7 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What is called: a network, functions beside it such as the loss, and an optimizer."""
+    """The objects that a program was recorded of: a network, functions beside it such as the loss, an optimizer."""
 
     network: nn.Module
     calls: tuple[Any, ...] = ()

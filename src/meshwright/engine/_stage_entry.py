@@ -1,4 +1,4 @@
-"""What goes into a layer of a pipeline is moved to its stage; lists and dicts stay the caller's own."""
+"""Moves the arguments of a pipeline's layer to its stage; lists and dicts stay the caller's own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Entry:
         return note(Arrival(self.home, layout), (x,), lambda: x.view_as(x))
 
     def _placements(self, x: Tensor, rows: int) -> Sequence[Placement]:
-        """How a tensor is placed on the stage that it comes to; pending sums are taken.
+        """Return the layout of a tensor on the stage that it comes to, with pending sums taken.
 
         One that was on no mesh and has not as many rows as the layer's first argument is no batch: its rows stay whole.
         """

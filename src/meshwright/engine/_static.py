@@ -251,7 +251,7 @@ class DistModel:
 
     @property
     def _now(self) -> Roots:
-        """What is called in this mode."""
+        """Return the objects that are called in this mode."""
         return self._roots if self.mode == "train" else replace(self._roots, optimizer=None)
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:

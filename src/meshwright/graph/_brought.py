@@ -130,7 +130,7 @@ class _Bringing:
             yield new
 
     def renewed(self, buffer: Value, v: Value) -> Value:
-        """What a buffer becomes, on the buffer's mesh."""
+        """Return the new value of a buffer, on the mesh of the buffer."""
         home = self.mesh.get(buffer)
         return v if home is None or v not in self.program.producers else self._on(v, home, self.program.producers[v])
 

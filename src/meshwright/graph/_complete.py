@@ -144,7 +144,7 @@ class _State:
         return bool(unknown)
 
     def _of_first_mesh(self, wants: Mapping[Node, tuple[Spec, str]]) -> list[tuple[Spec, str]]:
-        """How nodes want a value, of several meshes on the one that reads it first."""
+        """Return the layout that nodes want for a value; of several meshes, on the one that reads it first."""
         if len({spec.mesh for spec, _ in wants.values()}) == 1:
             return list(wants.values())
         first = next(node for node in self.program.nodes if node in wants)

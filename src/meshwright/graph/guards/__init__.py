@@ -5,6 +5,7 @@ In reading order:
     _trusted    libraries whose code is trusted: what they read is no setting
     _executed   the code that runs while a program is recorded
     _slots      places that hold what code reads, and their values
+    _kinds      kinds of objects, and what is followed of each
     _reach      every place that code can read, from some roots
     _fast       all places compared at once
     _guards     the guards of a program; calls that change something each time
@@ -15,7 +16,8 @@ In reading order:
 from ._describe import class_text, described
 from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
 from ._guards import Guards, steady
-from ._reach import STEP_HOOKS, global_hooks
+from ._kinds import global_hooks
+from ._reach import STEP_HOOKS
 from ._stored import restored, stored
 from ._trusted import is_trusted, is_trusted_call
 

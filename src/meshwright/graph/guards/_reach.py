@@ -12,24 +12,17 @@ all code that could run, for what a forward pass might change.
 from __future__ import annotations
 
 import builtins
-import decimal
 import gc
 import logging
-import os
-import random
-import re
 import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cache, cached_property, partial, partialmethod
-from operator import attrgetter, methodcaller
-from threading import Thread, local
+from functools import partial
+from threading import local
 from types import (
-    BuiltinMethodType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -40,17 +33,31 @@ from types import (
 )
 from typing import Any, cast
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as of_modules
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._executed import Executed, named_by
+from ._kinds import (
+    MEMBERS,
+    MRO,
+    NAMING,
+    SPECIAL,
+    built_in_names,
+    cached_results,
+    decimal_context,
+    getter_of,
+    global_hooks,
+    held_variables,
+    is_namespace,
+    is_stateless,
+    leads_on,
+    names_of_torch,
+    runs_beside,
+    slot_of,
+    variables_named,
+)
 from ._slots import (
     CELL,
-    MISSING,
     OF_FUNCTION,
     Content,
     Names,
@@ -87,8 +94,18 @@ OPTIMIZER = frozenset(
 _IMPORT = frozenset({"__loader__", "__spec__"})
 """Attributes of Python modules that tell how they were imported."""
 _APART: dict[type, Set[str]] = {Optimizer: OPTIMIZER, Tensor: OWN, ModuleType: _IMPORT}
-_STATELESS = ("logging", "threading", "warnings", "typing", "abc", "re", "concurrent", "asyncio", "io", "_io", "types")
-"""Modules of Python whose objects keep nothing that numbers depend on."""
+_PROTOCOLS = frozenset(
+    f"__{name}__"
+    for name in (
+        "call getitem setitem delitem contains len iter next bool int float index getattr getattribute get set "
+        "missing enter exit new init post_init eq hash add radd iadd sub rsub isub mul rmul imul matmul rmatmul "
+        "truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs lt le gt ge ne and or xor invert "
+        "torch_function torch_dispatch array instancecheck subclasscheck"
+    ).split()
+)
+"""Methods that operators and built-in functions call; their names stand in no code."""
+_CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp"})
+"""Names by which torch's code calls other code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +123,19 @@ class Counts:
         if key in self.names or key in _PROTOCOLS:
             return True
         return bool(self.parts) and (key in self.texts or any(part in key for part in self.parts))
+
+
+def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return `counts`, without the names that schedules of learning rates set on an optimizer."""
+    return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
+
+
+def _counts_beside_schedules(counts: Callable[[str], bool], key: str) -> bool:
+    return key not in OPTIMIZER and counts(key)
+
+
+def any_name(key: str) -> bool:
+    return True
 
 
 class _Space:
@@ -171,7 +201,7 @@ class Reach:
         if self.variables is None:
             return
         if self._takes_all_variables:
-            yield Content("os.environ", ENVIRONMENT, _held_variables())
+            yield Content("os.environ", ENVIRONMENT, held_variables())
         else:
             yield Read("os.environ", ENVIRONMENT, tuple(sorted({*self.variables, *self.texts})), variables_named)
 
@@ -206,11 +236,11 @@ class Reach:
             counts = key in self.names if space.trusted else space.whole or self.counts(key)
             if counts and key not in space.keys and key not in space.apart:
                 space.keys[key] = None
-                if not space.trusted or _leads_on(held[key]):
+                if not space.trusted or leads_on(held[key]):
                     self._push(held[key], f"{space.label}{key}", (*space.path, ("attribute", key)))
 
     def _visit(self, value: Any, label: str, path: Path) -> None:
-        if id(value) in self._seen or _runs_beside(type(value)):
+        if id(value) in self._seen or runs_beside(type(value)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -239,14 +269,14 @@ class Reach:
         self.parts |= named.parts
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
-            self._others.append(Read("decimal.getcontext()", (), None, _decimals))
+            self._others.append(Read("decimal.getcontext()", (), None, decimal_context))
         if named.variables is not None:
             self.variables = named.variables | (self.variables or set())
             self._takes_all_variables |= not named.names.isdisjoint(_ALL_ITEMS)
         if named.whole:
             self.whole.add(module.partition(".")[0])
         held, keys = self._globals.setdefault(id(namespace), (namespace, {}))
-        built_in = _built_in(namespace)
+        built_in = built_in_names(namespace)
         for name in named.names:
             if name in held or name in built_in:
                 keys[name] = None
@@ -333,13 +363,13 @@ class Reach:
             self._container(value, label, path)
         elif isinstance(value, (tuple, frozenset)):
             self._items(enumerate(cast("tuple[Any, ...]", value)), label, path)
-        elif isinstance(value, _NAMING):
+        elif isinstance(value, NAMING):
             self.names.update(word for text in value.__reduce__()[1] for word in str(text).split("."))
-        elif (get := _getter_of(value)) is not None:
+        elif (get := getter_of(value)) is not None:
             self._holder(value, get, label, path)
-        elif isinstance(value, (MappingProxyType, *_MEMBERS)):
+        elif isinstance(value, (MappingProxyType, *MEMBERS)):
             self._leading(value, label, path)
-        elif _is_namespace(value) or not _is_stateless(type(value)):
+        elif is_namespace(value) or not is_stateless(type(value)):
             self._attributes(value, label, path)
 
     def _leading(self, value: Any, label: str, path: Path) -> None:
@@ -349,7 +379,7 @@ class Reach:
             return
         if isinstance(value, MethodType) and self._is_idle(value.__func__):
             return
-        members = next(names for kind, names in _MEMBERS.items() if isinstance(value, kind))
+        members = next(names for kind, names in MEMBERS.items() if isinstance(value, kind))
         self._members(value, members, label, path)
 
     def _is_idle(self, function: Any) -> bool:
@@ -359,7 +389,9 @@ class Reach:
 
     def _holder(self, value: Any, get: Callable[[Any], Any], label: str, path: Path) -> None:
         """A variable, a reference, a cache, a generator: what it holds now."""
-        if get is not _cached or self.ran is not None:  # a first pass may fill caches: results stay what they are
+        if (
+            get is not cached_results or self.ran is not None
+        ):  # a first pass may fill caches: results stay what they are
             self._read(label, path, value, get)
         self._members(value, ("__wrapped__",), label, path)
         if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
@@ -380,7 +412,7 @@ class Reach:
                 space.keys |= dict.fromkeys(("level", "disabled", "parent"))
                 self._push(value.parent, "Logger.", (*path, ("attribute", "parent")))
                 return
-            space.whole = space.whole or (is_trusted(kind) and not _is_namespace(value))
+            space.whole = space.whole or (is_trusted(kind) and not is_namespace(value))
             self._follow(space)
         if isinstance(value, Optimizer):
             for table in STEP_HOOKS:
@@ -392,7 +424,7 @@ class Reach:
     def _descriptors(self, value: Any, base: type, path: Path) -> None:
         """The slots of an object."""
         for name, member in vars(base).items():
-            if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in _SPECIAL:
+            if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in SPECIAL:
                 self._read(f"{type(value).__name__}.{name}", (*path, ("slot", name)), value, partial(slot_of, member))
 
     def _container(self, value: Any, label: str, path: Path) -> None:
@@ -431,209 +463,3 @@ class Reach:
         slot = Read(label, path, owner, get)
         self._others.append(slot)
         self._push(slot.known, label, path)
-
-
-_MEMBERS: dict[type, tuple[str, ...]] = {
-    MethodType: ("__func__", "__self__"),
-    BuiltinMethodType: ("__self__",),
-    partial: ("func", "args", "keywords"),
-    property: ("fget",),
-    classmethod: ("__func__",),
-    staticmethod: ("__func__",),
-    cached_property: ("func",),
-    partialmethod: ("func", "args", "keywords"),
-}
-"""Types of callables, and the attributes that lead on."""
-_NAMING = (attrgetter, methodcaller)
-"""Callables that read attributes by names that they hold."""
-_SPECIAL = frozenset({"__dict__", "__weakref__"})
-_PROTOCOLS = frozenset(
-    f"__{name}__"
-    for name in (
-        *("call", "getitem", "setitem", "delitem", "contains", "len", "iter", "next", "bool", "int", "float", "index"),
-        *(
-            "getattr",
-            "getattribute",
-            "get",
-            "set",
-            "missing",
-            "enter",
-            "exit",
-            "new",
-            "init",
-            "post_init",
-            "eq",
-            "hash",
-        ),
-        *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul", "truediv"),
-        *(
-            "rtruediv",
-            "floordiv",
-            "rfloordiv",
-            "mod",
-            "rmod",
-            "pow",
-            "rpow",
-            "neg",
-            "abs",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "ne",
-        ),
-        *("and", "or", "xor", "invert", "torch_function", "torch_dispatch", "array", "instancecheck", "subclasscheck"),
-    )
-)
-"""Methods that operators and built-in functions call; their names stand in no code."""
-_CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp"})
-"""Names by which torch's code calls other code."""
-
-
-def _leads_on(value: Any) -> bool:
-    """True for what is followed from a trusted module or class: modules, and functions that others put there."""
-    own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
-    return own or issubclass(type(value), ModuleType)
-
-
-def _held_variables() -> dict[Any, Any]:
-    """Return the dict behind os.environ, which is compared fast."""
-    return os.environ._data  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-
-
-def variables_named(names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the values of variables of the environment."""
-    held = _held_variables()
-    return tuple(held.get(os.environ.encodekey(name)) for name in names)
-
-
-def _of_context(value: ContextVar[Any]) -> Any:
-    return value.get(MISSING)
-
-
-MRO = attrgetter("__mro__")
-
-
-def _getter_of(value: Any) -> Callable[[Any], Any] | None:
-    """Return the function that reads what a variable, a reference or an iterator holds."""
-    if isinstance(value, ContextVar):
-        return _of_context
-    if isinstance(value, weakref.ref):
-        return _target
-    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-        return _drawn
-    if isinstance(value, torch.Generator):
-        return _drawn_by_torch
-    if isinstance(value, type(cache(len))):
-        return _cached
-    return _progress if _is_iterator(value) else None
-
-
-def _target(value: Any) -> Any:
-    """Return which object a weak reference refers to, without keeping it."""
-    return id(value()) if value() is not None else None
-
-
-def _drawn(value: Any) -> str:
-    """Return the state of a generator of random numbers."""
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    state = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
-    return repr(state)
-
-
-def _drawn_by_torch(value: torch.Generator) -> bytes:
-    return bytes(value.get_state().numpy())
-
-
-def _cached(value: Any) -> tuple[Any, ...]:
-    """Return what a cache of results holds."""
-    links = [x for x in gc.get_referents(value) if isinstance(x, dict)]
-    return tuple(item for table in links for pair in cast("dict[Any, Any]", table).items() for item in pair)
-
-
-def _decimals(_: Any) -> str:
-    return repr(decimal.getcontext())
-
-
-def global_hooks() -> list[dict[Any, Any]]:
-    """Return torch's tables of hooks that every layer and every optimizer calls."""
-    owners = (vars(of_modules), register_optimizer_step_pre_hook.__globals__)
-    return [owner[name] for owner in owners for name in owner if _GLOBAL.fullmatch(name)]
-
-
-_GLOBAL = re.compile(r"_global_\w*hooks")
-
-
-def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Return `counts`, without the names that schedules of learning rates set on an optimizer."""
-    return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
-
-
-def _counts_beside_schedules(counts: Callable[[str], bool], key: str) -> bool:
-    return key not in OPTIMIZER and counts(key)
-
-
-def any_name(key: str) -> bool:
-    return True
-
-
-def slot_of(member: Any, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
-        return MISSING
-
-
-def _built_in(namespace: dict[str, Any]) -> Mapping[str, Any]:
-    held = namespace.get("__builtins__", {})
-    return vars(held) if isinstance(held, ModuleType) else held
-
-
-def _is_namespace(value: Any) -> bool:
-    """True for objects whose attributes are settings that others read by name."""
-    return type(value).__name__ in ("SimpleNamespace", "Namespace", "_local", "local")
-
-
-def _is_stateless(kind: type) -> bool:
-    """True for objects of trusted libraries that hold no setting: compared by identity."""
-    if not is_trusted(kind) or issubclass(kind, (Optimizer, logging.Logger)):
-        return False
-    top = kind.__module__.partition(".")[0]
-    return top in _STATELESS or top not in sys.stdlib_module_names or kind.__module__ == "builtins"
-
-
-def _runs_beside(kind: type) -> bool:
-    """True for handlers of logs, and for threads of installed packages: what they change is no setting of a step."""
-    if not issubclass(kind, Thread):
-        return issubclass(kind, logging.Handler)
-    return is_installed_file(str(getattr(sys.modules.get(kind.__module__), "__file__", "")))
-
-
-def _is_iterator(value: Any) -> bool:
-    kind: Any = type(value)
-    return hasattr(kind, "__next__") and is_trusted(kind)
-
-
-def _progress(value: Any) -> Any:
-    """Return how far an iterator of Python's own is, without advancing it."""
-    frame = getattr(value, "gi_frame", MISSING)
-    if frame is not MISSING:
-        return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
-    try:
-        return (repr(value), repr(value.__reduce__()))
-    except (TypeError, AttributeError):
-        return repr(value)
-
-
-@cache
-def names_of_torch(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names that stand in the functions of torch's own classes of layers, below `nn.Module`."""
-    names = {"training"}
-    for base in kind.__mro__:
-        if is_trusted(base) and base not in (nn.Module, object):
-            functions = (getattr(f, "__func__", f) for f in vars(base).values())
-            for function in functions:
-                if isinstance(function, FunctionType):
-                    names |= named_by(function.__code__).names
-    return frozenset(names)

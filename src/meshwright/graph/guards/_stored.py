@@ -16,7 +16,8 @@ from meshwright.tensor import local_parts
 
 from ._describe import described
 from ._guards import Guards
-from ._reach import LAYER_HOOKS, any_name, counting_for, slot_of, variables_named
+from ._kinds import slot_of, variables_named
+from ._reach import LAYER_HOOKS, any_name, counting_for
 from ._slots import CELL, OF_FUNCTION, Content, Names, Path, Read, Slot, is_plain
 from ._trusted import is_trusted_module
 
