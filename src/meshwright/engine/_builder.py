@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from meshwright.comm import current
 from meshwright.graph import (
     Capture,
     Executed,
     Fits,
+    Input,
     Layouts,
     Pass,
     Program,
@@ -26,6 +24,7 @@ from meshwright.graph import (
     compiled,
     complete,
     joined,
+    made_states,
     meshes_of,
     observed,
     record_forward,
@@ -34,13 +33,12 @@ from meshwright.graph import (
     runner,
     runs_users_code,
     spread,
-    tensor_dtype,
     verify,
     with_layouts,
 )
 from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
-from meshwright.tensor import leaves_in, stages_of, stamp
+from meshwright.tensor import leaves_in, stages_of
 
 from ._apart import without_inputs
 from ._inputs import Fetch, fetch_of, lay_as_captured
@@ -235,14 +233,12 @@ class Builder:
     def _with_updates(self, captured: Capture, step: Program) -> list[Program]:
         """The step with the optimizer's behind it; and, where that makes states, with one that finds them."""
         first = self._with_update(captured, step)
-        made = {key: v for key, v in first.outputs["state"].items() if isinstance(v, Value)}
+        made = made_states(first)
         if not (made and self.model.strategy.pipeline.asynchronous):
             return [first]
-        states = {key: torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device) for key, v in made.items()}
-        laid = {k: stamp(x, first.specs[made[k]]) if made[k] in first.specs else x for k, x in states.items()}
-        return [first, self._with_update(captured, step, laid)]
+        return [first, self._with_update(captured, step, made)]
 
-    def _with_update(self, captured: Capture, step: Program, made: Mapping[StateKey, Tensor] | None = None) -> Program:
+    def _with_update(self, captured: Capture, step: Program, made: Mapping[StateKey, Input] | None = None) -> Program:
         """The step, whose outputs are a loss and gradients, and the optimizer's step behind it.
 
         States are those that there are, and those that are `made` by then.

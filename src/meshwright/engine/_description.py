@@ -34,7 +34,10 @@ def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[
 
 
 def facts_text(network: nn.Module, optimizer: Optimizer | None) -> str:
-    """Return a checksum of torch's state, of how tensors lie, and of the hooks of tensors and of the optimizer."""
+    """Return a checksum of torch's state, of how tensors lie, and of the hooks of tensors and of the optimizer.
+
+    The optimizer's states are compared with the inputs of a program (`states_fit`).
+    """
     with local_parts():
         lines = [*_modes(), *_network(network), *([] if optimizer is None else _optimizer(network, optimizer))]
     return sha256("\n".join(lines).encode()).hexdigest()
@@ -66,5 +69,3 @@ def _optimizer(network: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     for group in optimizer.param_groups:
         yield f"group {[names.get(id(p)) for p in group['params']]}"
         yield f"tensors {[(key, lies_text(x)) for key, x in group.items() if isinstance(x, Tensor)]}"
-    for p, state in optimizer.state.items():
-        yield f"{names.get(id(p))} has {[(key, lies_text(value)) for key, value in state.items()]}"

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current
-from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, lies_as
+from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, first_part, lies_as
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, lay, place
+from meshwright.tensor import DistTensor, absent, lay, place, stamp
 
 from ._loss_scale import LossScale
 
@@ -53,14 +53,50 @@ def _of_group(optimizer: Optimizer, at: int) -> Fetch:
 def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetch:
     """A state that the optimizer holds by then: loading others puts new tensors in their place.
 
-    From now on it lies as the program takes it, also where it was made by other steps or loaded.
+    It is made if the program tells its first number. From now on it lies as the program takes it, also where it was
+    made by other steps or loaded.
     """
     name, key = given.source
     parameter = _held(slots, name)
     states = optimizer.state[parameter(())]
+    if key not in states and given.first is not None:
+        states[key] = _first_state(given)
     if given.spec is not None and getattr(states[key], "_spec", None) is not given.spec:
         states[key] = lay(states[key], given.spec)
     return lambda leaves: optimizer.state[parameter(leaves)][key]
+
+
+def states_fit(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> bool:
+    """True if the optimizer's states are those that a program takes; missing ones may be made before the first step."""
+    if optimizer is None:
+        return True
+    taken = {i.source: i for i in inputs if i.role in ("state", "scalar") and isinstance(i.source, tuple)}
+    trained = [s for s in slots if s.is_parameter and s.tensor.requires_grad]
+    held = {(s.name, key): x for s in trained for key, x in optimizer.state.get(s.tensor, {}).items()}
+    forms = {key: _form(x) for key, x in held.items() if isinstance(x, (Tensor, int, float))}
+    missing = (i for key, i in taken.items() if key not in forms and key[0] != LOSS_SCALE)
+    return all(i.first is not None for i in missing) and all(
+        key in taken and form == _form_of_input(taken[key]) for key, form in forms.items()
+    )
+
+
+def _form(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype, x.device.type) if isinstance(x, Tensor) else type(x)
+
+
+def _form_of_input(given: Input) -> Any:
+    v, shape = given.value, given.value.shape if given.spec is None else given.spec.shape
+    return (tuple(shape), v.dtype, v.device.partition(":")[0]) if v.is_tensor else v.dtype
+
+
+def _first_state(given: Input) -> Tensor:
+    """Return this rank's part of a new state."""
+    here, spec = current(), given.spec
+    if spec is None:
+        return first_part(given, given.value.shape, None)
+    strides = None if spec.new.order is None else spec.local_strides(here.rank)
+    part = first_part(given, here.local_shape(spec), strides)
+    return stamp(part, spec) if here.rank in spec.mesh else absent(part, spec)
 
 
 def _held(slots: Sequence[Slot], name: str) -> Fetch:

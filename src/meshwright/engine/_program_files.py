@@ -40,7 +40,7 @@ from meshwright.layout import Spec
 
 from ._description import lies_text, spec_text
 from ._errors import StaticError
-from ._inputs import lay_as
+from ._inputs import lay_as, states_fit
 from ._model import Model
 from ._pipeline import Piped, taken_from
 from ._setting import Roots, Setting
@@ -106,6 +106,8 @@ class Stored:
     def variant(self, leaves: Sequence[Any], roots: Roots) -> Variant[Saved] | None:
         """Return the variant if it takes the batch in the setting of now."""
         if not fits_sizes(self.sizes, self.dynamic, sizes_of(leaves)) or not self.holds(leaves):
+            return None
+        if not states_fit(self.saved.program.inputs, slots_of(roots.network), roots.optimizer):
             return None
         setting = Setting.restored(self.setting, roots)
         return None if setting is None else Variant(self.saved, self.sizes, self.dynamic, self.holds, setting)

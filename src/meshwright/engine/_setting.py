@@ -7,7 +7,7 @@ were set, layers that were switched, parameters that were frozen or replaced, st
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class Setting:
         text = facts_text(roots.network, roots.optimizer)
         guards = restored(data["guards"], roots.named()) if data["facts"] == text else None
         return None if guards is None else cls(roots, guards, facts_of(roots), text)
+
+    def renewed(self) -> Setting:
+        """Return the setting with the facts of now, after states were made."""
+        return replace(self, facts=facts_of(self.roots))
 
     def holds(self) -> bool:
         """True if nothing changed that the program depends on."""

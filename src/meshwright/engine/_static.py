@@ -245,7 +245,7 @@ class DistModel:
         if taken is None:
             return None
         found = self._builder.load(taken.program)
-        variant = Variant(found, taken.sizes, taken.dynamic, taken.holds, taken.setting)
+        variant = Variant(found, taken.sizes, taken.dynamic, taken.holds, taken.setting.renewed())
         self._variants.add(key, leaves, variant)
         return found
 

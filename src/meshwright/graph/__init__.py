@@ -11,6 +11,7 @@ from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, wri
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from ._execute import Run, runner, to_fx
 from ._file import load_program, no_program, read_json, save_program, told, write_whole
+from ._first_states import first_part, made_states
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
 from ._infer import Names
@@ -59,7 +60,8 @@ from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._spread import spread
 from ._text import node_text, numbered, type_text
-from ._update import StateKey, lies_as, record_update, runs_users_code
+from ._twin import StateKey
+from ._update import lies_as, record_update, runs_users_code
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
@@ -139,6 +141,7 @@ __all__ = [
     "dispatch_modes",
     "draws",
     "executed_code",
+    "first_part",
     "holds_of",
     "is_drawing",
     "is_lifted",
@@ -151,6 +154,7 @@ __all__ = [
     "load_program",
     "looked_at",
     "machine",
+    "made_states",
     "map_values",
     "measure_of",
     "memories",

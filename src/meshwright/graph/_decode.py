@@ -98,15 +98,17 @@ class Decoder:
     def _at(self, n: Any) -> Value:
         return item(self.values, n)
 
-    def _input(self, value: Any, role: Any, name: Any, spec: Any, source: Any) -> Input:
+    def _input(self, value: Any, role: Any, name: Any, spec: Any, source: Any, first: Any = None) -> Input:
         v, where = self._at(value), self.tree(source)
         if not _SOURCES[one_of(Role, role)](where):
             raise DataError(f"nothing tells where the input {name!r} comes from")
+        if first is not None and (role != "state" or not isinstance(first, (int, float)) or not v.is_tensor):
+            raise DataError(f"the input {name!r} is filled with {first!r}")
         if isinstance(where, Tensor):
             if (tuple(where.shape), where.dtype) != (v.shape, v.dtype):
                 raise DataError(f"the constant {v!r} is a tensor of shape {tuple(where.shape)} and dtype {where.dtype}")
             where = where.to(v.device)
-        return Input(v, role, text(name), None if spec is None else item(self.specs, spec), where)
+        return Input(v, role, text(name), None if spec is None else item(self.specs, spec), where, first)
 
     def _node(self, origins: list[Origin], op: Any, args: Any, kwargs: Any, out: Any, origin: Any) -> Node:
         given = {text(k): self.tree(v) for k, v in kwargs.items()}

@@ -29,7 +29,7 @@ from ._rank_numbers import Length, Offset, RankPlace
 from ._text import node_text
 from .torch_hooks import Operator, known_hint
 
-FORMAT = 2
+FORMAT = 3
 """Programs of this format, and of those before, can be read."""
 
 Names = Mapping[Callable[..., Any], str]
@@ -80,7 +80,7 @@ class Encoder:
     def _input(self, given: Input) -> list[Any]:
         with _telling(f"the input {given.name}"):
             spec = None if given.spec is None else self.spec(given.spec)
-            return [self._new(given.value), given.role, given.name, spec, self.tree(given.source)]
+            return [self._new(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
 
     def _node(self, node: Node) -> list[Any]:
         with _telling(node_text(node, where=True)):

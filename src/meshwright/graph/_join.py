@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ._infer import Names
@@ -32,7 +33,7 @@ def joined(
             became[given.value] = written.get(known, known)
         else:
             became[given.value] = _renamed(given.value, names)
-            added.append(Input(became[given.value], given.role, given.name, given.spec, given.source))
+            added.append(replace(given, value=became[given.value]))
     nodes = [_moved(node, became, names) for node in second.nodes]
     home = {i.value: same.get(_key(i), became[i.value]) for i in second.inputs}
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}

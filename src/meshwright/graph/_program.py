@@ -25,7 +25,7 @@ class Input:
     """A value that is given: what it is (`role`), its name outside, and how the whole tensor lies (`spec`).
 
     A "scalar" is a Python number that may change from call to call, a "number" one that depends on the rank: `source`
-    tells how to find it.
+    tells how to find it. A state with a `first` number is filled with it before the first step.
     """
 
     value: Value
@@ -33,6 +33,7 @@ class Input:
     name: str
     spec: Spec | None = None
     source: Any = None
+    first: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

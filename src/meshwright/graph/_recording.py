@@ -20,7 +20,7 @@ from ._infer import Names, as_values, stem_of
 from ._node import Node, OnCopy, Op, Origin, Place, Value, values_in
 from ._numbers import Numbers
 from ._program import Input, Role
-from .torch_hooks import FakeTensor, Operator, memory_of, no_modes
+from .torch_hooks import FakeTensor, Operator, forget_numbers, memory_of, no_modes
 
 aten = torch.ops.aten
 
@@ -45,11 +45,20 @@ def is_lifted(x: Tensor) -> bool:
     return _LIFTED in x.__dict__
 
 
+def lifted_copy(x: Tensor) -> Tensor:
+    """Return a copy of a constant, lifted if it is."""
+    copy = x.clone()
+    if is_lifted(x):
+        setattr(copy, _LIFTED, True)
+    return copy
+
+
 @dataclass(slots=True)
 class Recording:
     """The nodes recorded so far, and the cell of every tensor that was seen.
 
-    `above` tells that gradients will be taken of the nodes: what matters to autograd alone is kept.
+    `above` tells that gradients will be taken of the nodes: what matters to autograd alone is kept. A recording that
+    `forgets` does not let Python read the numbers of tensors that it makes of numbers, as if they were inputs.
     """
 
     inputs: list[Input] = field(default_factory=list[Input])
@@ -61,6 +70,7 @@ class Recording:
     kept: list[Any] = field(default_factory=list[Any])
     origin: Callable[[], Origin] = Origin
     above: bool = False
+    forgets: bool = False
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
@@ -159,6 +169,8 @@ class Recording:
             fresh = name == "aten::lift_fresh"
             if fresh and type(args[0]) is Tensor:
                 args[0].__dict__[_LIFTED] = True
+                if self.forgets:
+                    forget_numbers(out)
             self.value_of(args[0])
             cell = self._find(args[0])
             assert cell is not None

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import reduce
-from inspect import unwrap
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import MeshwrightError, Spec
+from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, redistribute
 
 from ._errors import CaptureError
+from ._first_states import made_states, with_first_states
 from ._loss_scale import HELD, Scaling, Unscaled, kept_where, scale_input, unscaled
 from ._node import Value
 from ._program import Input, Program
 from ._record import Recorder
+from ._repeat import Recorded, repeated
 from ._standing import standing_for
+from ._twin import StateKey, stepped, twin_of
 from .guards import STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
-from .torch_hooks import DataDependent, decided_outside
-
-StateKey = tuple[str, str]
-"""Name of the parameter, key of the state."""
+from .torch_hooks import decided_outside
 
 
 def record_update(
@@ -40,40 +37,117 @@ def record_update(
     shards: Mapping[str, Spec] | None = None,
     scaling: Scaling | None = None,
 ) -> Program:
-    """The program of one `optimizer.step()` on the parameters `trained`, which have gradients.
+    """Return the program of one `optimizer.step()` on the parameters `trained`, which have gradients.
 
     Of a parameter in `shards` each rank updates the part that the spec says, and the parts are gathered.
 
     Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
-    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes.
+    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes. States that
+    can be made before the first step are inputs, which tell their first number.
 
     With `scaling` gradients are those of a scaled loss; the output "skipped" tells that one of them is not finite: then
     parameters and states stay what they are, and states that the step makes are to be thrown away.
     """
-    recorder = Recorder(rank, size)
-    pieces = {i.name: replace(i, spec=(shards or {}).get(i.name, i.spec)) for i in trained}
-    with recorder.recording_as("update"), torch.no_grad():
-        wholes = {i.name: recorder.add(i) for i in trained}
-        grads = {i.name: recorder.add(_gradient(i)) for i in trained}
-        parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
-        plain = None if scaling is None else _unscaled(recorder, grads, pieces)
-        for name, x in parameters.items():
-            x.grad = grads[name] if plain is None else plain.grads[name]
-        moved = _moved(optimizer, names, trained)
-        given: dict[StateKey, Any] = {
-            key: _stand_in(recorder, key, value, pieces.get(key[0]), key[0] in moved) for key, value in states.items()
-        }
-        twin = _twin_of(optimizer, names, parameters, given, recorder)
-        real = {names.get(id(p)): p for group in optimizer.param_groups for p in group["params"]}
-        with standing_for((real[name], x) for name, x in parameters.items() if name in real):
-            _stepped(twin)
-        for name in shards or {}:
-            wholes[name].copy_(parameters[name])
-        if plain is not None and scaling is not None:
-            plain.renew(scaling)
-    known = {x: name for name, x in parameters.items()}
-    after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
-    return _finished(recorder, given, after, plain)
+    update = _Update(optimizer, names, tuple(trained), rank, size, shards or {}, scaling)
+    if runs_users_code(optimizer):
+        return update.recorded(trained, states).program
+    first = update.repeated(states)
+    made = made_states(first)
+    if not made or len(made) != len(first.outputs["state"]):
+        return first
+    return with_first_states(first, update.repeated({**states, **made})) or first
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The step of an optimizer that is to be recorded."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str]
+    trained: tuple[Input, ...]
+    rank: int
+    size: int
+    shards: Mapping[str, Spec]
+    scaling: Scaling | None
+
+    def repeated(self, states: Mapping[StateKey, Any]) -> Program:
+        """Return the update of all parameters, of which two of each kind are recorded if the others are like them."""
+        kinds: dict[Any, list[str]] = {}
+        for i in self.trained:
+            kinds.setdefault(self._kind(i, states), []).append(i.name)
+        models = {name: kind[min(at, 1)] for kind in kinds.values() for at, name in enumerate(kind)}
+        chosen = {*models.values()}
+        if self.scaling is None and len(chosen) < len(self.trained):
+            found = self.recorded([i for i in self.trained if i.name in chosen], states)
+            whole = repeated(found, models, self.trained, self._stepped())
+            if whole is not None:
+                return whole
+        return self.recorded(self.trained, states).program
+
+    def _stepped(self) -> list[str]:
+        """Return the trained parameters in the order of their updates."""
+        trained = {i.name for i in self.trained}
+        groups = (self.names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"])
+        return [name for name in groups if name in trained]
+
+    def _kind(self, given: Input, states: Mapping[StateKey, Any]) -> Any:
+        """Return what two parameters share whose updates are alike."""
+        groups = enumerate(self.optimizer.param_groups)
+        group = next((at for at, g in groups for p in g["params"] if self.names.get(id(p)) == given.name), None)
+        own = tuple((key, _form(value)) for (name, key), value in states.items() if name == given.name)
+        v, spec = given.value, given.spec
+        return group, spec, self.shards.get(given.name), v.shape, v.dtype, v.device, own, self._is_moved(given)
+
+    def _is_moved(self, given: Input) -> bool:
+        """True if the parameter lies otherwise by now than the program takes it; its states will go with it."""
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        return any(self.names.get(id(p)) == given.name and getattr(p, "_spec", None) is not given.spec for p in held)
+
+    def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
+        """Record the update of some of the parameters."""
+        optimizer, names = self.optimizer, self.names
+        recorder = Recorder(self.rank, self.size)
+        recorder.recording.forgets = True
+        pieces = {i.name: replace(i, spec=self.shards.get(i.name, i.spec)) for i in trained}
+        ends: list[int] = []
+        with recorder.recording_as("update"), torch.no_grad():
+            wholes = {i.name: recorder.add(i) for i in trained}
+            grads = {i.name: recorder.add(_gradient(i)) for i in trained}
+            parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
+            plain = None if self.scaling is None else _unscaled(recorder, grads, pieces)
+            for name, x in parameters.items():
+                x.grad = grads[name] if plain is None else plain.grads[name]
+            moved = {i.name for i in trained if self._is_moved(i)}
+            given: dict[StateKey, Any] = {
+                key: _stand_in(recorder, key, value, pieces[key[0]], key[0] in moved)
+                for key, value in states.items()
+                if key[0] in pieces
+            }
+            twin = twin_of(optimizer, names, parameters, given, recorder)
+            real = {names.get(id(p)): p for group in optimizer.param_groups for p in group["params"]}
+            ends.append(len(recorder.recording.nodes))
+            with standing_for((real[name], x) for name, x in parameters.items() if name in real):
+                stepped(twin)
+            ends.append(len(recorder.recording.nodes))
+            for name in parameters.keys() & self.shards.keys():
+                wholes[name].copy_(parameters[name])
+            if plain is not None and self.scaling is not None:
+                plain.renew(self.scaling)
+        ends.append(len(recorder.recording.nodes))
+        parts = {v: bisect_right(ends, at) for at, node in enumerate(recorder.recording.nodes) for v in node.outs}
+        known = {x: name for name, x in parameters.items()}
+        after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
+        program = _finished(recorder, given, after, plain)
+        return Recorded(program, {v: part for v, part in parts.items() if part < len(ends)})
+
+
+def _form(state: Any) -> Any:
+    """Return what two states share that are recorded alike."""
+    if isinstance(state, Input):
+        return state.value.shape, state.value.dtype, state.value.device, state.spec
+    if isinstance(state, Tensor):
+        return tuple(state.shape), state.dtype, str(state.device), getattr(state, "_spec", None)
+    return (type(state), state > 0) if _is_number(state) else id(state)
 
 
 def runs_users_code(optimizer: Optimizer) -> bool:
@@ -138,20 +212,6 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
-def _stepped(twin: Optimizer) -> None:
-    try:
-        with symbolic_extrema(type(twin)):
-            twin.step()
-    except MeshwrightError:
-        raise
-    except (*DataDependent, TypeError) as error:
-        raise CaptureError(
-            f"to record a step of {type(twin).__name__}", str(error).split("\n")[0],
-            "its step needs numbers of tensors in Python, or arguments that a program does not have",
-            "another optimizer, or this one's capturable=True",
-        ) from error  # fmt: skip
-
-
 def lies_as(state: Tensor, parameter: Input | None) -> Spec | None:
     """How a state that is whole is to lie: as its parameter, where it has the parameter's shape."""
     spec = None if parameter is None else parameter.spec
@@ -165,13 +225,9 @@ def _gradient(parameter: Input) -> Input:
     return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
 
 
-def _moved(optimizer: Optimizer, names: Mapping[int, str], trained: Sequence[Input]) -> set[str]:
-    """The parameters that lie otherwise by now than the program takes them; their states will go with them."""
-    lie = {names.get(id(p)): getattr(p, "_spec", None) for group in optimizer.param_groups for p in group["params"]}
-    return {i.name for i in trained if lie.get(i.name) is not i.spec}
-
-
 def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
+    if isinstance(value, Input):
+        return recorder.add(value)
     if _is_number(value):
         return recorder.add_number(".".join(key), value, key)
     if not isinstance(value, Tensor):
@@ -181,87 +237,3 @@ def _stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | 
     return recorder.add(
         Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)
     )
-
-
-def _twin_of(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    parameters: Mapping[str, Tensor],
-    states: Mapping[StateKey, Any],
-    recorder: Recorder,
-) -> Optimizer:
-    """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
-    twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
-    twin.__dict__ |= optimizer.__dict__
-    _check_step(twin.__dict__.pop("step", None))
-    twin.param_groups = [
-        _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
-    ]
-    twin.state = defaultdict(dict)
-    for (name, key), value in states.items():
-        if name in parameters:
-            twin.state[parameters[name]][key] = value
-    return twin
-
-
-def _check_step(own: Any) -> None:
-    """A schedule of learning rates puts a step of its own on the optimizer, to count; nothing else may."""
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise CaptureError(
-            "to record the optimizer's step", f"a step of its own on the object: {own!r}",
-            "it is bound to the optimizer itself, and would step real parameters while fake ones are recorded",
-            "a subclass with this step, or optimizer.register_step_pre_hook(fn)",
-        )  # fmt: skip
-
-
-def _group(
-    group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
-) -> dict[str, Any]:
-    kept = [p for p in group["params"] if _name(p, names) in parameters]
-    one_by_one = {key: False for key in ("foreach", "fused") if key in group}
-    tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
-    lr = {} if "lr" in tensors else {"lr": recorder.add_number(f"lr_{at}", float(group["lr"]), at)}
-    return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
-
-
-def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
-    """A tensor among the optimizer's options: what it holds by then counts."""
-    value = Value(name, tuple(x.shape), x.dtype, str(x.device))
-    return recorder.add(Input(value, "constant", name, None, x))
-
-
-@contextmanager
-def symbolic_extrema(kind: type[Any]) -> Generator[None]:
-    """Inside, `min` and `max` in the file that defines `kind` take symbolic numbers, without asking which is larger."""
-    names: dict[str, Any] = unwrap(kind.step).__globals__
-    before = {name: names[name] for name in _EXTREMA if name in names}
-    names.update(_EXTREMA)
-    try:
-        yield
-    finally:
-        for name in _EXTREMA:
-            del names[name]
-        names.update(before)
-
-
-def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def call(*numbers: Any, **how: Any) -> Any:
-        if how or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
-            return plain(*numbers, **how)
-        return reduce(symbolic, numbers)
-
-    return call
-
-
-_EXTREMA = {"min": _extremum(min, torch.sym_min), "max": _extremum(max, torch.sym_max)}
-
-
-def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise CaptureError(
-            "to record the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
-            "a program updates the parameters of the model that it runs",
-            "the optimizer made after the marks: optimizer(model.parameters())",
-        )  # fmt: skip
-    return name

@@ -40,6 +40,12 @@ with FakeTensorMode():  # torch 2.11 sets a guard in the first one, and crashes 
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor that has a shape, a dtype and a device, and holds nothing."""
 
+
+def forget_numbers(x: Any) -> None:
+    """Make a fake tensor that knows its numbers one that does not."""
+    x.constant = None
+
+
 DataDependent = (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -19,8 +19,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from threading import local
 from types import (
     CodeType,
@@ -116,13 +117,22 @@ class Counts:
     """
 
     names: set[str]
-    parts: set[str]
+    parts: dict[str, None]
     texts: set[str]
+    _compared: dict[str, int] = field(default_factory=dict[str, int])
+    """Name → number of parts that it was compared with and contains none of."""
 
     def __call__(self, key: str) -> bool:
         if key in self.names or key in _PROTOCOLS:
             return True
-        return bool(self.parts) and (key in self.texts or any(part in key for part in self.parts))
+        return bool(self.parts) and (key in self.texts or self._contains_part(key))
+
+    def _contains_part(self, key: str) -> bool:
+        done = self._compared.get(key, 0)
+        if any(part in key for part in islice(self.parts, done, None)):
+            return True
+        self._compared[key] = len(self.parts)
+        return False
 
 
 def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
@@ -153,7 +163,7 @@ class Reach:
 
     def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None) -> None:
         self.ran = ran
-        self.counts = Counts(set(_CALLED), set(), set())
+        self.counts = Counts(set(_CALLED), {}, set())
         self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
         self.whole: set[str] = set()
         self._seen: dict[int, Any] = {}
@@ -266,7 +276,7 @@ class Reach:
         self._seen.setdefault(id(code), code)
         named = named_by(code)
         self.names |= named.names
-        self.parts |= named.parts
+        self.parts.update(dict.fromkeys(named.parts))
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
             self._others.append(Read("decimal.getcontext()", (), None, decimal_context))

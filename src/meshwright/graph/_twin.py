@@ -1,0 +1,123 @@
+"""A copy of an optimizer that makes its step on fake parameters and states."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.layout import MeshwrightError
+
+from ._errors import CaptureError
+from ._node import Value
+from ._program import Input
+from ._record import Recorder
+from .torch_hooks import DataDependent
+
+StateKey = tuple[str, str]
+"""Name of the parameter, key of the state."""
+
+
+def stepped(twin: Optimizer) -> None:
+    try:
+        with symbolic_extrema(type(twin)):
+            twin.step()
+    except MeshwrightError:
+        raise
+    except (*DataDependent, TypeError) as error:
+        raise CaptureError(
+            f"to record a step of {type(twin).__name__}", str(error).split("\n")[0],
+            "its step needs numbers of tensors in Python, or arguments that a program does not have",
+            "another optimizer, or this one's capturable=True",
+        ) from error  # fmt: skip
+
+
+def twin_of(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    parameters: Mapping[str, Tensor],
+    states: Mapping[StateKey, Any],
+    recorder: Recorder,
+) -> Optimizer:
+    """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
+    twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
+    twin.__dict__ |= optimizer.__dict__
+    _check_step(twin.__dict__.pop("step", None))
+    twin.param_groups = [
+        _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
+    ]
+    twin.state = defaultdict(dict)
+    for (name, key), value in states.items():
+        if name in parameters:
+            twin.state[parameters[name]][key] = value
+    return twin
+
+
+def _check_step(own: Any) -> None:
+    """A schedule of learning rates puts a step of its own on the optimizer, to count; nothing else may."""
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise CaptureError(
+            "to record the optimizer's step", f"a step of its own on the object: {own!r}",
+            "it is bound to the optimizer itself, and would step real parameters while fake ones are recorded",
+            "a subclass with this step, or optimizer.register_step_pre_hook(fn)",
+        )  # fmt: skip
+
+
+def _group(
+    group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
+) -> dict[str, Any]:
+    kept = [p for p in group["params"] if _name(p, names) in parameters]
+    one_by_one = {key: False for key in ("foreach", "fused") if key in group}
+    tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
+    lr = {} if "lr" in tensors else {"lr": recorder.add_number(f"lr_{at}", float(group["lr"]), at)}
+    return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
+
+
+def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
+    """A tensor among the optimizer's options: what it holds by then counts."""
+    value = Value(name, tuple(x.shape), x.dtype, str(x.device))
+    return recorder.add(Input(value, "constant", name, None, x))
+
+
+@contextmanager
+def symbolic_extrema(kind: type[Any]) -> Generator[None]:
+    """Inside, `min` and `max` in the file that defines `kind` take symbolic numbers, without asking which is larger."""
+    names: dict[str, Any] = unwrap(kind.step).__globals__
+    before = {name: names[name] for name in _EXTREMA if name in names}
+    names.update(_EXTREMA)
+    try:
+        yield
+    finally:
+        for name in _EXTREMA:
+            del names[name]
+        names.update(before)
+
+
+def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def call(*numbers: Any, **how: Any) -> Any:
+        if how or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
+            return plain(*numbers, **how)
+        return reduce(symbolic, numbers)
+
+    return call
+
+
+_EXTREMA = {"min": _extremum(min, torch.sym_min), "max": _extremum(max, torch.sym_max)}
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise CaptureError(
+            "to record the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
+            "a program updates the parameters of the model that it runs",
+            "the optimizer made after the marks: optimizer(model.parameters())",
+        )  # fmt: skip
+    return name
