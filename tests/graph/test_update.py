@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.graph import Program, _update, capture, record_update
+from meshwright.graph import Program, _update, capture, map_values, name_of, record_update
 
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})

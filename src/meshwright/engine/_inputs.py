@@ -60,7 +60,7 @@ def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetc
     parameter = _held(slots, name)
     states = optimizer.state[parameter(())]
     if key not in states and given.first is not None:
-        states[key] = _first_state(given)
+        states[key] = _first_state(given, "meta" if parameter(()).is_meta else given.value.device)
     if given.spec is not None and getattr(states[key], "_spec", None) is not given.spec:
         states[key] = lay(states[key], given.spec)
     return lambda leaves: optimizer.state[parameter(leaves)][key]
@@ -89,13 +89,13 @@ def _form_of_input(given: Input) -> Any:
     return (tuple(shape), v.dtype, v.device.partition(":")[0]) if v.is_tensor else v.dtype
 
 
-def _first_state(given: Input) -> Tensor:
+def _first_state(given: Input, device: str) -> Tensor:
     """Return this rank's part of a new state."""
     here, spec = current(), given.spec
     if spec is None:
-        return first_part(given, given.value.shape, None)
+        return first_part(given, given.value.shape, None, device)
     strides = None if spec.new.order is None else spec.local_strides(here.rank)
-    part = first_part(given, here.local_shape(spec), strides)
+    part = first_part(given, here.local_shape(spec), strides, device)
     return stamp(part, spec) if here.rank in spec.mesh else absent(part, spec)
 
 

@@ -165,10 +165,10 @@ def _number_of(x: Tensor) -> float | None:
     return x.reshape(-1)[0].item()
 
 
-def first_part(given: Input, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Tensor:
+def first_part(given: Input, shape: tuple[int, ...], strides: tuple[int, ...] | None, device: str) -> Tensor:
     """Return a new state of this shape, filled with its first number."""
     assert given.first is not None
-    dtype, device = tensor_dtype(given.value), given.value.device
+    dtype = tensor_dtype(given.value)
     if strides is None:
         return torch.full(shape, given.first, dtype=dtype, device=device)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(given.first)
