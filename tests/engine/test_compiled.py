@@ -48,12 +48,12 @@ def compare() -> None:
     made: list[mw.DistModel] = []
 
     def static(model: nn.Module, optimizer: torch.optim.Optimizer) -> mw.DistModel:
-        strategy = mw.Strategy(compiler="inductor", max_programs=3)
+        strategy = mw.Strategy(compiler="inductor", max_programs=2)
         made.append(mw.to_static(model, None, F.cross_entropy, optimizer, strategy))
         return made[0]
 
     assert trained(static) == pytest.approx(trained(eager), rel=1e-5)
-    assert made[0].recordings == 3  # the first step also makes the optimizer's states
+    assert made[0].recordings == 2
     with pytest.raises(StaticError, match="max_programs"):
         made[0](torch.randn(2, 8), torch.randint(4, (2,)))
 

@@ -197,22 +197,22 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One call: `out` has the form of what `op` returns, with values in the place of tensors and numbers."""
+    """One call: `out` has the form of what `op` returns, with values in the place of tensors and numbers.
+
+    `ins` are the values that it reads, in order of appearance, repeated where they are; `outs` are those that it makes.
+    """
 
     op: Op
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     out: Any = None
     origin: Origin = Origin()
+    ins: tuple[Value, ...] = field(init=False, repr=False)
+    outs: tuple[Value, ...] = field(init=False, repr=False)
 
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return tuple(values_in(self.out))
-
-    @property
-    def ins(self) -> tuple[Value, ...]:
-        """The values that the node reads, in order of appearance, repeated where they are."""
-        return tuple(values_in((self.args, self.kwargs)))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ins", tuple(values_in((self.args, self.kwargs))))
+        object.__setattr__(self, "outs", tuple(values_in(self.out)))
 
 
 def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
