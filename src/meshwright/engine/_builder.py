@@ -47,7 +47,7 @@ from ._model import Mode, Model
 from ._optimizer import refuse_master_weights
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
-from ._shared import recorded_once
+from ._shared import recorded_once, runner_once
 from ._variants import Dynamic, sizes_of
 
 
@@ -200,7 +200,7 @@ class Builder:
         slots = model.slots()
         return Compiled(
             program,
-            runner(lowered),
+            runner_once(current(), lowered),
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
         )

@@ -44,6 +44,7 @@ from ._inputs import lay_as, states_fit
 from ._model import Model
 from ._pipeline import Piped, taken_from
 from ._setting import Roots, Setting
+from ._shared import made_once
 from ._variants import Dynamic, Sizes, Variant, Variants, fits_sizes, kind_of, sizes_of
 
 KIND = "meshwright programs"
@@ -249,7 +250,8 @@ def _stored(path: Path, row: Mapping[str, Any]) -> Stored:
         raise ValueError(f"{name!r} is no name of a program's file")
     sizes = tuple(tuple(map(int, shape)) for shape in row["sizes"])
     dynamic: Dynamic = {int(leaf): frozenset(map(int, dims)) for leaf, dims in row["dynamic"]}
-    program, table = load_program(path.parent / name), row.get("pipeline")
+    file, table = path.parent / name, row.get("pipeline")
+    program = load_program(file, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
     piped = None if table is None else taken_from(program, table)
     saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped)
     return Stored(list(row["key"]), saved, sizes, dynamic, holds_of(row["holds"]), row["setting"])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
-from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, is_lifted, numbered
+from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, Run, is_lifted, numbered, runner
 from meshwright.layout import Spec
 
 T = TypeVar("T")
@@ -57,10 +57,22 @@ def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[]
     """
     if not isinstance(here, Simulated):
         return search()
-    key = ("searches", numbered(program.text()), repr(how))
+    return made_once(here, ("searches", numbered(program.text()), repr(how)), search)
+
+
+def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
+    """Return `make()`, or what it returned to a simulated rank with an equal key."""
+    if not isinstance(here, Simulated):
+        return make()
     if key not in here.shared:
-        here.shared[key] = search()
+        here.shared[key] = make()
     return here.shared[key]
+
+
+def runner_once(here: Carrier, program: Program) -> Run:
+    """Return the function that runs the program; simulated ranks with one program share it, whatever its constants."""
+    key = ("runs", program.nodes, program.writes, id(program.outputs))
+    return made_once(here, key, lambda: (program, runner(program)))[1]
 
 
 def is_alike(program: Program, one: int, other: int) -> bool:

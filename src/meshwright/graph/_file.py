@@ -54,13 +54,22 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> str:
     return checksum
 
 
-def load_program(path: str | os.PathLike[str]) -> Program:
-    """The program in a file that `save_program` wrote. Raises ProgramFileError for a file that holds none."""
+def _decode_each(checksum: str, decode: Callable[[], Program]) -> Program:
+    return decode()
+
+
+def load_program(
+    path: str | os.PathLike[str], share: Callable[[str, Callable[[], Program]], Program] = _decode_each
+) -> Program:
+    """Return the program in a file that `save_program` wrote. Raises ProgramFileError for a file that holds none.
+
+    `share(checksum, decode)` returns `decode()`, or the program that it decoded before for this checksum.
+    """
     metadata, tensors = _read(path)
     text = metadata["program"]
     if _checksum(text, tensors) != metadata["sha256"]:
         raise no_program(path, "its checksum is another one: the file was changed, or not copied to its end")
-    return decoded(path, text, tensors)
+    return share(metadata["sha256"], lambda: decoded(path, text, tensors))
 
 
 def decoded(path: Any, text: str, tensors: Mapping[str, Tensor]) -> Program:
