@@ -21,7 +21,8 @@ RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
     *("aliases", "mutations", "optimizers", "escapes", "plans", "experts"),
-    *("capture_paths", "static_equals_eager", "stale", "communications", "static_speed", "compile_scale"),
+    *("capture_paths", "static_equals_eager", "stale", "first_static_step", "communications"),
+    *("static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),

@@ -259,7 +259,8 @@ _RESHAPING: list[Any] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
 def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]
-    new = getattr(Tensor, name[:-1])(*args, **kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):  # else copies of `x` would be noted
+        new = getattr(Tensor, name[:-1])(*args, **kwargs)
     if x._viewing or not isinstance(new, DistTensor):
         return NotImplemented
     if x._away:
