@@ -19,6 +19,7 @@ from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError, OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
 from ._registry import handles
+from ._saved import unnoted
 from ._tree import map_tensors
 from ._writes import note_counter, version_of
 from .torch_hooks import call_plain, no_interception, same_kind
@@ -259,7 +260,7 @@ _RESHAPING: list[Any] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
 def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):  # else copies of `x` would be noted
+    with unnoted():  # a note of a copy refers to `x`, which could not move then
         new = getattr(Tensor, name[:-1])(*args, **kwargs)
     if x._viewing or not isinstance(new, DistTensor):
         return NotImplemented

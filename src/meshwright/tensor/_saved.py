@@ -14,7 +14,8 @@ A copy that nothing saved is gone by then. Nothing is converted again unless som
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -35,6 +36,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.copies: dict[int, _Copy | _Alias] = {}
         self.count = 0
+        self.is_noting = True
 
 
 _state = _State()
@@ -112,12 +114,24 @@ def note_alias(alias: Tensor, source: Tensor) -> Tensor:
 
 def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True) -> None:
     """Note `copy`, which is `how(source)` and may be saved by autograd; call it with interception off."""
-    if copy is source or isinstance(copy, FakeTensor) or source.is_inference() or source.layout is not torch.strided:
+    if copy is source or not _state.is_noting or isinstance(copy, FakeTensor):
+        return
+    if source.is_inference() or source.layout is not torch.strided:
         return
     copies, key = _state.copies, _state.count
     _state.count += 1
 
     copies[key] = _Copy(ref(copy, lambda _: copies.pop(key, None)), source, how, copy._version, exact)
+
+
+@contextmanager
+def unnoted() -> Generator[None]:
+    """Note no copies inside the context: for operators whose backward pass reads no operand."""
+    _state.is_noting, before = False, _state.is_noting
+    try:
+        yield
+    finally:
+        _state.is_noting = before
 
 
 def note_move(copy: Tensor, source: Tensor, how: Move, exact: bool = True) -> Tensor:
