@@ -45,6 +45,7 @@ from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._loss_scale import LossScale
 from ._model import Mode, Model
 from ._optimizer import refuse_master_weights
+from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
 from ._shared import recorded_once, runner_once
@@ -77,12 +78,26 @@ class Builder:
     homes: dict[str, Spec] = field(default_factory=dict[str, Spec])
     layouts: Layouts | None = None
     pipeline: Chosen | None = None
+    phases: Phases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Measure the phases of a new program."""
+        self.phases = Phases(f"{self.mode} program of {type(self.model.network).__name__}")
 
     def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
         """The program for such a batch, which other batches it fits, and the code that ran for it.
 
         Ranks whose `key` is the same share the program.
         """
+        self._begin()
+        found = self._built(batch, dynamic, key)
+        self.phases.tell()
+        return found
+
+    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch)
         strategy = self.model.strategy
@@ -115,7 +130,7 @@ class Builder:
     ) -> tuple[Capture, Layouts]:
         """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
         model, strategy = self.model, self.model.strategy
-        with strategy.autocast(leaves_in(batch)):
+        with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
             called = () if model.loss is None else (model.loss,)
             captured = capture(
                 model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called
@@ -124,9 +139,10 @@ class Builder:
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)
         given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
-        layouts = complete(program, given)
-        if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
-            layouts = complete(program, {**uncut, **given})
+        with self.phases.phase("complete layouts"):
+            layouts = complete(program, given)
+            if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
+                layouts = complete(program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, strategy.passes_on("captured"))), layouts
 
@@ -166,11 +182,14 @@ class Builder:
         captured, layouts = self._captured(firsts[0], {})
         homes = _homes(captured, layouts)
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
-        found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
+        with self.phases.phase("record"):
+            found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
         self._lay(captured, layouts)
         passes = self._last_passes()
-        return self._ready_pipeline(found.after(lambda part: apply_passes(part, passes))), fits, captured.ran
+        with self.phases.phase("passes"):
+            found = found.after(lambda part: apply_passes(part, passes))
+        return self._ready_pipeline(found), fits, captured.ran
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""
@@ -178,7 +197,8 @@ class Builder:
 
         def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
             if model.strategy.compiler == "inductor":
-                part = compiled(part, current(), writes=model.writes())
+                with self.phases.phase("compile"):
+                    part = compiled(part, current(), writes=model.writes())
             return runner(part), tuple(x for x, _ in part.writes)
 
         self.pipeline = found.chosen
@@ -196,7 +216,8 @@ class Builder:
         if lowered is None:
             lowered = program
             if model.strategy.compiler == "inductor":
-                lowered = compiled(program, current(), writes=model.writes())
+                with self.phases.phase("compile"):
+                    lowered = compiled(program, current(), writes=model.writes())
         slots = model.slots()
         return Compiled(
             program,
@@ -207,8 +228,10 @@ class Builder:
 
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
         """The program of this rank, after all passes."""
-        program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
-        return apply_passes(program, self._last_passes())
+        with self.phases.phase("record"):
+            program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
+        with self.phases.phase("passes"):
+            return apply_passes(program, self._last_passes())
 
     def _last_passes(self) -> Sequence[Pass]:
         """The passes on what is recorded; inputs that look at one memory are not written over."""
