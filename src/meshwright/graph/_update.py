@@ -129,7 +129,7 @@ class _Update:
             with standing_for((real[name], x) for name, x in parameters.items() if name in real):
                 stepped(twin)
             ends.append(len(recorder.recording.nodes))
-            for name in parameters.keys() & self.shards.keys():
+            for name in (n for n in parameters if n in self.shards):
                 wholes[name].copy_(parameters[name])
             if plain is not None and self.scaling is not None:
                 plain.renew(self.scaling)
