@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def record_update(
     return with_first_states(first, update.repeated({**states, **made})) or first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Update:
     """The step of an optimizer that is to be recorded."""
 
@@ -73,8 +74,11 @@ class _Update:
     def repeated(self, states: Mapping[StateKey, Any]) -> Program:
         """Return the update of all parameters, of which two of each kind are recorded if the others are like them."""
         kinds: dict[Any, list[str]] = {}
+        forms: dict[str, list[Any]] = {}
+        for (name, key), value in states.items():
+            forms.setdefault(name, []).append((key, _form(value)))
         for i in self.trained:
-            kinds.setdefault(self._kind(i, states), []).append(i.name)
+            kinds.setdefault((self._kind(i), *forms.get(i.name, ())), []).append(i.name)
         models = {name: kind[min(at, 1)] for kind in kinds.values() for at, name in enumerate(kind)}
         chosen = {*models.values()}
         if self.scaling is None and len(chosen) < len(self.trained):
@@ -87,21 +91,23 @@ class _Update:
     def _stepped(self) -> list[str]:
         """Return the trained parameters in the order of their updates."""
         trained = {i.name for i in self.trained}
-        groups = (self.names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"])
-        return [name for name in groups if name in trained]
+        return [name for name in self.held if name in trained]
 
-    def _kind(self, given: Input, states: Mapping[StateKey, Any]) -> Any:
-        """Return what two parameters share whose updates are alike."""
+    @cached_property
+    def held(self) -> Mapping[str, tuple[int, Tensor]]:
+        """The parameters of the optimizer by name, each with the number of its group."""
         groups = enumerate(self.optimizer.param_groups)
-        group = next((at for at, g in groups for p in g["params"] if self.names.get(id(p)) == given.name), None)
-        own = tuple((key, _form(value)) for (name, key), value in states.items() if name == given.name)
+        return {self.names.get(id(p), ""): (at, p) for at, group in groups for p in group["params"]}
+
+    def _kind(self, given: Input) -> Any:
+        """Return what two parameters share whose updates are alike, beside the forms of their states."""
+        group = self.held[given.name][0] if given.name in self.held else None
         v, spec = given.value, given.spec
-        return group, spec, self.shards.get(given.name), v.shape, v.dtype, v.device, own, self._is_moved(given)
+        return group, spec, self.shards.get(given.name), v.shape, v.dtype, v.device, self._is_moved(given)
 
     def _is_moved(self, given: Input) -> bool:
         """True if the parameter lies otherwise by now than the program takes it; its states will go with it."""
-        held = (p for group in self.optimizer.param_groups for p in group["params"])
-        return any(self.names.get(id(p)) == given.name and getattr(p, "_spec", None) is not given.spec for p in held)
+        return given.name in self.held and getattr(self.held[given.name][1], "_spec", None) is not given.spec
 
     def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
         """Record the update of some of the parameters."""
@@ -124,9 +130,8 @@ class _Update:
                 if key[0] in pieces
             }
             twin = twin_of(optimizer, names, parameters, given, recorder)
-            real = {names.get(id(p)): p for group in optimizer.param_groups for p in group["params"]}
             ends.append(len(recorder.recording.nodes))
-            with standing_for((real[name], x) for name, x in parameters.items() if name in real):
+            with standing_for((self.held[name][1], x) for name, x in parameters.items() if name in self.held):
                 stepped(twin)
             ends.append(len(recorder.recording.nodes))
             for name in (n for n in parameters if n in self.shards):
