@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,7 +38,8 @@ class Model:
         if self.optimizer is None:
             return {}
         names = {id(s.tensor): s.name for s in self.slots()}
-        return {(names[id(p)], k): v for p, state in self.optimizer.state.items() for k, v in state.items()}
+        held = ((p, state) for p, state in self.optimizer.state.items() if id(p) in names)
+        return {(names[id(p)], key): value for p, state in held for key, value in state.items()}
 
     def call(self, mode: Mode, *batch: Any) -> Any:
         """The loss of a batch, whose last part labels are; in prediction, or without a loss, what the network gives."""
@@ -49,12 +50,11 @@ class Model:
 
     def constants(self) -> tuple[Any, ...]:
         """What a training step holds as constants: the optimizer's options beside learning rates."""
-        plain = (int, float, bool, str, tuple, type(None))
         return tuple(
-            (at, key, value)
+            (at, key, _frozen(value))
             for at, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
             for key, value in group.items()
-            if key not in ("lr", "initial_lr", "params") and isinstance(value, plain)
+            if key not in ("lr", "initial_lr", "params") and not isinstance(value, Tensor)
         )
 
     def lies_apart(self) -> bool:
@@ -74,3 +74,15 @@ class Model:
             "strategy": re.sub(r" at 0x\w+", "", repr(plan)),
             **{f"tensor {s.name}": f"{s.tensor.dtype}{list(s.tensor.shape)}" for s in self.slots()},
         }
+
+
+def _frozen(value: Any) -> Any:
+    """Return an option as a value that can be compared and hashed; of objects, their type."""
+    if isinstance(value, (int, float, bool, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_frozen, cast("Sequence[Any]", value)))
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return ("dict", *((_frozen(key), _frozen(item)) for key, item in items))
+    return type(value).__qualname__

@@ -31,12 +31,17 @@ def stepped(twin: Optimizer) -> None:
             twin.step()
     except MeshwrightError:
         raise
-    except (*DataDependent, TypeError) as error:
+    except (*DataDependent, TypeError, LookupError, AttributeError) as error:
         raise CaptureError(
-            f"to record a step of {type(twin).__name__}", str(error).split("\n")[0],
+            f"to record a step of {type(twin).__name__}", _told(error),
             "its step needs numbers of tensors in Python, or arguments that a program does not have",
             "another optimizer, or this one's capturable=True",
         ) from error  # fmt: skip
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).split("\n")[0]
+    return text if isinstance(error, (*DataDependent, TypeError)) else f"{type(error).__name__}: {text}"
 
 
 def twin_of(

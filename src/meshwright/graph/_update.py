@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from ._program import Input, Program
 from ._record import Recorder
 from ._repeat import Recorded, repeated
 from ._standing import standing_for
+from ._step_effects import refuse_wrapper, refusing_effects
 from ._twin import StateKey, stepped, twin_of
 from .guards import STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
 from .torch_hooks import decided_outside
@@ -51,6 +53,7 @@ def record_update(
     """
     update = _Update(optimizer, names, tuple(trained), rank, size, shards or {}, scaling)
     if runs_users_code(optimizer):
+        refuse_wrapper(optimizer)
         return update.recorded(trained, states).program
     first = update.repeated(states)
     made = made_states(first)
@@ -132,7 +135,8 @@ class _Update:
             twin = twin_of(optimizer, names, parameters, given, recorder)
             ends.append(len(recorder.recording.nodes))
             with standing_for((self.held[name][1], x) for name, x in parameters.items() if name in self.held):
-                stepped(twin)
+                with refusing_effects(optimizer, twin) if runs_users_code(optimizer) else nullcontext():
+                    stepped(twin)
             ends.append(len(recorder.recording.nodes))
             for name in (n for n in parameters if n in self.shards):
                 wholes[name].copy_(parameters[name])
@@ -141,9 +145,21 @@ class _Update:
         ends.append(len(recorder.recording.nodes))
         parts = {v: bisect_right(ends, at) for at, node in enumerate(recorder.recording.nodes) for v in node.outs}
         known = {x: name for name, x in parameters.items()}
+        _check_owners(twin, known)
         after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
         program = _finished(recorder, given, after, plain)
         return Recorded(program, {v: part for v, part in parts.items() if part < len(ends)})
+
+
+def _check_owners(twin: Optimizer, known: Mapping[Tensor, str]) -> None:
+    """Raise CaptureError for a state of something that is no parameter."""
+    other: Any = next((key for key in twin.state if key not in known), None)
+    if other is not None:
+        raise CaptureError(
+            "to record the optimizer's step", f"a state of {other!r:.60}",
+            "a program reads and writes states of the parameters that it trains",
+            "a state of a parameter, self.state[p][...], or a tensor among the group's options",
+        )  # fmt: skip
 
 
 def _form(state: Any) -> Any:

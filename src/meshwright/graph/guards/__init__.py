@@ -15,13 +15,13 @@ In reading order:
 
 from ._describe import class_text, described
 from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
-from ._guards import Guards, steady
+from ._guards import Guards, side_effect, steady
 from ._kinds import global_hooks
-from ._reach import STEP_HOOKS
+from ._reach import OPTIMIZER, STEP_HOOKS
 from ._stored import restored, stored
 from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
-    "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks", "is_trusted",
-    "is_trusted_call", "observed", "restored", "steady", "stored", "unobserved", "unobserved_if_torchs",
+    "OPTIMIZER", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
+    "is_trusted", "is_trusted_call", "observed", "restored", "side_effect", "steady", "stored", "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip

@@ -144,12 +144,15 @@ def _check_real(guards: Guards, asked: str) -> None:
                 raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers")
 
 
-def side_effect(asked: str, what: str, before: Any, after: Any) -> SideEffectError:
+_BUFFER = "a buffer (register_buffer) that is changed by tensor operations"
+
+
+def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFFER) -> SideEffectError:
+    """Return the error for a change in Python."""
     was, now = _short(before), _short(after)
     return SideEffectError(
         asked, f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
-        "a program is recorded once: what Python changes in each pass would stay as it was then",
-        "a buffer (register_buffer) that is changed by tensor operations",
+        "a program is recorded once: what Python changes in each pass would stay as it was then", fix,
     )  # fmt: skip
 
 

@@ -1,0 +1,144 @@
+"""What a step of an optimizer may not change, because a program would change it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import meshwright as mw
+from meshwright.errors import CaptureError, SideEffectError
+
+
+class _Counting(SGD):
+    k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.k += 1
+        return super().step(closure)
+
+
+class _Decaying(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.5
+        return super().step(closure)
+
+
+class _CountingInGroups(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class _Wrapper(Optimizer):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.base = SGD(parameters, lr=lr, momentum=0.9)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+class _StateOfAll(SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"]["sum"] = torch.ones(2)
+        return super().step(closure)
+
+
+def _with_list(parameters: Any, lr: float) -> SGD:
+    optimizer, calls = SGD(parameters, lr=lr), list[int]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    return optimizer
+
+
+def _with_schedule(parameters: Any, lr: float) -> SGD:
+    optimizer = SGD(parameters, lr=lr)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+def _reading_a_state(parameters: Any, lr: float) -> torch.optim.Adam:
+    parameters = list(parameters)
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    optimizer.register_step_pre_hook(lambda o, *_: o.state[parameters[0]]["exp_avg"].zero_())
+    return optimizer
+
+
+def _one_step(make: Callable[..., Optimizer]) -> None:
+    net = nn.Linear(4, 2)
+    model = mw.to_static(net, None, F.mse_loss, make(net.parameters(), lr=0.1))
+    model(torch.ones(2, 4), torch.zeros(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+@pytest.mark.parametrize("make", [_Counting, _Decaying, _CountingInGroups, _with_list, _with_schedule])
+def test_a_step_that_changes_more_than_tensors_is_refused(make: Callable[..., Optimizer]) -> None:
+    with pytest.raises(SideEffectError, match=r"self\.state"):
+        mw.simulate(_one_step, 1, make)
+
+
+@pytest.mark.parametrize("make", [_Wrapper, _StateOfAll, _reading_a_state])
+def test_a_step_on_other_states_is_refused(make: Callable[..., Optimizer]) -> None:
+    with pytest.raises(CaptureError, match="to record"):
+        mw.simulate(_one_step, 1, make)
+
+
+def test_what_a_refused_step_changed_is_put_back() -> None:
+    calls = list[int]()
+
+    def go() -> list[int]:
+        net = nn.Linear(4, 2)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+        model = mw.to_static(net, None, F.mse_loss, optimizer)
+        with pytest.raises(SideEffectError):
+            model(torch.ones(2, 4), torch.zeros(2, 2))
+        return calls
+
+    assert mw.simulate(go, 1) == [[]]
+
+
+def test_an_element_of_an_option_that_changed_is_recorded_anew() -> None:
+    def losses(static: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+        step = mw.to_static(net, None, F.mse_loss, optimizer)
+        found: list[float] = []
+        for at in range(4):
+            optimizer.param_groups[0]["betas"][0] = 0.9 - 0.2 * (at // 2)
+            loss = (
+                step(torch.ones(2, 4), torch.zeros(2, 2))
+                if static
+                else F.mse_loss(net(torch.ones(2, 4)), torch.zeros(2, 2))
+            )
+            if not static:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert mw.simulate(losses, 1, True)[0] == pytest.approx(mw.simulate(losses, 1, False)[0], rel=1e-5)
+
+
+def test_a_replaced_parameter_that_the_optimizer_lacks_is_an_error() -> None:
+    def go() -> None:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        step = mw.to_static(net, None, F.mse_loss, torch.optim.Adam(net.parameters(), lr=0.1))
+        step(torch.ones(2, 4), torch.zeros(2, 2))
+        net[1] = nn.Linear(4, 2)
+        step(torch.ones(2, 4), torch.zeros(2, 2))
+
+    with pytest.raises(CaptureError, match="the model lacks"):
+        mw.simulate(go, 1)
