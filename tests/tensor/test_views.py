@@ -110,3 +110,16 @@ def test_a_list_function_is_recorded_entry_by_entry_where_layouts_differ() -> No
         return [mw.unshard_dtensor(t).tolist() for t in out], seen.count("aten.add.Tensor")
 
     assert mw.simulate(on_rank, 2) == [([[1.0, 3.0, 5.0, 7.0]] * 2, 2)] * 2
+
+
+def test_a_write_to_a_row_of_windows_that_share_elements_reaches_the_tensor() -> None:
+    def program(x: Tensor) -> list[list[float]]:
+        row = x.unfold(-1, 2, 1)[1]
+        row[1:, 1].fill_(9)
+        row[:1].sub_(2)
+        return x.tolist()
+
+    def on_rank() -> list[list[float]]:
+        return program(mw.shard_tensor(torch.arange(24.0).view(6, 4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]))
+
+    assert mw.simulate(on_rank, 2) == [program(torch.arange(24.0).view(6, 4))] * 2
