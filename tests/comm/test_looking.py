@@ -12,7 +12,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.comm import current, prefix_prints, simulate
 from meshwright.comm._links import State
-from meshwright.comm._looking import in_debugger
+from meshwright.comm._looking import Kept, first_rank_prints, in_debugger
 
 SIMULATED = """
 import meshwright as mw
@@ -111,3 +111,12 @@ def test_a_script_runs_with_prefixes(tmp_path: Path, capsys: pytest.CaptureFixtu
     script.write_text("print('here')")
     assert main(["run", "--all-ranks", str(script)]) == 0
     assert capsys.readouterr().out.splitlines() == ["[0] here", "[1] here"]
+
+
+def test_what_the_first_rank_prints_appears_and_what_others_print_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Kept()
+    with first_rank_prints(kept):
+        simulate(lambda: print("here", current().rank), 2)
+    assert capsys.readouterr().out == "here 0\n"
+    kept.show([1])
+    assert capsys.readouterr().err == "[1] here 1\n"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.graph import Carry
 from meshwright.passes import Cancel
 
-from .programs import after, counted, llama, llama_with, mesh_of, mlp_batch, placed, step_of
+from .programs import after, counted, kind, llama, llama_with, mesh_of, mlp_batch, placed, step_of
 from .steps import Step
 
 MESH = mesh_of(dp=1, tp=2)
@@ -91,3 +92,20 @@ def test_gradients_that_are_only_used_in_parts_are_scattered() -> None:
     found = after(llama_with(stage=1, dp=2), Cancel())
     assert found.counts == {"AllReduce(dp)": 2, "ReduceScatter(dp)": 12, "AllGather(dp)": 12}
     assert found.is_equal
+
+
+def test_a_way_that_makes_a_tensor_larger_stands_where_its_chain_ends() -> None:
+    """Until then the small tensor is kept."""
+
+    class Aside(Chain):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x @ self.weight
+            cut = mw.reshard(x, MESH, placed(MESH, tp=0))
+            aside = x.cos()
+            return (mw.reshard(cut, MESH, placed(MESH)).sin() - y).square().sum() + aside.sum()
+
+    found = after(step_of(lambda: Aside({"tp": 1}, (), lambda x: x), mlp_batch(), 2, trains=False), Cancel())
+    names = [kind(node.op.step) if isinstance(node.op, Carry) else str(node.op) for node in found.program.nodes]
+    assert "AllToAll" not in names
+    assert names.index("aten.cos.default") < names.index("AllGather(tp)")
+    assert found.error <= 1e-5

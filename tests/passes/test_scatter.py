@@ -81,3 +81,14 @@ def test_cut_states_need_cut_gradients() -> None:
 @pytest.mark.parametrize("step", [lambda: mlp(dp=4), lambda: llama(layers=1, dp=2, tp=2)], ids=["mlp", "llama"])
 def test_whole_sums_stay_whole(step: Callable[[], Step]) -> None:
     assert after(step(), Scatter()).program is step().programs[0]
+
+
+def test_a_gathered_tensor_of_which_a_part_is_used_is_no_sum() -> None:
+    class Gathered(Parted):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = mw.reshard(mw.reshard(x, MESH, placed(MESH, tp=0)).sin(), MESH, placed(MESH))
+            return (mw.reshard(x.tanh(), MESH, placed(MESH, tp=1)) * 2).square().sum()
+
+    step = step_of(lambda: Gathered(lambda a: a, 0), mlp_batch(), 2, trains=False)
+    assert counted(step.programs[0])["AllGather(tp)"] == 1
+    assert after(step, Scatter()).program is step.programs[0]

@@ -171,3 +171,44 @@ def test_a_buffer_that_microbatches_would_meet_in_another_order_is_refused() -> 
 
     with pytest.raises(StageError, match="layers_0_mean"):
         mw.simulate(step, 2)
+
+
+class Rows(nn.Module):
+    """Two products on two stages; the weight of the first is cut by rows, so that its result is a sum to be taken."""
+
+    def __init__(self, homes: list[mw.ProcessMesh] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+        self.homes = homes
+        if homes:
+            self.first = mw.shard_tensor(self.first, homes[0], [mw.Shard(0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.homes is None:
+            return (x @ self.first).tanh() @ self.second
+        x = mw.reshard(x, self.homes[0], [mw.Shard(1)]) @ self.first
+        return mw.reshard(x, self.homes[1], [mw.Shard(1)]).tanh() @ self.second
+
+
+def test_what_converts_on_the_way_to_the_next_stage_runs_on_its_side_of_the_message() -> None:
+    """The sum is taken where its terms are, and its gradient comes back to them."""
+
+    def step(homes: list[mw.ProcessMesh] | None) -> tuple[float, Tensor]:
+        net = Rows(homes)
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        x, y = batches()[0]
+        if homes is None:
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item(), net.first.detach()
+        options = {"enable": True, "schedule_mode": "1F1B", "accumulate_steps": 2}
+        loss = mw.to_static(net, None, nn.functional.mse_loss, optimizer, mw.Strategy.of(pipeline=options))(x, y)
+        return loss.item(), mw.unshard_dtensor(net.first.detach())
+
+    homes = [mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])]
+    loss, weight = step(None)
+    for found, updated in mw.simulate(lambda: step(homes), 4):
+        assert found == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(updated, weight)

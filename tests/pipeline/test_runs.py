@@ -6,8 +6,16 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+from meshwright.comm import current
+from meshwright.comm import simulate as simulate_ranks
+from meshwright.graph import Carry, Value
+from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.pipeline import KNOWN, Memory, Runs, Schedule, Times, peaks, simulate
+from meshwright.pipeline._parts import Crossing, Place
+from meshwright.pipeline._runner import _message
+from meshwright.reshard import Exchange
 
 CASES = 5
 
@@ -31,3 +39,22 @@ def test_many_at_once_take_what_each_takes(name: str) -> None:
         line = simulate(table, Times(forward, backward, weight, transfer, overhead=0.1, slowdown=0.8))
         assert seconds[n] == pytest.approx(line.makespan)
         assert held[:, n] == pytest.approx(peaks(table, Memory(held=each)))
+
+
+def test_a_rank_of_both_meshes_keeps_its_own_part_of_a_message() -> None:
+    source, target = ProcessMesh([0, 1], ["x"]), ProcessMesh([1, 0], ["x"])
+    spec, to = parse_spec("f32[6@x, 2]", source), parse_spec("f32[6, 2@x]", target)
+    a, b = (Value(name, (6, 2), torch.float32) for name in "ab")
+    crossing = Crossing(Carry(Exchange(to), spec), a, b, Place("F", 0), Place("F", 1), 0)
+    whole = torch.arange(12.0).view(6, 2)
+
+    def on_rank() -> torch.Tensor:
+        here = current()
+        message = _message(crossing, here.rank)
+        held: dict[Value, torch.Tensor] = {a: whole[3 * here.rank : 3 * here.rank + 3]}
+        message.send(held, here, 0)
+        message.receive(held, here, 0)
+        return held[b]
+
+    found = simulate_ranks(on_rank, 2)
+    assert [x.tolist() for x in found] == [whole[:, 1:].tolist(), whole[:, :1].tolist()]

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.layout import parse_spec
+from meshwright.spmd import describe
+from meshwright.tensor._decide import decide
 
 LINE = mw.ProcessMesh([0, 1], ["cp"])
 
@@ -123,3 +126,14 @@ def test_hooks_are_given_by_keyword_too() -> None:
     for found in mw.simulate(work, 2):
         for grad in found:
             torch.testing.assert_close(grad, 2 * drawn(4))
+
+
+def test_a_wish_for_the_result_counts_what_it_takes_to_fulfil_it() -> None:
+    """Between two ways that move as much, the one that gives what is wanted."""
+    whole, cut = (parse_spec(text, LINE) for text in ("f32[4, 4]", "f32[4@cp, 4]"))
+    call = describe(torch.ops.aten.add.Tensor, (torch.empty(4, 4, device="meta"),) * 2, {})
+    assert call is not None
+    for wish, layout in ((None, cut.layout), (cut.layout, cut.layout), (whole.layout, whole.layout)):
+        decision = decide(call, [whole, cut], frozenset(), wish)
+        assert decision is not None
+        assert decision.outs[0] == layout

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.tensor import local_parts
+from meshwright.tensor._marks import capturing
+from meshwright.tensor._plan import _hinted
 
 MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
 """The axis tp has one rank: what it cuts is whole."""
@@ -131,3 +135,28 @@ def test_a_step_on_parts_asks_for_no_gradient() -> None:
         return kept, isinstance(net.weight.grad, mw.DistTensor)
 
     assert mw.simulate(go, 2) == [(True, True)] * 2
+
+
+def test_a_mark_on_a_whole_tensor_is_told_while_a_model_is_captured() -> None:
+    """It looks like a view of the tensor then."""
+    x = torch.ones(4)
+
+    def go() -> Any:
+        with capturing(lambda op, args, shown: (op, args, shown())):
+            return mw.shard_tensor(x, MESH, [mw.Shard(0)])
+
+    for op, args, shown in mw.simulate(go, 2):
+        assert op.mesh is MESH
+        assert args[0] is x
+        assert shown.data_ptr() == x.data_ptr()
+        assert shown.shape == x.shape
+
+
+def test_rules_see_symbolic_sizes_as_what_they_were() -> None:
+    dims = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.ones(4, 3, dtype=torch.bfloat16), symbolic_context=dims)
+    assert isinstance(x.shape[0], torch.SymInt)
+    found = _hinted(x)
+    assert [type(n) for n in found.shape] == [int, int]
+    assert (tuple(found.shape), found.dtype, found.device.type) == ((4, 3), torch.bfloat16, "meta")

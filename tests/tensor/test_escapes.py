@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext
 
 import meshwright as mw
 from benchmarks import escapes
@@ -89,3 +92,41 @@ def test_memory_is_let_go_of_by_a_backward_pass() -> None:
         return before, kept.whole is None
 
     assert mw.simulate(go, 2) == [(True, True)] * 2
+
+
+def test_the_address_of_a_view_that_was_made_by_keyword_lies_in_the_memory_of_its_base() -> None:
+    def go() -> int:
+        x = mw.shard_tensor(torch.ones(4, 4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])
+        return x.diagonal(offset=2).data_ptr() - x.data_ptr()
+
+    assert mw.simulate(go, 2) == [2 * torch.float32.itemsize] * 2
+
+
+def test_an_answer_about_memory_is_refused_for_a_tensor_by_keyword_too() -> None:
+    def go() -> None:
+        torch.get_device(input=mw.shard_tensor(torch.ones(4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]))
+
+    with pytest.raises(mw.MeshwrightError, match="it is about memory"):
+        mw.simulate(go, 2)
+
+
+def test_constructors_make_tensors_on_the_device_of_the_context() -> None:
+    """A mode is called with torch's own function, or, in a trace of `torch.compile`, with the one in its place."""
+    makers: list[Any] = [torch.tensor, torch.as_tensor, torch.asarray]
+    context = DeviceContext(torch.device("meta"))
+    with context:
+        assert [make([1.0]).device.type for make in makers] == ["meta"] * 3
+    assert [context.__torch_function__(make, (), ([1.0],)).device.type for make in makers] == ["meta"] * 3
+
+
+def test_a_constant_of_a_transform_is_laid_and_its_argument_is_refused() -> None:
+    def gradient(constant: bool) -> Tensor:
+        def fn(x: Tensor) -> Tensor:
+            mw.shard_tensor(x.detach() if constant else x, mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])
+            return x.sum()
+
+        return torch.func.grad(fn)(torch.ones(4))
+
+    assert all(g.eq(1).all() for g in mw.simulate(lambda: gradient(True), 2))
+    with pytest.raises(mw.MeshwrightError, match="inside a transform"):
+        mw.simulate(lambda: gradient(False), 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor import OperationError
+from meshwright.tensor import OperationError, local_parts
 
 MESH = mw.ProcessMesh(range(2), ["x"])
 PROGRAMS = [
@@ -71,3 +71,18 @@ def test_a_second_backward_pass_adds_to_the_gradient_that_the_program_holds() ->
         return held.tolist(), part.tolist(), w.grad is held
 
     assert mw.simulate(program, 2) == [([4.0] * 4, [4.0] * 2, True)] * 2
+
+
+def test_a_gradient_in_another_memory_order_is_put_in_order_once() -> None:
+    """What is written to it is not lost."""
+
+    def on_rank() -> Tensor:
+        x = mw.shard_tensor(torch.ones(4, 6), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]).requires_grad_()
+        with local_parts():
+            x.grad = torch.ones(6, 2).t()
+        assert x.grad is not None
+        x.grad.mul_(3)
+        return mw.unshard_dtensor(x.grad)
+
+    for found in mw.simulate(on_rank, 2):
+        torch.testing.assert_close(found, torch.full((4, 6), 3.0))

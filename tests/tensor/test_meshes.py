@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.tensor._absent import Absent
+from meshwright.tensor._stage_order import StageOrder
 
 FIRST, SECOND = mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])
 
@@ -137,6 +139,7 @@ def test_gradients_are_absent_outside_their_mesh() -> None:
         (y * y).sum().backward()
         assert x.grad is not None
         found = [*hooked, x.grad]
+        assert all(isinstance(g, Absent) is (mw.get_rank() not in SECOND) for g in found)
         return [(g.spec, tuple(g.shape), mw.unshard_dtensor(g)) for g in found]
 
     for found in mw.simulate(on_rank, 4):
@@ -144,3 +147,38 @@ def test_gradients_are_absent_outside_their_mesh() -> None:
             assert spec.mesh is SECOND
             assert shape == (8,)
             torch.testing.assert_close(value, times * torch.arange(8.0))
+
+
+def test_ranks_outside_learn_what_depends_on_values_in_a_pipeline() -> None:
+    values = torch.tensor([3.0, 0.0, 4.0, 0.0, 5.0])
+
+    def on_rank() -> Any:
+        order = StageOrder([FIRST, SECOND])
+        x = mw.shard_tensor(values, SECOND, [mw.Shard(0)])
+        found = [torch.nonzero(x), torch.unique(input=x)]
+        assert all(isinstance(f, mw.DistTensor) and f.spec.mesh is SECOND for f in found)
+        assert order.has([FIRST, SECOND])
+        return [(tuple(f.shape), mw.unshard_dtensor(f)) for f in found]
+
+    wanted = [((3, 1), torch.nonzero(values)), ((4,), torch.unique(values))]
+    for found in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_was_sent_to_a_stage_is_kept_until_the_layer_ends() -> None:
+    """A layer in a layer ends nothing."""
+    order, x = StageOrder([FIRST, SECOND]), torch.ones(2)
+    sent: list[Tensor] = []
+
+    def send() -> Tensor:
+        sent.append(x.clone())
+        return sent[-1]
+
+    order.begin()
+    order.begin()
+    first = order.once(x, SECOND, send)
+    order.end()
+    assert order.once(x, SECOND, send) is first
+    order.end()
+    assert order.once(x, SECOND, send) is not order.once(x, SECOND, send)
+    assert len(sent) == 3

@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from meshwright.tensor import torch_hooks
 from tests.engine.oracle import STYLES, check
 
 
@@ -247,3 +248,19 @@ assert w.grad.eq(6).all()
 def test_a_users_function_may_have_its_name_before_the_library_is_there() -> None:
     """Where torch has `apply` in C, nothing tells of calls by that name: they are refused."""
     subprocess.run([sys.executable, "-c", NAMED_BEFORE], check=True, timeout=300)
+
+
+def test_a_forward_function_tells_of_calls_that_nothing_told() -> None:
+    """Where torch has `apply` in C, `F.apply` itself tells, and a name from before does not."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+    told: list[Any] = []
+    forward = torch_hooks._forward_of(Doubled, Doubled.forward, told.append).__func__
+    assert forward(None, torch.ones(2)).tolist() == [2.0, 2.0]
+    assert told == [Doubled]
+    torch_hooks._told(staticmethod(forward), Doubled)(None, torch.ones(2))
+    assert told == [Doubled]

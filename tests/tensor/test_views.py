@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.tensor import operators_recorded
+from meshwright.tensor.torch_hooks import interception
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda x: x[1:4].mul_(2),
@@ -96,3 +98,28 @@ def test_a_filled_expansion_fills_its_base_on_ranks_without_a_part() -> None:
 
     for local in mw.simulate(on_rank, 4):
         assert local.eq(2).all()
+
+
+def test_a_list_function_is_recorded_entry_by_entry_where_layouts_differ() -> None:
+    def on_rank() -> Any:
+        mesh = mw.ProcessMesh([0, 1], ["a"])
+        x, y = (mw.shard_tensor(torch.arange(4.0) + n, mesh, [p]) for n, p in enumerate((mw.Shard(0), mw.Replicate())))
+        seen: list[str] = []
+        with operators_recorded(lambda op, *_: seen.append(str(op))), interception():
+            out = torch._foreach_add([x, y], [y, x])
+        return [mw.unshard_dtensor(t).tolist() for t in out], seen.count("aten.add.Tensor")
+
+    assert mw.simulate(on_rank, 2) == [([[1.0, 3.0, 5.0, 7.0]] * 2, 2)] * 2
+
+
+def test_a_write_to_a_row_of_windows_that_share_elements_reaches_the_tensor() -> None:
+    def program(x: Tensor) -> list[list[float]]:
+        row = x.unfold(-1, 2, 1)[1]
+        row[1:, 1].fill_(9)
+        row[:1].sub_(2)
+        return x.tolist()
+
+    def on_rank() -> list[list[float]]:
+        return program(mw.shard_tensor(torch.arange(24.0).view(6, 4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]))
+
+    assert mw.simulate(on_rank, 2) == [program(torch.arange(24.0).view(6, 4))] * 2
