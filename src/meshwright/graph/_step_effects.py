@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from ._errors import CaptureError
 from .guards import OPTIMIZER, Guards, side_effect
 
 ASKED = "to record the optimizer's step"
+_PLAIN = {int, float, bool, str}
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
@@ -32,29 +34,33 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 @contextmanager
 def refusing_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
     """Raise SideEffectError if the twin's step, made inside the context, changes anything but tensors."""
-    guards, before = Guards.of({"optimizer": optimizer}), dict(_own(twin))
+    guards, groups = Guards.of({"optimizer": optimizer}), [dict(group) for group in optimizer.param_groups]
+    before = [dict(_own(x)) for x in (optimizer, twin)]
     try:
         yield
-    except BaseException:
+        after = [dict(_own(x)) for x in (optimizer, twin)]
+        changed = next(guards.changes(), None) or next(chain(*map(_changes, before, after)), None)
+    finally:
         guards.restore()
-        raise
-    changed = next(guards.changes(), None) or next(_changes(before, dict(_own(twin))), None)
-    guards.restore()
+        for group, held in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(held)
     if changed is not None:
         raise side_effect(
             ASKED, *changed, "keep it in a tensor of the state, self.state[p][...], or change it outside of the step"
         )
 
 
-def _own(twin: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes and options of the twin, which are apart from those of the optimizer."""
-    yield from ((name, value) for name, value in vars(twin).items() if name not in OPTIMIZER)
-    for at, group in enumerate(twin.param_groups):
+def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes and the options of groups, which the twin has apart from the optimizer."""
+    yield from ((name, value) for name, value in vars(optimizer).items() if name not in OPTIMIZER)
+    for at, group in enumerate(optimizer.param_groups):
         yield from ((f"param_groups[{at}][{key!r}]", value) for key, value in group.items() if key != "params")
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name in dict.fromkeys((*before, *after)):
         one, other = before.get(name), after.get(name)
-        if one is not other:
+        is_equal = type(one) is type(other) and type(one) in _PLAIN and one == other
+        if one is not other and not is_equal:
             yield f"optimizer.{name}", one, other

@@ -23,5 +23,6 @@ from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
     "OPTIMIZER", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
-    "is_trusted", "is_trusted_call", "observed", "restored", "side_effect", "steady", "stored", "unobserved", "unobserved_if_torchs",
+    "is_trusted", "is_trusted_call", "observed", "restored", "side_effect", "steady", "stored",
+    "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip
