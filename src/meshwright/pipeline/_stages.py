@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
-from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Node, Program, Value, is_drawing
+from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_drawing
 from meshwright.tensor import SPLIT
 
 from ._errors import StageError
@@ -58,6 +58,7 @@ class _Staging:
         self.chain = self._longest()
         for given in self.program.inputs:
             home = self._home(given.value)
+            self._check_input(given, home)
             self.chunk.setdefault(given.value, EVERYWHERE if home is None else self._first(home, 0, None))
         for node in self.program.nodes:
             if all(v in self.chunk for v in node.outs) and node.outs:
@@ -68,6 +69,16 @@ class _Staging:
             at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is SPLIT), node)
             self.chunk.update(dict.fromkeys(node.outs, at))
         self._put_off()
+
+    def _check_input(self, given: Input, home: Ranks | None) -> None:
+        """Raise StageError for an input that ranks of several stages hold parts of: no stage could send it."""
+        stages = [ranks for ranks in dict.fromkeys(self.chain) if set(ranks) & set(home or ())]
+        if len(stages) > 1 and home not in self.chain:
+            raise StageError(
+                "stages of a pipeline", f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
+                "the ranks of a later stage do not take part when the first stage sends it",
+                "give a plain tensor, or place it on the mesh of one stage",
+            )  # fmt: skip
 
     def _home(self, v: Value) -> Ranks | None:
         """The ranks on which a value lies, where that is known."""
