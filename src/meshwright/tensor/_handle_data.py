@@ -264,11 +264,12 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         new = getattr(Tensor, name[:-1])(*args, **kwargs)
     if x._viewing or not isinstance(new, DistTensor):
         return NotImplemented
-    if x._away:
-        pass
-    elif _real_axes(new._spec) != _real_axes(x._spec):
+    if not x._away and _real_axes(new._spec) != _real_axes(x._spec):
         new = new.clone()  # a view of `x` would keep it
         return _moved_into(x, new, name)
+    leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
+    if x._away:
+        pass
     elif name == "squeeze_":
         gone = _squeezed_dims(x, *args[1:], **kwargs)
         with no_interception():
