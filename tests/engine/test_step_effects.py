@@ -49,7 +49,8 @@ class _Wrapper(Optimizer):
 
 class _StateOfAll(SGD):
     def step(self, closure: Any = None) -> Any:
-        self.state["all"]["sum"] = torch.ones(2)
+        states: Any = self.state
+        states["all"]["sum"] = torch.ones(2)
         return super().step(closure)
 
 
@@ -105,6 +106,39 @@ def test_what_a_refused_step_changed_is_put_back() -> None:
         return calls
 
     assert mw.simulate(go, 1) == [[]]
+
+
+class _Scaled(SGD):
+    """Scales the rate of a parameter by an attribute of the parameter and by its number in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for at, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (at + 1) * getattr(p, "scale", 1.0) * p.grad)
+
+
+def test_a_step_sees_attributes_and_numbers_of_parameters() -> None:
+    def losses(static: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        net[0].bias.requires_grad_(False)
+        setattr(net[1].weight, "scale", 3.0)  # noqa: B010
+        optimizer = _Scaled(net.parameters(), lr=0.05)
+        step = mw.to_static(net, None, F.mse_loss, optimizer)
+        found: list[float] = []
+        for _ in range(3):
+            x, y = torch.ones(2, 4), torch.zeros(2, 2)
+            loss = step(x, y) if static else F.mse_loss(net(x), y)
+            if not static:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert mw.simulate(losses, 1, True)[0] == pytest.approx(mw.simulate(losses, 1, False)[0], rel=1e-5)
 
 
 def test_an_element_of_an_option_that_changed_is_recorded_anew() -> None:

@@ -13,12 +13,12 @@ from torch import nn
 import meshwright as mw
 from meshwright.graph import Program, _update, capture, map_values, name_of, record_update
 
-_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
-_CASES |= {
+_CASES = _OPTIMIZERS | {
     "SGD with momentum": ("SGD", {"momentum": 0.9}),
     "Adam with amsgrad": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
     "Adagrad from 0.5": ("Adagrad", {"initial_accumulator_value": 0.5}),

@@ -169,6 +169,11 @@ class Recorder(Modes):
         strides = spec.local_strides(self.carrier.rank)
         return torch.empty_strided(shape, strides, dtype=tensor_dtype(v), device=v.device)
 
+    def unknown(self, like: Tensor) -> Tensor:
+        """Return a fake tensor without known numbers. To record an operator that reads it raises CaptureError."""
+        with unrecorded(), self.mode:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
     def add(self, given: Input, requires_grad: bool = False) -> Any:
         """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol."""
         v = given.value

@@ -26,7 +26,7 @@ from ._repeat import Recorded, repeated
 from ._standing import standing_for
 from ._step_effects import refuse_wrapper, refusing_effects
 from ._twin import StateKey, stepped, twin_of
-from .guards import STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
+from .guards import OWN, STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
 from .torch_hooks import decided_outside
 
 
@@ -112,6 +112,13 @@ class _Update:
         """True if the parameter lies otherwise by now than the program takes it; its states will go with it."""
         return given.name in self.held and getattr(self.held[given.name][1], "_spec", None) is not given.spec
 
+    def _idle(self, recorder: Recorder) -> dict[str, Tensor]:
+        """Return a stand-in for each parameter without a gradient; code of the user may count parameters."""
+        trained = {i.name for i in self.trained}
+        if not runs_users_code(self.optimizer):
+            return {}
+        return {name: recorder.unknown(p) for name, (_, p) in self.held.items() if name and name not in trained}
+
     def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
         """Record the update of some of the parameters."""
         optimizer, names = self.optimizer, self.names
@@ -132,7 +139,9 @@ class _Update:
                 for key, value in states.items()
                 if key[0] in pieces
             }
-            twin = twin_of(optimizer, names, parameters, given, recorder)
+            twin = twin_of(optimizer, names, {**self._idle(recorder), **parameters}, given, recorder)
+            for name in parameters.keys() & self.held.keys():
+                _share_attributes(self.held[name][1], parameters[name])
             ends.append(len(recorder.recording.nodes))
             with standing_for((self.held[name][1], x) for name, x in parameters.items() if name in self.held):
                 with refusing_effects(optimizer, twin) if runs_users_code(optimizer) else nullcontext():
@@ -149,6 +158,12 @@ class _Update:
         after = {(known[p], key): v for p, state in twin.state.items() for key, v in state.items()}
         program = _finished(recorder, given, after, plain)
         return Recorded(program, {v: part for v, part in parts.items() if part < len(ends)})
+
+
+def _share_attributes(real: Tensor, fake: Tensor) -> None:
+    """Give a stand-in the attributes that the user set on a parameter."""
+    for key in vars(real).keys() - vars(fake).keys() - OWN:
+        setattr(fake, key, vars(real)[key])
 
 
 def _check_owners(twin: Optimizer, known: Mapping[Tensor, str]) -> None:

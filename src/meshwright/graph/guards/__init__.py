@@ -17,12 +17,12 @@ from ._describe import class_text, described
 from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
 from ._guards import Guards, side_effect, steady
 from ._kinds import global_hooks
-from ._reach import OPTIMIZER, STEP_HOOKS
+from ._reach import OPTIMIZER, OWN, STEP_HOOKS
 from ._stored import restored, stored
 from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
-    "OPTIMIZER", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
+    "OPTIMIZER", "OWN", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
     "is_trusted", "is_trusted_call", "observed", "restored", "side_effect", "steady", "stored",
     "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip
