@@ -88,8 +88,8 @@ def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure; `quick` takes two layers."""
     layers, width = (2, 64) if quick else (12, 256)
     torch.set_num_threads(1)
-    _seconds(1, tempfile.mkdtemp(), 1, 64, restart=False)  # imports
     with tempfile.TemporaryDirectory() as folder:
+        _seconds(1, folder, 1, 64, restart=False)  # imports
         first, second, *later = _seconds(2 + LATER, folder, layers, width, restart=False)
         restart = _seconds(1, folder, layers, width, restart=True)[0]
     ratio = second / statistics.median(later)

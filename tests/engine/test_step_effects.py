@@ -119,26 +119,36 @@ class _Scaled(SGD):
                     p.sub_(group["lr"] * (at + 1) * getattr(p, "scale", 1.0) * p.grad)
 
 
+def _losses(static: bool, net: nn.Module, optimizer: Optimizer, before: Callable[[int], None]) -> list[float]:
+    """The losses of four steps, static or eager; `before` is called before each."""
+    step = mw.to_static(net, None, F.mse_loss, optimizer)
+    x, y, found = torch.ones(2, 4), torch.zeros(2, 2), list[float]()
+    for at in range(4):
+        before(at)
+        loss = step(x, y) if static else F.mse_loss(net(x), y)
+        if not static:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def _check_equal(losses: Callable[[bool], list[float]]) -> None:
+    static, eager = (mw.simulate(losses, 1, static)[0] for static in (True, False))
+    assert static == pytest.approx(eager, rel=1e-5)
+
+
 def test_a_step_sees_attributes_and_numbers_of_parameters() -> None:
     def losses(static: bool) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         net[0].bias.requires_grad_(False)
-        setattr(net[1].weight, "scale", 3.0)  # noqa: B010
-        optimizer = _Scaled(net.parameters(), lr=0.05)
-        step = mw.to_static(net, None, F.mse_loss, optimizer)
-        found: list[float] = []
-        for _ in range(3):
-            x, y = torch.ones(2, 4), torch.zeros(2, 2)
-            loss = step(x, y) if static else F.mse_loss(net(x), y)
-            if not static:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            found.append(loss.item())
-        return found
+        weight: Any = net[1].weight
+        weight.scale = 3.0
+        return _losses(static, net, _Scaled(net.parameters(), lr=0.05), lambda at: None)
 
-    assert mw.simulate(losses, 1, True)[0] == pytest.approx(mw.simulate(losses, 1, False)[0], rel=1e-5)
+    _check_equal(losses)
 
 
 def test_an_element_of_an_option_that_changed_is_recorded_anew() -> None:
@@ -146,24 +156,14 @@ def test_an_element_of_an_option_that_changed_is_recorded_anew() -> None:
         torch.manual_seed(0)
         net = nn.Linear(4, 2)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
-        step = mw.to_static(net, None, F.mse_loss, optimizer)
-        found: list[float] = []
-        for at in range(4):
-            optimizer.param_groups[0]["betas"][0] = 0.9 - 0.2 * (at // 2)
-            loss = (
-                step(torch.ones(2, 4), torch.zeros(2, 2))
-                if static
-                else F.mse_loss(net(torch.ones(2, 4)), torch.zeros(2, 2))
-            )
-            if not static:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            found.append(loss.item())
-        return found
+        betas = optimizer.param_groups[0]["betas"] = [0.9, 0.99]
 
-    assert mw.simulate(losses, 1, True)[0] == pytest.approx(mw.simulate(losses, 1, False)[0], rel=1e-5)
+        def change(at: int) -> None:
+            betas[0] = 0.9 - 0.2 * (at // 2)
+
+        return _losses(static, net, optimizer, change)
+
+    _check_equal(losses)
 
 
 def test_a_replaced_parameter_that_the_optimizer_lacks_is_an_error() -> None:

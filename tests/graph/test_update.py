@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.graph import Program, _update, capture, map_values, name_of, record_update
+from meshwright.graph import Program, capture, map_values, name_of, record_update
+from meshwright.graph.update import _update
 
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current
-from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, first_part, lies_as
+from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, lies_as, new_state
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, absent, lay, place, stamp
 
@@ -93,9 +93,9 @@ def _first_state(given: Input, device: str) -> Tensor:
     """Return this rank's part of a new state."""
     here, spec = current(), given.spec
     if spec is None:
-        return first_part(given, given.value.shape, None, device)
+        return new_state(given, given.value.shape, None, device)
     strides = None if spec.new.order is None else spec.local_strides(here.rank)
-    part = first_part(given, here.local_shape(spec), strides, device)
+    part = new_state(given, here.local_shape(spec), strides, device)
     return stamp(part, spec) if here.rank in spec.mesh else absent(part, spec)
 
 

@@ -11,7 +11,6 @@ from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, wri
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from ._execute import Run, runner, to_fx
 from ._file import load_program, no_program, read_json, save_program, told, write_whole
-from ._first_states import first_part, made_states
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
 from ._infer import Names
@@ -60,13 +59,12 @@ from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._spread import spread
 from ._text import node_text, numbered, type_text
-from ._twin import StateKey
-from ._update import lies_as, record_update, runs_users_code
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
 from .guards import Executed, Guards, class_text, described, executed_code, observed, restored, stored
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
+from .update import StateKey, lies_as, made_states, new_state, record_update, runs_users_code
 
 __all__ = [
     "ALWAYS",
@@ -141,7 +139,6 @@ __all__ = [
     "dispatch_modes",
     "draws",
     "executed_code",
-    "first_part",
     "holds_of",
     "is_drawing",
     "is_lifted",
@@ -161,6 +158,7 @@ __all__ = [
     "meshes_of",
     "modes_on",
     "name_of",
+    "new_state",
     "no_program",
     "node_text",
     "note_step",

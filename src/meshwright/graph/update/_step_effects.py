@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ._errors import CaptureError
-from .guards import OPTIMIZER, Guards, side_effect
+from .._errors import CaptureError
+from ..guards import OPTIMIZER, Guards, side_effect
 
 ASKED = "to record the optimizer's step"
 _PLAIN = {int, float, bool, str}

@@ -13,46 +13,30 @@ from typing import Any
 
 from torch import Tensor
 
-from ._effects import draws
-from ._infer import Names, stem_of
-from ._node import Node, Value, map_values
-from ._program import Input, Program
-from ._recording import lifted_copy
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The recorded update of some parameters, and in which part of it each value is made.
-
-    The parts are: before the step, the step, the gathers behind it. Values that are in no part are made at the end.
-    """
-
-    program: Program
-    parts: Mapping[Value, int]
-
-    def part(self, node: Node) -> int:
-        return self.parts.get(node.outs[0], _END)
-
-
-_STEP, _END = 1, 3
+from .._effects import draws
+from .._infer import Names, stem_of
+from .._node import Node, Value, map_values
+from .._program import Input, Program
+from .._recording import lifted_copy
+from ._recorded import END, STEP, Recorded
 
 
 def repeated(
-    found: Recorded, models: Mapping[str, str], trained: Sequence[Input], stepped: Sequence[str]
+    found: Recorded, templates: Mapping[str, str], trained: Sequence[Input], stepped: Sequence[str]
 ) -> Program | None:
     """Return the update of all parameters, or None if the optimizer combines parameters.
 
-    `models` gives for each parameter the recorded one of its kind, itself if it was recorded. `trained` are the inputs
-    of all parameters; the optimizer updates those in `stepped`, in this order.
+    `templates` gives for each parameter the recorded one of its kind; a recorded parameter is its own template.
+    `trained` are the inputs of all parameters. The optimizer updates those in `stepped`, in this order.
     """
     owners = _owners(found.program)
     if owners is None:
         return None
-    copies = _Copies(found.program, owners, models)
+    copies = _Copies(found.program, owners, templates)
     inputs = tuple(copies.inputs(trained, stepped))
-    for part in range(_END + 1):
+    for part in range(END + 1):
         nodes = [node for node in found.program.nodes if found.part(node) == part]
-        copies.add(nodes, stepped if part == _STEP else [i.name for i in trained])
+        copies.add(nodes, stepped if part == STEP else [i.name for i in trained])
     return copies.finish(inputs, stepped)
 
 
@@ -101,11 +85,11 @@ def _own_back(program: Program, owners: dict[Value, str], name: str, value: Valu
 
 @dataclass(slots=True)
 class _Copies:
-    """The program that is made: for each parameter its own copies of the values of its model."""
+    """The program that is made: for each parameter its own copies of the values of its template."""
 
     program: Program
     owners: Mapping[Value, str]
-    models: Mapping[str, str]
+    templates: Mapping[str, str]
     nodes: list[Node] = field(default_factory=list[Node])
     _became: dict[str, dict[Value, Value]] = field(default_factory=dict[str, dict[Value, Value]])
     _shared: set[Node] = field(default_factory=set[Node])
@@ -114,7 +98,7 @@ class _Copies:
     def __post_init__(self) -> None:
         made = (v.name for node in self.program.nodes for v in node.outs)
         self._names = Names(iter((*(i.value.name for i in self.program.inputs), *made)))
-        self._became = {name: {} for name in self.models}
+        self._became = {name: {} for name in self.templates}
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
         """Yield the inputs of all parameters: parameters, gradients, states, and what belongs to none."""
@@ -123,16 +107,16 @@ class _Copies:
             held.setdefault(self.owners.get(given.value, ""), []).append(given)
         for role in ("parameter", "gradient"):
             for own in trained:
-                (given,) = (i for i in held[self.models[own.name]] if i.role == role)
+                (given,) = (i for i in held[self.templates[own.name]] if i.role == role)
                 yield self._input(own.name, given)
         for name in stepped:
             yield from (
-                self._input(name, i) for i in held[self.models[name]] if i.role not in ("parameter", "gradient")
+                self._input(name, i) for i in held[self.templates[name]] if i.role not in ("parameter", "gradient")
             )
         yield from held.get("", ())
 
     def _input(self, name: str, given: Input) -> Input:
-        if name == self.models[name]:
+        if name == self.templates[name]:
             return given
         source: Any = given.source
         if isinstance(source, Tensor):
@@ -153,7 +137,7 @@ class _Copies:
         for node in nodes:
             held.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
         for name in order:
-            for node in held.get(self.models[name], ()):
+            for node in held.get(self.templates[name], ()):
                 self._add_shared(node)
                 self.nodes.append(self._node(name, node))
 
@@ -167,7 +151,7 @@ class _Copies:
                 self.nodes.append(maker)
 
     def _node(self, name: str, node: Node) -> Node:
-        if name == self.models[name]:
+        if name == self.templates[name]:
             return node
         for v in node.outs:
             self._copied(name, v, stem_of(node.op))
@@ -181,14 +165,14 @@ class _Copies:
     def finish(self, inputs: tuple[Input, ...], stepped: Sequence[str]) -> Program:
         """Return the program with these inputs; states come out in the order of the updates."""
         followers: dict[str, list[str]] = {}
-        for name, model in self.models.items():
-            followers.setdefault(model, []).append(name)
+        for name, template in self.templates.items():
+            followers.setdefault(template, []).append(name)
         writes = {
             self._of(name, x): self._of(name, v) for x, v in self.program.writes for name in followers[self.owners[x]]
         }
         given: dict[tuple[str, str], Any] = self.program.outputs["state"]
-        keys = {name: [key for owner, key in given if owner == self.models[name]] for name in stepped}
-        states = {(n, key): self._of(n, given[self.models[n], key]) for n in stepped for key in keys[n]}
+        keys = {name: [key for owner, key in given if owner == self.templates[name]] for name in stepped}
+        states = {(n, key): self._of(n, given[self.templates[n], key]) for n in stepped for key in keys[n]}
         specs = {self._of(name, v): spec for v, spec in self.program.specs.items() for name in self._holders(v)}
         return replace(
             self.program,

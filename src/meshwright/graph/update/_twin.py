@@ -15,17 +15,18 @@ from torch.optim import Optimizer
 
 from meshwright.layout import MeshwrightError
 
-from ._errors import CaptureError
-from ._node import Value
-from ._program import Input
-from ._record import Recorder
-from .torch_hooks import DataDependent
+from .._errors import CaptureError
+from .._node import Value
+from .._program import Input
+from .._record import Recorder
+from ..torch_hooks import DataDependent
 
 StateKey = tuple[str, str]
 """Name of the parameter, key of the state."""
 
 
 def stepped(twin: Optimizer) -> None:
+    """Make the step. Raises CaptureError for a step that asks for what a program does not have."""
     try:
         with symbolic_extrema(type(twin)):
             twin.step()
@@ -40,6 +41,7 @@ def stepped(twin: Optimizer) -> None:
 
 
 def _told(error: BaseException) -> str:
+    """Return the first line of an error, with its type if the line alone says too little."""
     text = str(error).split("\n")[0]
     return text if isinstance(error, (*DataDependent, TypeError)) else f"{type(error).__name__}: {text}"
 
@@ -51,7 +53,7 @@ def twin_of(
     states: Mapping[StateKey, Any],
     recorder: Recorder,
 ) -> Optimizer:
-    """A copy of `optimizer` that works on fake parameters and states; learning rates are inputs of the program."""
+    """Return a copy of `optimizer` with fake parameters and states; learning rates are inputs of the program."""
     twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
     twin.__dict__ |= optimizer.__dict__
     _check_step(twin.__dict__.pop("step", None))

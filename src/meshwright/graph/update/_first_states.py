@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._effects import draws
-from ._node import Carry, Node, Op, Value, tensor_dtype
-from ._program import Input, Program
+from .._effects import draws
+from .._node import Carry, Node, Op, Value, tensor_dtype
+from .._program import Input, Program
 
 aten = torch.ops.aten
 Pair = tuple[Value, Value]
@@ -165,7 +165,7 @@ def _number_of(x: Tensor) -> float | None:
     return x.reshape(-1)[0].item()
 
 
-def first_part(given: Input, shape: tuple[int, ...], strides: tuple[int, ...] | None, device: str) -> Tensor:
+def new_state(given: Input, shape: tuple[int, ...], strides: tuple[int, ...] | None, device: str) -> Tensor:
     """Return a new state of this shape, filled with its first number."""
     assert given.first is not None
     dtype = tensor_dtype(given.value)

@@ -1,0 +1,82 @@
+"""The update of all parameters by an optimizer, recorded for few of them where that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from meshwright.layout import Spec
+
+from .._loss_scale import Scaling
+from .._program import Input, Program
+from ._first_states import made_states, with_first_states
+from ._recorded import Step
+from ._repeat import repeated
+from ._states import form_of
+from ._step_effects import refuse_wrapper
+from ._twin import StateKey
+
+
+def record_update(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    trained: Sequence[Input],
+    states: Mapping[StateKey, Any],
+    rank: int,
+    size: int,
+    shards: Mapping[str, Spec] | None = None,
+    scaling: Scaling | None = None,
+) -> Program:
+    """Return the program of one `optimizer.step()` on the parameters `trained`, which have gradients.
+
+    Of a parameter in `shards` each rank updates the part that the spec says, and the parts are gathered.
+
+    Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
+    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes. States that
+    can be made before the first step are inputs, which tell their first number.
+
+    With `scaling` gradients are those of a scaled loss; the output "skipped" tells that one of them is not finite: then
+    parameters and states stay what they are, and states that the step makes are to be thrown away.
+    """
+    step = Step(optimizer, names, rank, size, shards or {}, scaling)
+    if step.is_users:
+        refuse_wrapper(optimizer)
+        return step.recorded(trained, states).program
+    first = _recorded_by_kind(step, trained, states)
+    made = made_states(first)
+    if not made or len(made) != len(first.outputs["state"]):
+        return first
+    return with_first_states(first, _recorded_by_kind(step, trained, {**states, **made})) or first
+
+
+def _recorded_by_kind(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Program:
+    """Return the update of all parameters; two of each kind are recorded if the others are like them."""
+    templates = _templates(step, trained, states)
+    chosen = [i for i in trained if i.name in {*templates.values()}]
+    if step.scaling is None and len(chosen) < len(trained):
+        names = {i.name for i in trained}
+        order = [name for name in step.held if name in names]
+        whole = repeated(step.recorded(chosen, states), templates, trained, order)
+        if whole is not None:
+            return whole
+    return step.recorded(trained, states).program
+
+
+def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> dict[str, str]:
+    """Return for each parameter the one that is recorded in its place: one of the first two of its kind."""
+    forms: dict[str, list[Any]] = {}
+    for (name, key), value in states.items():
+        forms.setdefault(name, []).append((key, form_of(value)))
+    kinds: dict[Any, list[str]] = {}
+    for i in trained:
+        kinds.setdefault((_kind(step, i), *forms.get(i.name, ())), []).append(i.name)
+    return {name: kind[min(at, 1)] for kind in kinds.values() for at, name in enumerate(kind)}
+
+
+def _kind(step: Step, given: Input) -> Any:
+    """Return what two parameters share whose updates are alike, beside the forms of their states."""
+    group = step.held[given.name][0] if given.name in step.held else None
+    v, spec = given.value, given.spec
+    return group, spec, step.shards.get(given.name), v.shape, v.dtype, v.device, step.is_moved(given)
