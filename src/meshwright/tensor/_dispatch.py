@@ -389,7 +389,9 @@ def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs
         now = setting(args, kwargs)
         if now not in plans:
             plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
-        return plans[now](func, types, args, kwargs)
+        found = plans[now](func, types, args, kwargs)
+        plans[now] = settled(plans[now])
+        return found
 
     return chosen
 

@@ -40,7 +40,8 @@ PLANS: dict[Any, Run] = {}
 PLAN_LIMIT = 200_000
 
 
-_LOCAL_SHAPE: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
+local_shape: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
+"""Return the shape of the local part; call it with interception off."""
 wants_grad: Callable[[Tensor], bool] = getattr(Tensor.requires_grad, "__get__")  # noqa: B009 - stubs: a bool
 """Return `x.requires_grad`, faster than the attribute; call it with interception off."""
 is_leaf: Callable[[Tensor], bool] = getattr(Tensor.is_leaf, "__get__")  # noqa: B009 - stubs: a bool
@@ -83,11 +84,11 @@ class DistTensor(Tensor):
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride] - no variable in C, either
         if not interception_on():
-            return _LOCAL_SHAPE(self)
+            return local_shape(self)
         if not seen_below_autograd():
             return self._spec.shape
         with no_interception():
-            return _LOCAL_SHAPE(self)
+            return local_shape(self)
 
     @property
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - see `shape`

@@ -24,46 +24,68 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ._convert import Move
-from ._dist_tensor import plain_view
+from ._dist_tensor import local_shape, plain_view
 from ._writes import data_writes, is_anything_shared
 from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, unwritten
 
 Conversion = Callable[[Tensor], Tensor]
 """A function that returns a copy of a local part."""
 
+_T: Any = Tensor
+_STORAGE, _OFFSET, _STRIDE = _T.untyped_storage, _T.storage_offset, _T.stride
+"""Methods of the local part: those of a distributed tensor first ask what they are called for."""
+
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.copies: dict[int, _Copy | _Alias] = {}
-        self.count = 0
+        self.notes: dict[int, _Note] = {}
         self.is_noting = True
 
 
 _state = _State()
 
 
-class _Copy:
+class _Note(ref[Tensor]):
+    """A reference to a noted tensor; when the tensor is gone, the note leaves the notes of its thread."""
+
+    __slots__ = ("notes", "source")
+    notes: dict[int, _Note]
+    source: ref[Tensor]
+
+    def keep_up(self) -> bool:
+        """Bring the tensor up to its source; False if it needs no more looks."""
+        raise NotImplementedError
+
+
+def _drop(note: Any) -> None:
+    note.notes.pop(id(note), None)
+
+
+class _Copy(_Note):
     """A converted operand, its source, and how often both had been written to.
 
     `exact` is False for an operand of another algorithm than one device runs, which may save other tensors.
     """
 
-    __slots__ = ("before", "copy", "counted", "data", "exact", "geometry", "how", "source", "storage", "version")
+    __slots__ = ("before", "counted", "data", "exact", "geometry", "how", "storage", "version")
+    before: int
+    exact: bool
+    how: Conversion
 
-    def __init__(self, copy: ref[Tensor], source: Tensor, how: Conversion, before: int, exact: bool) -> None:
-        """Note a copy. Raises RuntimeError for a source without a storage or without a version counter."""
-        storage: Any = source.untyped_storage()
+    def look(self, source: Tensor) -> None:
+        """Keep the state of the source. Raises RuntimeError if it has no storage or no version counter."""
+        storage = _STORAGE(source)
         base = source._base  # has the version counter, and is alive when a view such as `w.t()` is gone
-        self.copy, self.how, self.before, self.exact = copy, how, before, exact
-        self.source, self.storage = ref(source), ref(storage)
-        self.geometry = source.storage_offset(), source.size(), source.stride()
-        self.counted = self.source if base is None else ref(base)
+        self.source = found = ref(source)
+        self.storage = ref(storage)
+        self.geometry = _OFFSET(source), local_shape(source), _STRIDE(source)
+        self.counted = found if base is None else ref(base)
         self.version = source._version
         self.data = data_writes(storage) if is_anything_shared() else 0
 
     def keep_up(self) -> bool:
         """Bring the copy up to the source; False if it needs no more looks."""
-        copy, counted = self.copy(), self.counted()
+        copy, counted = self(), self.counted()
         if copy is None or copy._version != self.before:  # written to itself, as a view, which torch notices
             return False
         if counted is not None and counted._version != self.version:
@@ -77,7 +99,7 @@ class _Copy:
     def _convert_again(self, copy: Tensor) -> None:
         source, storage = self.source(), self.storage()
         if source is not None and source.untyped_storage() is not storage:
-            self.__init__(self.copy, source, self.how, self.before, self.exact)
+            self.look(source)
             copy.data = plain_view(self.how(source.detach()))
         elif storage is not None and data_writes(storage) != self.data:
             self.data = data_writes(storage)
@@ -86,17 +108,13 @@ class _Copy:
                 copy.copy_(self.how(now))
 
 
-class _Alias:
+class _Alias(_Note):
     """A tensor with the memory of its source, which moves along with the source."""
 
-    __slots__ = ("alias", "source")
-
-    def __init__(self, alias: ref[Tensor], source: Tensor) -> None:
-        self.alias, self.source = alias, ref(source)
+    __slots__ = ()
 
     def keep_up(self) -> bool:
-        """Bring the alias to the memory of the source; False if it needs no more looks."""
-        alias, source = self.alias(), self.source()
+        alias, source = self(), self.source()
         if alias is None or source is None:
             return False
         if is_anything_shared() and not shares_storage(alias, source):
@@ -104,27 +122,33 @@ class _Alias:
         return True
 
 
+def _add(note: _Note) -> None:
+    notes = _state.notes
+    note.notes = notes
+    notes[id(note)] = note
+
+
 def note_alias(alias: Tensor, source: Tensor) -> Tensor:
     """Return `alias`, which shares the memory of `source`, after noting it; call it with interception off."""
     if not isinstance(alias, FakeTensor):
-        copies, key = _state.copies, _state.count
-        _state.count += 1
-        copies[key] = _Alias(ref(alias, lambda _: copies.pop(key, None)), source)
+        note = _Alias(alias, _drop)
+        note.source = ref(source)
+        _add(note)
     return alias
 
 
 def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True) -> None:
     """Note `copy`, which is `how(source)` and may be saved by autograd; call it with interception off."""
-    state = _state
-    if copy is source or not state.is_noting or isinstance(copy, FakeTensor):
+    if copy is source or not _state.is_noting or isinstance(copy, FakeTensor):
         return
-    copies, key = state.copies, state.count
-    state.count = key + 1
+    note = _Copy(copy, _drop)
+    note.how, note.exact = how, exact
     try:
-        note = _Copy(ref(copy, lambda _: copies.pop(key, None)), source, how, copy._version, exact)
+        note.before = copy._version
+        note.look(source)
     except RuntimeError:  # a sparse tensor, or a tensor of inference mode; asking first costs 0.4 µs in each call
         return
-    copies[key] = note
+    _add(note)
 
 
 @contextmanager
@@ -146,10 +170,10 @@ def note_move(copy: Tensor, source: Tensor, how: Move, exact: bool = True) -> Te
 
 def keep_up() -> None:
     """Bring every noted copy up to its source, before a backward pass reads it; every rank makes the call."""
-    copies = _state.copies
-    if not copies or backward_running() != -1:
+    notes = _state.notes
+    if not notes or backward_running() != -1:
         return
     with no_interception(), torch.no_grad():
-        for key, copy in list(copies.items()):
-            if not copy.keep_up():
-                copies.pop(key, None)
+        for key, note in list(notes.items()):
+            if not note.keep_up():
+                notes.pop(key, None)
