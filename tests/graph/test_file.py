@@ -342,7 +342,7 @@ def put(*places: Any) -> Callable[[Any], None]:
 
 
 EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a newer format": (put("format", 4), "format 4"),
+    "a newer format": (put("format", 5), "format 5"),
     "an operator that is not there": (put("nodes", 0, 0, {"op": "aten.teleport.default"}), "aten.teleport.default"),
     "an operator without an overload": (put("nodes", 0, 0, {"op": "aten.mul"}), "aten.mul"),
     "a function of torch.ops": (put("nodes", 0, 0, {"op": "load_library.__call__.x"}), "no operator"),

@@ -9,11 +9,36 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.layout import MeshError, ProcessMesh
+from meshwright.layout import MeshError, ProcessMesh, evenly
 
 from .strategies import meshes
 
 CUBE = ProcessMesh(np.arange(12).reshape(2, 3, 2), ["dp", "pp", "tp"])
+
+
+@given(meshes())
+def test_ranks_that_grow_evenly_come_back_from_their_steps(mesh):
+    if mesh.steps is not None:
+        assert np.array_equal(evenly(*mesh.steps, mesh.shape), mesh.mesh)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [
+        ([3], (3, (0,))),
+        ([[0, 4], [1, 5]], (0, (1, 4))),
+        ([5, 3, 1], (5, (-2,))),
+        ([0, 1, 3], None),
+        ([[0, 1], [2, 4]], None),
+    ],
+)
+def test_steps_of_ranks(ranks, steps):
+    assert ProcessMesh(ranks).steps == steps
+
+
+def test_a_large_mesh_is_shown_without_its_ranks():
+    assert repr(ProcessMesh(range(64, 128), ["dp"])) == "ProcessMesh([dp=64], ranks=64 and on by (1,))"
+    assert repr(ProcessMesh([*range(40), 99], ["dp"])).endswith("38, 39, 99])")
 
 
 @given(meshes())

@@ -48,7 +48,7 @@ from ._optimizer import refuse_master_weights
 from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
-from ._shared import recorded_once, runner_once
+from ._shared import constants_of, is_shared, recorded_once, runner_once
 from ._variants import Dynamic, sizes_of
 
 
@@ -66,6 +66,8 @@ class Compiled:
     writes: tuple[int, ...]
     table: Mapping[str, Any] | None = None
     whole: bool = True
+    shared: bool = True
+    """True if the program is for other ranks, too: for those that hold parts of the same shapes."""
 
 
 @dataclass(slots=True)
@@ -112,18 +114,24 @@ class Builder:
             sizes_of(list(leaves_in(batch))),
             self.model.lies_apart(),
         )
-        alike = self.model.optimizer is None or not runs_users_code(self.model.optimizer)
+        alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
         self._lay(captured, layouts)
-        return self._ready(program), fits, captured.ran
+        shared = is_shared(program, constants_of(captured), alike)
+        return replace(self._ready(program), shared=shared), fits, captured.ran
+
+    @property
+    def _records_alike(self) -> bool:
+        """True if each rank makes the same tensors of Python numbers while it records."""
+        return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
 
     def load(self, saved: Saved) -> Compiled:
         """A program of a file, ready to run."""
         if saved.piped is not None:
-            return self._ready_pipeline(saved.piped)
+            return replace(self._ready_pipeline(saved.piped), shared=saved.shared)
         strategy = self.model.strategy
         lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
-        return self._ready(saved.program, lowered)
+        return replace(self._ready(saved.program, lowered), shared=saved.shared)
 
     def _captured(
         self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
@@ -189,7 +197,10 @@ class Builder:
         passes = self._last_passes()
         with self.phases.phase("passes"):
             found = found.after(lambda part: apply_passes(part, passes))
-        return self._ready_pipeline(found), fits, captured.ran
+        ready = self._ready_pipeline(found)
+        constants = [x for each in (captured, *others) for x in constants_of(each)]
+        shared = is_shared(ready.program, constants, self._records_alike)
+        return replace(ready, shared=shared), fits, captured.ran
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""

@@ -1,15 +1,12 @@
 """Programs of a model in a folder: saved once recorded, and taken from there instead of being recorded again.
 
-Every rank has a folder of its own in it, with one file per program and an index, `programs.json`: for which kinds of
-batch each program is, and what the model was when they were recorded. Files of programs are named by what they hold,
-so that an index never speaks of a file that holds another program.
+One folder is for all ranks. Ranks that hold parts of the same shapes run one program, and the first of them saves it;
+an index tells for which kinds of batch each program is, for which ranks, and what the model was when it was recorded.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -22,18 +19,21 @@ from meshwright.graph import (
     Input,
     Program,
     Slot,
+    are_alike,
     compiled,
+    first_alike,
     holds_of,
     load_program,
     machine,
     no_program,
-    read_json,
     save_kernels,
     save_program,
     slots_of,
+    specs_data,
+    specs_in,
+    specs_of,
     told,
     with_kernels,
-    write_whole,
     written_inputs,
 )
 from meshwright.layout import Spec
@@ -43,22 +43,23 @@ from ._errors import StaticError
 from ._inputs import lay_as, states_fit
 from ._model import Model
 from ._pipeline import Piped, taken_from
+from ._program_index import checked_name, file_name, other_model, read_indexes, write_index
 from ._setting import Roots, Setting
 from ._shared import made_once
 from ._variants import Dynamic, Sizes, Variant, Variants, fits_sizes, kind_of, sizes_of
 
-KIND = "meshwright programs"
-FORMAT = 3
-INDEX = "programs.json"
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A program that was loaded, and the file of its kernels where this machine can run them; or a pipeline's step."""
+    """A program that was loaded, and the file of its kernels where this machine can run them; or a pipeline's step.
+
+    It is `shared` if it is for all ranks that hold parts of the same shapes.
+    """
 
     program: Program
     kernels: Path | None = None
     piped: Piped | None = None
+    shared: bool = True
 
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
@@ -121,30 +122,27 @@ def key_text(key: Any, kinds: Any) -> list[str]:
 
 
 def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Mapping[str, str], kernels: bool) -> None:
-    """Writes every program that can still be asked for, then the index; files of earlier programs are removed."""
-    place = _place(folder)
+    """Write the programs that can still be asked for, each by the first rank that it is for, and remove earlier ones.
+
+    Every rank makes the call, which returns when all have written.
+    """
+    here, place = current(), Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    rows = [_saved(place, key, v, kernels) for key, v in _asked_for(variants)]
-    if not rows:
+    asked = list(_asked_for(variants))
+    if not asked:
         raise StaticError(
             f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
             "programs are recorded at the first call for a kind of batch; what runs in pieces is no program",
             "dist_model.compile(*batch) first, with tensors that may be on the meta device",
         )  # fmt: skip
-    here = current()
-    index = {
-        "kind": KIND,
-        "format": FORMAT,
-        "ranks": here.size,
-        "rank": here.rank,
-        "model": model.text(),
-        "marks": dict(marks),
-        "programs": rows,
-    }
-    text = json.dumps(index, indent=1)
-    write_whole(place / INDEX, json.dumps({"sha256": _sum(text), "index": text}).encode())
-    for old in {p.name for p in place.glob("program-*")} - {name for row in rows for name in _files(row)}:
-        (place / old).unlink(missing_ok=True)
+    mine = [(key, v) for key, v in asked if not v.program.shared or _writer(v.program.program) == here.rank]
+    write_index(place, model, marks, [_saved(place, key, v, kernels) for key, v in mine])
+    here.barrier(tuple(range(here.size)))
+
+
+def _writer(program: Program) -> int:
+    """Return the rank that saves the program."""
+    return first_alike(specs_in(program), current().rank)
 
 
 def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any]]]:
@@ -153,19 +151,18 @@ def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any
         yield from ((text, variant) for variant in found if variant.program.whole)
 
 
-def _files(row: Mapping[str, Any]) -> list[str]:
-    return [row["file"], *[made["file"] for made in row["kernels"]]]
-
-
 def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
     assert isinstance(variant.holds, Holds)
     table = variant.program.table
-    beside = place / f".program.{os.getpid()}"
+    beside = place / f".program-{current().rank}.{os.getpid()}"
     checksum = save_program(variant.program.program, beside)
-    name = f"program-{checksum[:16]}.safetensors"
+    name = file_name(current().rank, checksum)
     os.replace(beside, place / name)
     return {
         "file": name,
+        "rank": variant.program.program.rank,
+        "shared": variant.program.shared,
+        "parts": specs_data(specs_in(variant.program.program)),
         "key": key,
         "sizes": [list(shape) for shape in variant.sizes],
         "dynamic": [[leaf, sorted(dims)] for leaf, dims in variant.dynamic.items()],
@@ -199,78 +196,44 @@ def load_programs(folder: Any, model: Model, shelf: Shelf) -> tuple[dict[str, Sp
     The model's tensors are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
     programs of another model; both before anything is changed.
     """
-    path = _place(folder) / INDEX
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise no_program(path, f"{error.strerror}; programs are saved for each of the ranks that there were") from error
-    index = told(path, lambda: _index(data))
-    _check(path, index, model)
-    found = [told(path, lambda row=row: _stored(path, row)) for row in index["programs"]]
+    place = Path(folder)
+    rows = [(path, index["marks"], row) for path, index in read_indexes(place, model) for row in index["programs"]]
+    mine = [given for given in rows if told(given[0], lambda row=given[2]: _is_mine(row))]
+    if not mine:
+        rank = current().rank
+        raise no_program(place, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
+    found = [told(path, lambda path=path, row=row: _stored(path, row)) for path, _, row in mine]
     given = [i for row in found for i in row.saved.program.inputs if i.role in ("parameter", "buffer")]
-    inputs, slots = {i.name: i for i in given}, slots_of(model.network)
-    _check_marks(path, index["marks"], inputs, slots)
+    inputs, slots, marks = {i.name: i for i in given}, slots_of(model.network), mine[0][1]
+    _check_marks(place, marks, inputs, slots)
     lay_as(given, slots, model.optimizer)
     shelf.stored += found
-    return {i.value.name: i.spec for i in given if i.spec is not None}, index["marks"]
+    return {i.value.name: i.spec for i in given if i.spec is not None}, marks
 
 
-def _index(data: bytes) -> dict[str, Any]:
-    outer = read_json(data)
-    if _sum(outer["index"]) != outer["sha256"]:
-        raise ValueError("its checksum is another one: the file was changed")
-    index = read_json(outer["index"])
-    if index["kind"] != KIND or index["format"] > FORMAT:
-        raise ValueError(f"it is {index['kind']!r} of format {index['format']}, this reads formats up to {FORMAT}")
-    if not isinstance(index["programs"], list) or not all(isinstance(index[k], dict) for k in ("model", "marks")):
-        raise ValueError("it is no index of programs")
-    return {**index, "model": {**index["model"], "rank": f"{index['rank']} of {index['ranks']}"}}
-
-
-def _check(path: Path, index: Mapping[str, Any], model: Model) -> None:
-    """Raises StaticError where the programs are those of another model, or of other ranks."""
-    here, before = current(), index["model"]
-    now = {"rank": f"{here.rank} of {here.size}", **model.text()}
-    for what in dict.fromkeys((*now, *before)):
-        if before.get(what) != now.get(what):
-            raise _other(path, what, before.get(what, "not there"), now.get(what, "not there"))
-
-
-def _other(path: Path, what: str, before: str, now: str) -> StaticError:
-    return StaticError(
-        f"dist_model.load({str(path.parent.parent)!r})", f"{what} was {before}, and is {now}",
-        "a program is right for the model, and for the ranks, that it was recorded of",
-        "a folder that such a model saved on as many ranks; without load(), programs are recorded at the first calls",
-    )  # fmt: skip
+def _is_mine(row: Mapping[str, Any]) -> bool:
+    """True if the program of the row is for this rank."""
+    rank, here = int(row["rank"]), current().rank
+    return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
 
 
 def _stored(path: Path, row: Mapping[str, Any]) -> Stored:
-    name: str = row["file"]
-    if not re.fullmatch(r"program-[0-9a-f]{16}\.safetensors", name):
-        raise ValueError(f"{name!r} is no name of a program's file")
+    name = checked_name(row["file"])
     sizes = tuple(tuple(map(int, shape)) for shape in row["sizes"])
     dynamic: Dynamic = {int(leaf): frozenset(map(int, dims)) for leaf, dims in row["dynamic"]}
     file, table = path.parent / name, row.get("pipeline")
     program = load_program(file, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
     piped = None if table is None else taken_from(program, table)
-    saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped)
+    saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped, row["shared"] is True)
     return Stored(list(row["key"]), saved, sizes, dynamic, holds_of(row["holds"]), row["setting"])
 
 
-def _check_marks(path: Path, marks: Mapping[str, str], inputs: Mapping[str, Input], slots: Sequence[Slot]) -> None:
+def _check_marks(folder: Path, marks: Mapping[str, str], inputs: Mapping[str, Input], slots: Sequence[Slot]) -> None:
     """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
     for slot in slots:
         given, lies = inputs.get(slot.name), lies_text(slot.tensor)
         if given is None:
-            raise _other(path, slot.name, "not there", lies)
+            raise other_model(folder, slot.name, "not there", lies)
         first = marks.get(slot.name, "not there")
         if lies not in (first, spec_text(given.spec) if given.spec is not None else first):
-            raise _other(path, slot.name, first, lies)
-
-
-def _place(folder: Any) -> Path:
-    return Path(folder) / f"rank-{current().rank}"
-
-
-def _sum(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
+            raise other_model(folder, slot.name, first, lies)

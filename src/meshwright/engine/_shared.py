@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
-from meshwright.graph import Capture, Carry, Executed, Fits, Input, Program, Run, is_lifted, numbered, runner
-from meshwright.layout import Spec
+from meshwright.graph import (
+    Capture,
+    Executed,
+    Fits,
+    Input,
+    Program,
+    Run,
+    are_alike,
+    is_lifted,
+    numbered,
+    runner,
+    specs_in,
+)
 
 T = TypeVar("T")
 
@@ -41,12 +52,13 @@ def recorded_once(
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, modes, repr(how)), [])
     for found in known:
-        if is_alike(found.program, found.rank, here.rank) and _is_everyones(found, alike):
+        fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
+        if fits_here and is_shared(found.program, found.constants, alike):
             captured.ran.update(found.ran)
-            return _with_constants(found, _constants(captured)), found.fits
+            return _with_constants(found, constants_of(captured)), found.fits
     program = record()
     fits = captured.fits()
-    known.append(_Recorded(program, fits, here.rank, _constants(captured), captured.ran))
+    known.append(_Recorded(program, fits, here.rank, constants_of(captured), captured.ran))
     return program, fits
 
 
@@ -75,26 +87,18 @@ def runner_once(here: Carrier, program: Program) -> Run:
     return made_once(here, key, lambda: (program, runner(program)))[1]
 
 
-def is_alike(program: Program, one: int, other: int) -> bool:
-    """True when the two ranks hold parts of the same shapes throughout: the program of one is that of the other."""
-    return all(s.local_shape(one) == s.local_shape(other) for s in _specs(program))
+def is_shared(program: Program, constants: Iterable[Tensor], alike: bool) -> bool:
+    """True if the program holds no constants of its rank's own, which are none of those that were captured.
 
-
-def _is_everyones(found: _Recorded, alike: bool) -> bool:
-    """True when the program holds no constants of its rank's own, which no capture knows."""
-    known = {id(x) for x in found.constants}
-    own = (i.source for i in found.program.inputs if i.role == "constant" and id(i.source) not in known)
+    `alike` is True if each rank makes the same tensors of Python numbers while it records.
+    """
+    known = {id(x) for x in constants}
+    own = (i.source for i in program.inputs if i.role == "constant" and id(i.source) not in known)
     return all(alike and is_lifted(x) for x in own)
 
 
-def _specs(program: Program) -> set[Spec]:
-    carried = [n.op for n in program.nodes if isinstance(n.op, Carry)]
-    given = [i.spec for i in program.inputs if i.spec is not None]
-    found = {*program.specs.values(), *given, *(op.src for op in carried), *(op.dst for op in carried)}
-    return {s.concrete for s in found}
-
-
-def _constants(captured: Capture) -> tuple[Tensor, ...]:
+def constants_of(captured: Capture) -> tuple[Tensor, ...]:
+    """Return the constants of the captured program."""
     return tuple(i.source for i in captured.program.inputs if i.role == "constant")
 
 

@@ -221,10 +221,13 @@ class DistModel:
         return self._variants.count - self._shelf.taken
 
     def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
-        """Writes every program recorded so far into a folder, each rank its own; `load` takes them from there.
+        """Write every program recorded so far into a folder, one for all ranks; `load` takes them from there.
 
-        Parameters and states are no part of it. With `kernels`, programs in which ranks do not communicate are compiled
-        ahead of time for `Strategy(compiler="inductor")`. Raises ProgramFileError for programs that no file can hold.
+        Every rank makes the call, which returns when the folder is complete. Of ranks that hold parts of the same
+        shapes the first one writes. Parameters and states are no part of it. With `kernels`, programs in which ranks do
+        not communicate are compiled ahead of time for `Strategy(compiler="inductor")`.
+
+        Raises ProgramFileError for programs that no file can hold.
         """
         save_programs(folder, self._builder.model, self._variants, self._marks, kernels)
 

@@ -1,5 +1,6 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
+from ._alike import are_alike, first_alike, specs_data, specs_in, specs_of
 from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
 from ._cells import overwriting
@@ -8,6 +9,7 @@ from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
 from ._dynamic import Fits, Holds, holds_of
 from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
+from ._encode import program_data
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from ._execute import Run, runner, to_fx
 from ._file import load_program, no_program, read_json, save_program, told, write_whole
@@ -121,6 +123,7 @@ __all__ = [
     "Wait",
     "Work",
     "apply_passes",
+    "are_alike",
     "asserts",
     "backend_flags",
     "brought",
@@ -139,6 +142,7 @@ __all__ = [
     "dispatch_modes",
     "draws",
     "executed_code",
+    "first_alike",
     "holds_of",
     "is_drawing",
     "is_lifted",
@@ -166,6 +170,7 @@ __all__ = [
     "observed",
     "overwriting",
     "parse_layouts",
+    "program_data",
     "read_json",
     "record_forward",
     "record_gradients",
@@ -184,6 +189,9 @@ __all__ = [
     "save_program",
     "saving_is_hooked",
     "slots_of",
+    "specs_data",
+    "specs_in",
+    "specs_of",
     "spread",
     "stored",
     "strides_of",

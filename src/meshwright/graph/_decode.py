@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec
+from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, evenly
 from meshwright.reshard import Exchange, Step, View, parse_step
 from meshwright.tensor import Context, Mark
 
@@ -28,6 +30,7 @@ from .torch_hooks import Operator, ShapeEnv, named_symbol
 MOST = 2**62
 """Numbers in a file are smaller."""
 MOST_SYMBOLS = 1000
+MOST_RANKS = 2**24
 
 
 class DataError(ValueError):
@@ -49,8 +52,7 @@ class Decoder:
         if number(data["format"]) > FORMAT:
             raise DataError(f"it has format {data['format']}, and this version reads formats up to {FORMAT}")
         self.numbers = computed(data["sizes"], self._symbols(data["symbols"]))
-        self.meshes = [_mesh(*row) for row in data["meshes"]]
-        self.specs = [self._spec(*row) for row in data["specs"]]
+        self.read_specs(data)
         self.values = [self._value(*row) for row in data["values"]]
         origins = [_origin(*row) for row in data["origins"]]
         return Program(
@@ -62,6 +64,12 @@ class Decoder:
             number(data["rank"]),
             {self._at(v): item(self.specs, spec) for v, spec in data["lies"]},
         )
+
+    def read_specs(self, data: Any) -> list[Spec]:
+        """Return the specs of the data after reading its meshes."""
+        self.meshes = [_mesh(*row) for row in data["meshes"]]
+        self.specs = [self._spec(*row) for row in data["specs"]]
+        return self.specs
 
     def _symbols(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         if len(rows) > MOST_SYMBOLS:
@@ -262,8 +270,13 @@ def _kind(name: Any) -> Kind:
 
 
 def _mesh(shape: Any, ranks: Any, names: Any) -> ProcessMesh:
-    array = torch.tensor([number(r) for r in row(ranks)]).reshape([number(n) for n in row(shape)])
-    return ProcessMesh(array.numpy(), texts(names))
+    """Return the mesh, whose ranks are all there, or are the first one and their steps."""
+    sizes = [number(n) for n in row(shape)]
+    if prod(sizes) > MOST_RANKS or min(sizes, default=0) < 1:
+        raise DataError(f"a mesh of shape {sizes}")
+    if len(row(ranks)) == 2 and isinstance(ranks[1], list):
+        return ProcessMesh(evenly(number(ranks[0]), [number(n, None) for n in ranks[1]], sizes), texts(names))
+    return ProcessMesh(np.array([number(r) for r in ranks]).reshape(sizes), texts(names))
 
 
 def _origin(phase: Any, layer: Any, where: Any, grad: Any, cast: Any, context: Any = "gather") -> Origin:

@@ -29,7 +29,7 @@ from ._rank_numbers import Length, Offset, RankPlace
 from ._text import node_text
 from .torch_hooks import Operator, known_hint
 
-FORMAT = 3
+FORMAT = 4
 """Programs of this format, and of those before, can be read."""
 
 Names = Mapping[Callable[..., Any], str]
@@ -68,7 +68,7 @@ class Encoder:
             "rank": program.rank,
             "symbols": {name: [kind, hint] for name, (_, kind, hint) in self.symbols.items()},
             "sizes": self.sizes.rows,
-            "meshes": [[list(m.shape), list(m.process_ids), list(m.dim_names)] for m in self.meshes],
+            "meshes": self.mesh_rows,
             "specs": self.spec_rows,
             "origins": [_origin(o) for o in self.origins],
             "values": self.value_rows,
@@ -76,6 +76,12 @@ class Encoder:
             "nodes": nodes,
             **ends,
         }
+
+    @property
+    def mesh_rows(self) -> list[Any]:
+        """Shape, ranks and names of each mesh; ranks that grow evenly as the first one and their steps."""
+        ranks = [[m.steps[0], list(m.steps[1])] if m.steps else list(m.process_ids) for m in self.meshes]
+        return [[list(m.shape), found, list(m.dim_names)] for m, found in zip(self.meshes, ranks, strict=True)]
 
     def _input(self, given: Input) -> list[Any]:
         with _telling(f"the input {given.name}"):
@@ -175,6 +181,12 @@ class Encoder:
         name = f"constant_{len(self.tensors)}"
         self.tensors[name] = x.detach().cpu().contiguous().clone()
         return {"tensor": name}
+
+
+def program_data(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the program as JSON data, and its constants by name. Raises ProgramFileError for what has no data."""
+    encoder = Encoder()
+    return encoder.program(program), encoder.tensors
 
 
 class _UnknownError(Exception):

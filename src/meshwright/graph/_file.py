@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError
 
 from ._decode import Decoder
-from ._encode import Encoder
+from ._encode import program_data
 from ._errors import ProgramFileError
 from ._program import Program
 from ._verify import verify
@@ -39,12 +39,12 @@ def save_program(program: Program, path: str | os.PathLike[str]) -> str:
 
     Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
     """
-    encoder = Encoder()
-    text = json.dumps(encoder.program(program), allow_nan=False, separators=(",", ":"))
-    decoded(path, text, encoder.tensors)
-    checksum = _checksum(text, encoder.tensors)
+    program_as_data, tensors = program_data(program)
+    text = json.dumps(program_as_data, allow_nan=False, separators=(",", ":"))
+    decoded(path, text, tensors)
+    checksum = _checksum(text, tensors)
     metadata = {"kind": KIND, "program": text, "sha256": checksum}
-    data = save(encoder.tensors, metadata)
+    data = save(tensors, metadata)
     if int.from_bytes(data[:8], "little") > LONGEST:
         raise ProgramFileError(
             "to save a program", f"a text of {len(text)} characters", f"a file holds one of at most {LONGEST}",

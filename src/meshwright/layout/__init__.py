@@ -12,7 +12,7 @@ from ._layout import (
     without_trivial_axes,
 )
 from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
-from ._mesh import ProcessMesh
+from ._mesh import ProcessMesh, evenly
 from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ._size import hint, identity
 from ._spec import Spec, parse_spec
@@ -42,6 +42,7 @@ __all__ = [
     "contiguous_strides",
     "cut",
     "dense_strides",
+    "evenly",
     "expand_products",
     "hint",
     "identity",

@@ -10,6 +10,9 @@ import numpy as np
 
 from ._errors import MeshError
 
+_LISTED = 32
+"""A mesh with more ranks is shown without a list of them, if they grow evenly."""
+
 
 class ProcessMesh:
     """Ranks arranged along named axes; immutable, and the same object for the same content.
@@ -60,6 +63,18 @@ class ProcessMesh:
     def sizes(self) -> dict[str, int]:
         """Axis name → number of ranks along it."""
         return dict(zip(self.dim_names, self.shape, strict=True))
+
+    @cached_property
+    def steps(self) -> tuple[int, tuple[int, ...]] | None:
+        """First rank, and by how much ranks grow along each axis; None where they do not grow evenly.
+
+        >>> ProcessMesh([[4, 6], [5, 7]]).steps
+        (4, (1, 2))
+        """
+        first = self.process_ids[0]
+        ends = np.eye(self.ndim, dtype=np.int64)
+        found = tuple(int(self.mesh[tuple(e)]) - first if n > 1 else 0 for e, n in zip(ends, self.shape, strict=True))
+        return (first, found) if np.array_equal(evenly(first, found, self.shape), self.mesh) else None
 
     @cached_property
     def _coordinates(self) -> dict[int, dict[str, int]]:
@@ -170,14 +185,22 @@ class ProcessMesh:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in self.sizes.items())
-        plain = self.process_ids == tuple(range(self.size))
-        return f"ProcessMesh([{axes}])" if plain else f"ProcessMesh([{axes}], ranks={list(self.process_ids)})"
+        if self.process_ids == tuple(range(self.size)):
+            return f"ProcessMesh([{axes}])"
+        even = self.steps if self.size > _LISTED else None
+        ranks = f"{list(self.process_ids)}" if even is None else f"{even[0]} and on by {even[1]}"
+        return f"ProcessMesh([{axes}], ranks={ranks})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProcessMesh, (self.mesh.tolist(), self.dim_names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessMesh:
         return self
+
+
+def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the ranks of a mesh by its first rank and its `steps`."""
+    return first + np.tensordot(np.asarray(steps, dtype=np.int64), np.indices(shape), 1)
 
 
 def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -8,6 +8,7 @@ In reading order:
     _kinds      kinds of objects, and what is followed of each
     _reach      every place that code can read, from some roots
     _fast       all places compared at once
+    _settled    what only the first call changes
     _guards     the guards of a program; calls that change something each time
     _describe   texts for values
     _stored     guards as data in a file, and back

@@ -18,6 +18,7 @@ from ._describe import described
 from ._guards import Guards
 from ._kinds import slot_of, variables_named
 from ._reach import LAYER_HOOKS, any_name, counting_for
+from ._settled import settle
 from ._slots import CELL, OF_FUNCTION, Content, Names, Path, Read, Slot, is_plain
 from ._trusted import is_trusted_module
 
@@ -42,7 +43,12 @@ def stored(guards: Guards, roots: Mapping[str, Any]) -> dict[str, Any]:
     with local_parts(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated objects warn when they are looked at
         rows = [row for slot in guards.slots for row in [_row(slot)] if row is not None and _leads_to(slot, roots)]
-    return {"names": sorted(guards.names), "parts": sorted(guards.parts), "places": rows}
+    return {
+        "names": sorted(guards.names),
+        "parts": sorted(guards.parts),
+        "settled": list(guards.settled),
+        "places": rows,
+    }
 
 
 def _leads_to(slot: Slot, roots: Mapping[str, Any]) -> bool:
@@ -107,17 +113,22 @@ def _checksum(values: Iterable[Any]) -> str:
 
 
 def restored(data: Mapping[str, Any], roots: Mapping[str, Any]) -> Guards | None:
-    """Return the guards if every place holds what it held when they were stored, else None."""
+    """Return the guards if every place holds what it held when they were stored, else None.
+
+    What only the first call changes is changed now, if no call was made yet.
+    """
     counts = Counted(frozenset(data["names"]), tuple(data["parts"]))
     slots: list[Slot] = []
     with local_parts(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated objects warn when they are looked at
+        undo = settle(data["settled"], roots, _found)
         for row in data["places"]:
             slot = _slot(row, roots, counts)
             if slot is None:
+                undo()
                 return None
             slots.append(slot)
-    return Guards(slots, counts.names, frozenset(counts.parts))
+    return Guards(slots, counts.names, frozenset(counts.parts), data["settled"])
 
 
 def _slot(row: Sequence[Any], roots: Mapping[str, Any], counts: Counted) -> Slot | None:

@@ -1,0 +1,46 @@
+"""Ranks that one program is for: those that hold parts of the same shapes of all its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from meshwright.layout import Spec
+
+from ._decode import Decoder
+from ._encode import Encoder
+from ._node import Carry
+from ._program import Program
+
+
+def specs_in(program: Program) -> frozenset[Spec]:
+    """Return the specs of all tensors that the program takes, makes and converts."""
+    carried = [n.op for n in program.nodes if isinstance(n.op, Carry)]
+    given = [i.spec for i in program.inputs if i.spec is not None]
+    found = {*program.specs.values(), *given, *(op.src for op in carried), *(op.dst for op in carried)}
+    return frozenset(s.concrete for s in found)
+
+
+def are_alike(specs: Iterable[Spec], one: int, other: int) -> bool:
+    """True if the ranks are in the same meshes and hold parts of the same shapes: one program is for both."""
+    return one == other or all(
+        (one in s.mesh) == (other in s.mesh) and s.local_shape(one) == s.local_shape(other) for s in specs
+    )
+
+
+def first_alike(specs: Iterable[Spec], rank: int) -> int:
+    """Return the first rank that the program of `rank` is for."""
+    return next(r for r in range(rank + 1) if are_alike(specs, r, rank))
+
+
+def specs_data(specs: Iterable[Spec]) -> dict[str, Any]:
+    """Return specs without symbols as JSON data, in the order of their texts."""
+    encoder = Encoder()
+    for spec in sorted(specs, key=lambda s: f"{s!r} on {s.mesh!r}"):
+        encoder.spec(spec)
+    return {"meshes": encoder.mesh_rows, "specs": encoder.spec_rows}
+
+
+def specs_of(data: Any) -> frozenset[Spec]:
+    """Return the specs that `specs_data` wrote. Raises DataError for other data."""
+    return frozenset(Decoder({}).read_specs(data))

@@ -1,0 +1,146 @@
+"""One folder of programs serves all ranks: those with parts of the same shapes run the program of the first of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm import Recorded, use
+from meshwright.graph import ProgramFileError, are_alike, first_alike, specs_data, specs_in, specs_of
+
+
+class Plain:
+    """An object that a layer holds."""
+
+    kind: str | None = None
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down, self.config = nn.Linear(4, width), nn.Linear(width, 4), Plain()
+        self.config.kind = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.kind is None:  # what the first call alone changes, as models of transformers do
+            self.config.kind = "squared"
+        out = self.down(F.gelu(self.up(x)))
+        return out.square() if self.config.kind == "squared" else out
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a step of the user's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * torch.tensor(0.1))
+
+
+def model(ranks: int, width: int, optimizer: Any = torch.optim.AdamW) -> mw.DistModel:
+    torch.manual_seed(0)
+    net, mesh = Net(width), mw.ProcessMesh(list(range(ranks)), ["tp"])
+    net.up.weight = mw.shard_tensor(net.up.weight, mesh, [mw.Shard(0)])
+    return mw.to_static(net, None, F.mse_loss, optimizer(net.parameters(), lr=0.1))
+
+
+BATCH = torch.ones(4, 4), torch.zeros(4, 4)
+
+
+def saved(folder: Path, ranks: int, width: int, optimizer: Any = torch.optim.AdamW) -> list[str]:
+    """Return the names of the files that all ranks save."""
+    for rank in range(ranks):
+        with use(Recorded(rank, ranks)):
+            made = model(ranks, width, optimizer)
+            made.compile(*BATCH)
+            made.save(folder)
+    return sorted(path.name.rpartition("-")[0] or path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width", "writers"),
+    [(2, 8, (0,)), (4, 8, (0,)), (3, 8, (0, 2)), (4, 6, (0, 3)), (4, 5, (0, 2, 3)), (1, 8, (0,))],
+)
+def test_one_rank_of_each_kind_writes_and_all_load(tmp_path: Path, ranks: int, width: int, writers: Any) -> None:
+    assert saved(tmp_path, ranks, width) == sorted(
+        [*(f"program-{rank}" for rank in writers), *("programs" for _ in writers)]
+    )
+    for rank in range(ranks):
+        with use(Recorded(rank, ranks)):
+            loaded, alone = model(ranks, width).load(tmp_path), model(ranks, width)
+            found, wanted = loaded.compile(*BATCH), alone.compile(*BATCH)
+            assert (loaded.recordings, str(found)) == (0, str(wanted))
+
+
+def test_the_number_of_ranks_changes_no_file(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    for ranks in (8, 64, 4096):
+        with use(Recorded(0, ranks)):
+            made = model(ranks, 4096)
+            made.compile(*BATCH)
+            made.save(tmp_path / str(ranks))
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / str(ranks)).iterdir()))
+    assert max(sizes) < 1.01 * sizes[0]
+
+
+def test_what_a_user_s_optimizer_makes_is_kept_for_each_rank(tmp_path: Path) -> None:
+    names = saved(tmp_path, 3, 9, Counting)
+    assert [name for name in names if name != "programs"] == ["program-0", "program-1", "program-2"]
+
+
+def test_files_of_kinds_that_are_gone_are_removed(tmp_path: Path) -> None:
+    assert len(saved(tmp_path, 4, 5)) == 6
+    assert saved(tmp_path, 2, 8) == ["program-0", "programs"]
+
+
+def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
+    with use(Recorded(0, 3)):
+        made = model(3, 8)
+        made.compile(*BATCH)
+        made.save(tmp_path)
+    with use(Recorded(2, 3)), pytest.raises(ProgramFileError, match="rank 2 holds parts of other shapes"):
+        model(3, 8).load(tmp_path)
+
+
+def test_what_the_first_call_changes_is_changed_by_loading(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 8)
+    with use(Recorded(0, 2)):
+        loaded = model(2, 8).load(tmp_path)
+        loaded.compile(*BATCH)
+        assert (loaded.recordings, loaded.network.config.kind) == (0, "squared")
+        other = model(2, 8).load(tmp_path)
+        other.network.config.kind = "plain"
+        other.compile(*BATCH)
+        assert (other.recordings, other.network.config.kind) == (1, "plain")
+
+
+def test_what_the_first_call_changes_stays_where_nothing_fits(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 8)
+    with use(Recorded(0, 2)):
+        loaded = model(2, 8).load(tmp_path)
+        loaded.network.down.requires_grad_(False)
+        (row,) = loaded._shelf.stored
+        assert row.variant(list(BATCH), loaded._now) is None
+        assert loaded.network.config.kind is None
+
+
+def test_ranks_are_alike_by_meshes_and_shapes() -> None:
+    one, both = mw.ProcessMesh([0], ["dp"]), mw.ProcessMesh([0, 1, 2], ["dp"])
+    with use(Recorded(0, 3)):
+        specs = [mw.shard_tensor(torch.ones(4), both, [mw.Shard(0)]).spec]
+        assert [first_alike(specs, rank) for rank in range(3)] == [0, 0, 2]
+        empty = mw.shard_tensor(torch.ones(0), one, [mw.Replicate()]).spec
+        assert not are_alike([empty], 0, 1)  # both hold nothing, and one is in no mesh
+
+
+def test_specs_come_back_from_data() -> None:
+    with use(Recorded(0, 4)):
+        specs = specs_in(model(4, 5).compile(*BATCH))
+    assert specs_of(specs_data(specs)) == specs
