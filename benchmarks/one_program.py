@@ -30,6 +30,7 @@ from meshwright.comm import Recorded, use
 from meshwright.graph import Program, program_data
 from meshwright.models import Llama, LlamaConfig
 from meshwright.models import mark as mark_llama
+from meshwright.models._llama import rope_table
 
 SUBJECTS = (
     "GPT-2", "Llama", "Gemma-2", "BERT", "T5", "ViT", "ConvNeXt", "ResNet", "CLIP", "Whisper", "Mixtral", "DeepSeek-V3",
@@ -94,7 +95,8 @@ def text_of(program: Program) -> str:
     data, constants = program_data(program)
     origins = data["origins"]
     nodes = [[*node, origins[at]] for *node, at in data["nodes"]]
-    left = {k: v for k, v in data.items() if k not in ("rank", "changes", "origins")}
+    inputs = [[at, role, "" if role == "saved" else name, *rest] for at, role, name, *rest in data["inputs"]]
+    left = {k: v for k, v in data.items() if k not in ("rank", "changes", "origins")} | {"inputs": inputs}
     held = {name: [str(x.dtype), x.tolist()] for name, x in constants.items()}
     return json.dumps([{**left, "nodes": nodes, "values": [row[1:] for row in data["values"]]}, held])
 
@@ -121,6 +123,7 @@ def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
 
 def large_bytes(ranks: int, layers: int, folder: Path) -> int:
     """Return the size of the folder for a Llama whose layers lie on 8 ranks each, with ZeRO-1 over the other ranks."""
+    rope_table(4096, 128)  # a program holds a table that another one has made as a constant
     sizes = {"vocab": 32000, "hidden": 8192, "heads": 64, "kv_heads": 8, "feed_forward": 28672}
     with use(Recorded(0, ranks)):
         mesh = mw.ProcessMesh(torch.arange(ranks).reshape(1, -1, 8).tolist(), ["pp", "dp", "tp"])

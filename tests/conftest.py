@@ -6,6 +6,8 @@ Choose with `pytest --hypothesis-profile=NAME`; without it `dev` is used.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,3 +21,4 @@ settings.register_profile("long", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile("dev")
 
 torch.set_num_threads(1)
+os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # what one test records is not what another one finds

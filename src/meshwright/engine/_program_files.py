@@ -135,14 +135,14 @@ def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Map
             "programs are recorded at the first call for a kind of batch; what runs in pieces is no program",
             "dist_model.compile(*batch) first, with tensors that may be on the meta device",
         )  # fmt: skip
-    mine = [(key, v) for key, v in asked if not v.program.shared or _writer(v.program.program) == here.rank]
-    write_index(place, model, marks, [_saved(place, key, v, kernels) for key, v in mine])
+    write_index(place, model, marks, [row_of(place, key, v, kernels) for key, v in asked if is_writer(v.program)])
     here.barrier(tuple(range(here.size)))
 
 
-def _writer(program: Program) -> int:
-    """Return the rank that saves the program."""
-    return first_alike(specs_in(program), current().rank)
+def is_writer(found: Any) -> bool:
+    """True if this rank is the first one that the compiled program is for."""
+    here = current().rank
+    return not found.shared or first_alike(specs_in(found.program), here) == here
 
 
 def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any]]]:
@@ -151,7 +151,8 @@ def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any
         yield from ((text, variant) for variant in found if variant.program.whole)
 
 
-def _saved(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
+def row_of(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
+    """Write the program of a variant into the folder, and return its row of the index."""
     assert isinstance(variant.holds, Holds)
     table = variant.program.table
     beside = place / f".program-{current().rank}.{os.getpid()}"
@@ -190,22 +191,29 @@ def _kernels(place: Path, rows: Sequence[Mapping[str, Any]], program: str) -> Pa
     return None
 
 
-def load_programs(folder: Any, model: Model, shelf: Shelf) -> tuple[dict[str, Spec], dict[str, str]]:
-    """Puts the programs of a folder on the shelf; gives how parameters and buffers lie in them, and lay at first.
+Rows = list[tuple[Path, Mapping[str, str], Mapping[str, Any]]]
+"""Programs in a folder: the index, the marks of the model, and the row of the index."""
 
-    The model's tensors are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
+
+def rows_in(folder: Path, model: Model) -> Rows:
+    """Return the programs in a folder. Raises ProgramFileError if there are none, StaticError for another model's."""
+    return [(path, index["marks"], row) for path, index in read_indexes(folder, model) for row in index["programs"]]
+
+
+def load_programs(folder: Path, rows: Rows, model: Model, shelf: Shelf) -> tuple[dict[str, Spec], Mapping[str, str]]:
+    """Put the programs for this rank on the shelf; return how tensors lie in them, and how they lay at first.
+
+    Parameters and buffers are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
     programs of another model; both before anything is changed.
     """
-    place = Path(folder)
-    rows = [(path, index["marks"], row) for path, index in read_indexes(place, model) for row in index["programs"]]
     mine = [given for given in rows if told(given[0], lambda row=given[2]: _is_mine(row))]
     if not mine:
         rank = current().rank
-        raise no_program(place, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
+        raise no_program(folder, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
     found = [told(path, lambda path=path, row=row: _stored(path, row)) for path, _, row in mine]
     given = [i for row in found for i in row.saved.program.inputs if i.role in ("parameter", "buffer")]
     inputs, slots, marks = {i.name: i for i in given}, slots_of(model.network), mine[0][1]
-    _check_marks(place, marks, inputs, slots)
+    _check_marks(folder, marks, inputs, slots)
     lay_as(given, slots, model.optimizer)
     shelf.stored += found
     return {i.value.name: i.spec for i in given if i.spec is not None}, marks

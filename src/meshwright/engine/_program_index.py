@@ -23,6 +23,11 @@ KIND = "meshwright programs"
 FORMAT = 4
 
 
+def index_path(folder: Path, rank: int) -> Path:
+    """Return where the index of the programs is that `rank` saved."""
+    return folder / f"programs-{rank}.json"
+
+
 def file_name(rank: int, checksum: str) -> str:
     """Return the name of the file for a program that `rank` saved."""
     return f"program-{rank}-{checksum[:16]}.safetensors"
@@ -47,7 +52,7 @@ def write_index(folder: Path, model: Model, marks: Mapping[str, str], rows: list
         "programs": rows,
     }
     text = json.dumps(index, indent=1)
-    path = folder / f"programs-{here.rank}.json"
+    path = index_path(folder, here.rank)
     if rows:
         write_whole(path, json.dumps({"sha256": _sum(text), "index": text}).encode())
     _remove_others(folder, {path.name, *(name for row in rows for name in _files(row))} if rows else set())

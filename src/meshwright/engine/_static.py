@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,20 +15,22 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current
 from meshwright.graph import CaptureError, Layouts, Program, StateKey, Value, note_step
+from meshwright.layout import Spec
 from meshwright.search import MeshPlan
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._builder import Builder, Compiled
 from ._errors import StaticError
+from ._kept_programs import Kept
 from ._loss_scale import LossScale
 from ._model import Mode, Model
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate
-from ._program_files import Shelf, load_programs, save_programs
+from ._program_files import Shelf, key_text, load_programs, rows_in, save_programs
 from ._refuse_call import refuse_call
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
-from ._variants import Variant, Variants, sizes_of
+from ._variants import Variant, Variants, kind_of, sizes_of
 
 
 def to_static(
@@ -65,6 +69,7 @@ class DistModel:
         self._marks: dict[str, str] = {}
         self._built = 0
         self._shelf = Shelf()
+        self._kept = Kept()
         self._latest: Compiled | None = None
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
@@ -185,17 +190,28 @@ class DistModel:
     def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
         """The program that takes the batch, recorded now if there is none."""
         key = self._key(batch)
-        found = self._variants.find(key, leaves) or self._loaded(key, leaves)
-        if found is None:
-            dynamic = self._variants.open_sizes(key, leaves)
-            if self._is_of_one_size:
-                dynamic = {}
-            self._marks = self._marks or first_marks(self.network)
-            self._built += 1
-            found, fits, ran = self._builder.build(batch, dynamic, (key, self._built))
-            variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
-            self._variants.add(key, leaves, variant)
-        self._latest = found
+        find = (self._variants.find, self._loaded, self._kept_before, partial(self._recorded, batch))
+        self._latest = next(found for look in find if (found := look(key, leaves)) is not None)
+        return self._latest
+
+    def _kept_before(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
+        """The program that takes the batch, if an earlier process recorded it and it was kept."""
+        kept = self._kept.load(self._builder.model, self._shelf)
+        if kept is None:
+            return None
+        self._take(*kept)
+        return self._loaded(key, leaves)
+
+    def _recorded(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> Compiled:
+        """The program for the batch, recorded now."""
+        open_sizes = self._variants.open_sizes(key, leaves)
+        dynamic = {} if self._is_of_one_size else open_sizes
+        self._marks = self._marks or first_marks(self.network)
+        self._built += 1
+        found, fits, ran = self._builder.build(batch, dynamic, (key, self._built))
+        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
+        self._variants.add(key, leaves, variant)
+        self._kept.add(self._builder.model, self._marks, key_text(key, tuple(map(kind_of, leaves))), variant, ran)
         return found
 
     @property
@@ -238,9 +254,13 @@ class DistModel:
         model, another loss, optimizer or strategy, or of another number of ranks, and ProgramFileError for files that
         hold none.
         """
-        homes, self._marks = load_programs(folder, self._builder.model, self._shelf)
-        self._builder.homes |= homes
+        place, model = Path(folder), self._builder.model
+        self._take(*load_programs(place, rows_in(place, model), model, self._shelf))
         return self
+
+    def _take(self, homes: Mapping[str, Spec], marks: Mapping[str, str]) -> None:
+        self._builder.homes |= homes
+        self._marks = dict(marks)
 
     def _loaded(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
         """The loaded program that takes the batch, ready to run."""

@@ -64,7 +64,17 @@ from ._text import node_text, numbered, type_text
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
-from .guards import Executed, Guards, class_text, described, executed_code, observed, restored, stored
+from .guards import (
+    Executed,
+    Guards,
+    class_text,
+    described,
+    executed_code,
+    is_trusted_module,
+    observed,
+    restored,
+    stored,
+)
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 from .update import StateKey, lies_as, made_states, new_state, record_update, runs_users_code
 
@@ -147,6 +157,7 @@ __all__ = [
     "is_drawing",
     "is_lifted",
     "is_pure",
+    "is_trusted_module",
     "is_view",
     "joined",
     "lies_as",

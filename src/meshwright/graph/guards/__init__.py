@@ -20,10 +20,10 @@ from ._guards import Guards, side_effect, steady
 from ._kinds import global_hooks
 from ._reach import OPTIMIZER, OWN, STEP_HOOKS
 from ._stored import restored, stored
-from ._trusted import is_trusted, is_trusted_call
+from ._trusted import is_trusted, is_trusted_call, is_trusted_module
 
 __all__ = [
     "OPTIMIZER", "OWN", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
-    "is_trusted", "is_trusted_call", "observed", "restored", "side_effect", "steady", "stored",
+    "is_trusted", "is_trusted_call", "is_trusted_module", "observed", "restored", "side_effect", "steady", "stored",
     "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip
