@@ -74,7 +74,7 @@ class Kept:
             return
         with suppress(MeshwrightError, OSError):
             _make(self.place)
-            row = {**row_of(self.place, key, variant, kernels=False), "sources": sources}
+            row = {**row_of(self.place, key, variant, read_back=False), "sources": sources}
             self.rows = [*self.rows[1 - MOST_ROWS :], row]
             write_index(self.place, model, marks, self.rows)
 

@@ -151,12 +151,14 @@ def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any
         yield from ((text, variant) for variant in found if variant.program.whole)
 
 
-def row_of(place: Path, key: list[str], variant: Variant[Any], kernels: bool) -> dict[str, Any]:
+def row_of(
+    place: Path, key: list[str], variant: Variant[Any], kernels: bool = False, read_back: bool = True
+) -> dict[str, Any]:
     """Write the program of a variant into the folder, and return its row of the index."""
     assert isinstance(variant.holds, Holds)
     table = variant.program.table
     beside = place / f".program-{current().rank}.{os.getpid()}"
-    checksum = save_program(variant.program.program, beside)
+    checksum = save_program(variant.program.program, beside, read_back)
     name = file_name(current().rank, checksum)
     os.replace(beside, place / name)
     return {

@@ -34,14 +34,15 @@ LONGEST = 100_000_000
 T = TypeVar("T")
 
 
-def save_program(program: Program, path: str | os.PathLike[str]) -> str:
-    """Writes the program, with its constants, into one file; gives the file's checksum.
+def save_program(program: Program, path: str | os.PathLike[str], read_back: bool = True) -> str:
+    """Write the program, with its constants, into one file; return the file's checksum.
 
-    Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
+    With `read_back` it is first made sure that what is written can be read. Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
     """
     program_as_data, tensors = program_data(program)
     text = json.dumps(program_as_data, allow_nan=False, separators=(",", ":"))
-    decoded(path, text, tensors)
+    if read_back:
+        decoded(path, text, tensors)
     checksum = _checksum(text, tensors)
     metadata = {"kind": KIND, "program": text, "sha256": checksum}
     data = save(tensors, metadata)
