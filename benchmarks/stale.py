@@ -4,21 +4,26 @@
     python -m benchmarks.stale --only dict hook      kinds of these themes, or with these words in their names
 
 Every kind is trained eagerly on one device, and statically on one simulated rank; some also statically on two ranks
-with a sharded batch. Losses, parameters and buffers must be equal. A kind may be refused by a MeshwrightError instead.
+with a sharded batch. Then it is trained once more with a new static model after each change, which finds the programs
+that the earlier ones kept. Losses, parameters and buffers must be equal. A kind may be refused by a MeshwrightError
+instead.
 `_stale_kinds` has the table of kinds. A kind that does not change the eager numbers is an error of the kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -86,10 +91,11 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float((a - b).abs().max() / max(float(b.abs().max()), TINY))
 
 
-def train(kind: Kind, factors: Sequence[float], losses: list[float], ranks: int = 0) -> Numbers:
+def train(kind: Kind, factors: Sequence[float], losses: list[float], ranks: int = 0, restarts: bool = False) -> Numbers:
     """Return the numbers of a training whose setting has a factor in each step: static on `ranks`, or eager if 0.
 
-    Each step appends to `losses`, so that the caller has the losses before an error.
+    With `restarts` a new static model goes on after each change. Each step appends to `losses`, so that the caller has
+    the losses before an error.
     """
     mesh = mw.ProcessMesh(list(range(ranks)), ["dp"]) if ranks > 1 else None
     torch.manual_seed(0)
@@ -98,16 +104,23 @@ def train(kind: Kind, factors: Sequence[float], losses: list[float], ranks: int 
     with Run(factors, kind.by_loss) as run:
         case = kind.build(run)
         model, optimizer = case.model, case.trained_by
-        dist_model = mw.to_static(model, None, case.loss, optimizer, case.strategy) if ranks else None
-        step_of: Any = _eager_step(case, optimizer) if dist_model is None else dist_model
+        recordings = 0
+
+        def static() -> Any:
+            return mw.to_static(model, None, case.loss, optimizer, case.strategy)
+
+        step_of: Any = static() if ranks else _eager_step(case, optimizer)
         for step, factor in enumerate(factors):
             if step and factor != factors[step - 1]:
                 case.change(factor)
+                if restarts:
+                    recordings += step_of.recordings
+                    step_of = static()
             batch = case.batch(step) if mesh is None else _sharded(case.batch(step), mesh)
             with case.around():
                 losses.append(float(step_of(*batch)))
         tensors = {name: _whole(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-        return Numbers(losses, tensors, 0 if dist_model is None else dist_model.recordings)
+        return Numbers(losses, tensors, recordings + step_of.recordings if ranks else 0)
 
 
 def _eager_step(case: Case, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -144,9 +157,10 @@ class Finding:
     message: str = ""
     recordings: int = 0
     ranks: int = 1
+    restarts: bool = False
 
     def __str__(self) -> str:
-        on = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        on = f" on {self.ranks} ranks" if self.ranks > 1 else " after a restart" if self.restarts else ""
         return f"{self.outcome:12}{self.kind.name}{on}: {self.message or f'{self.recordings} recordings'}"
 
 
@@ -158,7 +172,21 @@ def examine(kind: Kind, factors: Sequence[float] = FACTORS) -> Finding:
         if isinstance(wanted, str):
             return Finding(kind, BROKEN, wanted)
         found = [_examine_on(ranks, kind, factors, wanted) for ranks in ((1, 2) if kind.on_mesh else (1,))]
+        with programs_kept():
+            found.append(replace(_examine_on(1, kind, factors, wanted, restarts=True), restarts=True))
     return max(found, key=lambda f: OUTCOMES.index(f.outcome))
+
+
+@contextmanager
+def programs_kept() -> Generator[None]:
+    """Keep recorded programs in a folder inside the context."""
+    before = os.environ["MESHWRIGHT_PROGRAMS"]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MESHWRIGHT_PROGRAMS"] = folder
+        try:
+            yield
+        finally:
+            os.environ["MESHWRIGHT_PROGRAMS"] = before
 
 
 def _eager(kind: Kind, factors: Sequence[float]) -> Numbers | str:
@@ -173,10 +201,10 @@ def _eager(kind: Kind, factors: Sequence[float]) -> Numbers | str:
     return wanted
 
 
-def _examine_on(ranks: int, kind: Kind, factors: Sequence[float], wanted: Numbers) -> Finding:
+def _examine_on(ranks: int, kind: Kind, factors: Sequence[float], wanted: Numbers, restarts: bool = False) -> Finding:
     losses: list[list[float]] = [[] for _ in range(ranks)]
     try:
-        found = mw.simulate(lambda: train(kind, factors, losses[current().rank], ranks), ranks)
+        found = mw.simulate(lambda: train(kind, factors, losses[current().rank], ranks, restarts), ranks)
     except Exception as error:  # of any kind: the outcome says so
         worst, where = max((Numbers(seen).difference(wanted.until(len(seen))) for seen in losses), key=itemgetter(0))
         if worst > CLOSE:

@@ -30,7 +30,7 @@ from ._model import Model
 from ._program_files import Rows, Shelf, is_writer, load_programs, row_of, rows_in
 from ._program_index import FORMAT, index_path, write_index
 from ._setting import first_marks
-from ._shared import made_once
+from ._shared import made_once, turn_of
 from ._variants import Variant
 
 VARIABLE = "MESHWRIGHT_PROGRAMS"
@@ -116,7 +116,8 @@ def _sum(path: Path) -> str:
 
 def _rows(place: Path, model: Model) -> Rows:
     """Return the programs, each `fresh` if no source file was changed; simulated ranks get what the first one found."""
-    return made_once(current(), ("kept", place), lambda: _rows_now(place, model))
+    here = current()
+    return made_once(here, ("kept", turn_of(here, "kept"), place), lambda: _rows_now(place, model))
 
 
 def _rows_now(place: Path, model: Model) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -42,15 +43,18 @@ def recorded_once(
 ) -> tuple[Program, Fits]:
     """What `record()` gives, and which batches it is right for; what it gave to a rank that captured the same.
 
-    `how` is everything beside the captured program that decides. A rank whose parts have other shapes records its own.
-    `alike` is True if each rank makes the same tensors of Python numbers while it records.
+    `how` is everything beside the captured program that decides. The first program that a rank records is shared with
+    the first one of others, and so on: a later model may have other hooks, or another optimizer's step. A rank whose
+    parts have other shapes records its own. `alike` is True if each rank makes the same tensors of Python numbers while
+    it records.
     """
     if not isinstance(here, Simulated):
         return record(), captured.fits()
     text = numbered(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
-    known: list[_Recorded] = here.shared.setdefault(("programs", text, specs, modes, repr(how)), [])
+    turn = turn_of(here, "program")
+    known: list[_Recorded] = here.shared.setdefault(("programs", turn, text, specs, modes, repr(how)), [])
     for found in known:
         fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
         if fits_here and is_shared(found.program, found.constants, alike):
@@ -60,6 +64,13 @@ def recorded_once(
     fits = captured.fits()
     known.append(_Recorded(program, fits, here.rank, constants_of(captured), captured.ran))
     return program, fits
+
+
+def turn_of(here: Carrier, what: str) -> int:
+    """Return how often this rank asked before, for `what`; ranks ask in the same order."""
+    if not isinstance(here, Simulated):
+        return 0
+    return next(here.shared.setdefault((what, here.rank), count()))
 
 
 def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[], T]) -> T:

@@ -37,7 +37,9 @@ T = TypeVar("T")
 def save_program(program: Program, path: str | os.PathLike[str], read_back: bool = True) -> str:
     """Write the program, with its constants, into one file; return the file's checksum.
 
-    With `read_back` it is first made sure that what is written can be read. Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
+    With `read_back` it is first made sure that what is written can be read.
+
+    Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
     """
     program_as_data, tensors = program_data(program)
     text = json.dumps(program_as_data, allow_nan=False, separators=(",", ":"))
