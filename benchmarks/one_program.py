@@ -11,7 +11,6 @@ the size of the folder must not grow with the ranks.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import warnings
@@ -27,7 +26,7 @@ import meshwright as mw
 from benchmarks._matrix_models import MODELS, Subject
 from benchmarks._matrix_settings import STATIC, Setting, mark
 from meshwright.comm import Recorded, use
-from meshwright.graph import Program, program_data
+from meshwright.graph import meaning_of
 from meshwright.models import Llama, LlamaConfig
 from meshwright.models import mark as mark_llama
 from meshwright.models._llama import rope_table
@@ -90,17 +89,6 @@ class Case:
         return self.setting.enter(self.subject.draw(0))
 
 
-def text_of(program: Program) -> str:
-    """Return all that a file holds of the program but its rank, its record and the names of its values."""
-    data, constants = program_data(program)
-    origins = data["origins"]
-    nodes = [[*node, origins[at]] for *node, at in data["nodes"]]
-    inputs = [[at, role, "" if role == "saved" else name, *rest] for at, role, name, *rest in data["inputs"]]
-    left = {k: v for k, v in data.items() if k not in ("rank", "changes", "origins")} | {"inputs": inputs}
-    held = {name: [str(x.dtype), x.tolist()] for name, x in constants.items()}
-    return json.dumps([{**left, "nodes": nodes, "values": [row[1:] for row in data["values"]]}, held])
-
-
 def differences(case: Case, folder: Path) -> dict[str, int]:
     """Return how many ranks get another program from the folder than they record, of how many, and its files."""
     ranks = case.setting.ranks
@@ -108,7 +96,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
     for rank in range(ranks):
         with use(Recorded(rank, ranks)):
             model = case.model()
-            alone.append(text_of(model.compile(*case.batch())))
+            alone.append(meaning_of(model.compile(*case.batch())))
             model.save(folder)
     differ = sum(_differs(case, rank, folder, alone[rank]) for rank in range(ranks))
     return {"differ": differ, "ranks": ranks, "files": len(list(folder.glob("*.safetensors")))}
@@ -117,7 +105,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
 def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
     with use(Recorded(rank, case.setting.ranks)):
         model = case.model().load(folder)
-        found = text_of(model.compile(*case.batch()))
+        found = meaning_of(model.compile(*case.batch()))
         return model.recordings != 0 or found != alone
 
 

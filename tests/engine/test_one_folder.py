@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import Recorded, use
+from meshwright.engine import StaticError
 from meshwright.graph import ProgramFileError, are_alike, first_alike, specs_data, specs_in, specs_of
 
 
@@ -90,9 +91,9 @@ def test_the_number_of_ranks_changes_no_file(tmp_path: Path) -> None:
     assert max(sizes) < 1.01 * sizes[0]
 
 
-def test_what_a_user_s_optimizer_makes_is_kept_for_each_rank(tmp_path: Path) -> None:
-    names = saved(tmp_path, 3, 9, Counting)
-    assert [name for name in names if name != "programs"] == ["program-0", "program-1", "program-2"]
+def test_what_a_user_s_optimizer_did_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(StaticError, match="an optimizer of your own"):
+        saved(tmp_path, 3, 9, Counting)
 
 
 def test_files_of_kinds_that_are_gone_are_removed(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
         model(3, 8).load(tmp_path)
 
 
-def test_what_the_first_call_changes_is_changed_by_loading(tmp_path: Path) -> None:
+def test_what_the_first_call_changes_is_changed_by_the_call_that_finds_the_program(tmp_path: Path) -> None:
     saved(tmp_path, 2, 8)
     with use(Recorded(0, 2)):
         loaded = model(2, 8).load(tmp_path)
@@ -119,16 +120,6 @@ def test_what_the_first_call_changes_is_changed_by_loading(tmp_path: Path) -> No
         other.network.config.kind = "plain"
         other.compile(*BATCH)
         assert (other.recordings, other.network.config.kind) == (1, "plain")
-
-
-def test_what_the_first_call_changes_stays_where_nothing_fits(tmp_path: Path) -> None:
-    saved(tmp_path, 2, 8)
-    with use(Recorded(0, 2)):
-        loaded = model(2, 8).load(tmp_path)
-        loaded.network.down.requires_grad_(False)
-        (row,) = loaded._shelf.stored
-        assert row.variant(list(BATCH), loaded._now) is None
-        assert loaded.network.config.kind is None
 
 
 def test_ranks_are_alike_by_meshes_and_shapes() -> None:

@@ -165,6 +165,8 @@ def llama() -> Setup:
     ids=["mlp", "mlp cut like ZeRO 3", "llama", "two stages"],
 )
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path, setup: Setup, batch: Any) -> None:
+    if batch is tokens:
+        save(tmp_path, setup, batch=batch)  # makes the table of rotary positions, which later models find
     wanted = save(tmp_path, setup, batch=batch)
     for (found, recordings), before in zip(load(tmp_path, setup, batch=batch), wanted, strict=True):
         check_equal(found, before)
@@ -318,7 +320,7 @@ def test_nothing_is_changed_where_a_file_is_damaged(saved: Path) -> None:
             with pytest.raises(ProgramFileError, match="no program"):
                 model.load(saved)
             assert not isinstance(model.network.up.bias, mw.DistTensor)
-            assert model._shelf.stored == []
+            assert model._builder.loaded == []
 
     mw.simulate(go, 4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from meshwright.comm import current
@@ -41,7 +42,9 @@ from meshwright.passes import data_axes, shards
 from meshwright.tensor import leaves_in, stages_of
 
 from ._apart import without_inputs
+from ._digest import digest_of
 from ._inputs import Fetch, fetch_of, lay_as_captured
+from ._kept_programs import Kept
 from ._loss_scale import LossScale
 from ._model import Mode, Model
 from ._optimizer import refuse_master_weights
@@ -68,6 +71,8 @@ class Compiled:
     whole: bool = True
     shared: bool = True
     """True if the program is for other ranks, too: for those that hold parts of the same shapes."""
+    digest: str | None = None
+    """A checksum of all that decides which program a recording gives; None where no checksum tells."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,10 @@ class Builder:
     homes: dict[str, Spec] = field(default_factory=dict[str, Spec])
     layouts: Layouts | None = None
     pipeline: Chosen | None = None
+    loaded: list[tuple[str, Saved]] = field(default_factory=list[Any])
+    """Programs that were loaded, with their digests."""
+    kept: Kept = field(default_factory=Kept)
+    recordings: int = 0
     phases: Phases = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,31 +110,39 @@ class Builder:
 
     def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
-            return self._build_pipeline(batch)
+            return self._build_pipeline(batch, key)
         strategy = self.model.strategy
         merge = strategy.merge if self.mode == "train" else None
         captured, layouts = self._captured(merge.piece(batch, 0) if merge else batch, dynamic)
-        how = (
-            key,
-            dynamic,
-            strategy,
-            self._states_lie(),
-            type(self.model.optimizer),
-            sizes_of(list(leaves_in(batch))),
-            self.model.lies_apart(),
-        )
+        sizes = sizes_of(list(leaves_in(batch)))
+        how = (key, dynamic, sizes, self.model.lies_apart())
+        digest = digest_of([captured], (key, dynamic, () if dynamic else sizes, how[-1]), self.model)
+        saved = self._saved(digest, batch)
+        if saved is not None:
+            self._lay(captured, layouts)
+            return replace(self._loaded(saved), digest=digest), saved.holds, captured.ran
+        how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
+        self.recordings += 1
         self._lay(captured, layouts)
         shared = is_shared(program, constants_of(captured), alike)
-        return replace(self._ready(program), shared=shared), fits, captured.ran
+        return replace(self._ready(program), shared=shared, digest=digest), fits, captured.ran
+
+    def _saved(self, digest: str | None, batch: Sequence[Any]) -> Saved | None:
+        """The loaded or kept program with this digest that takes the batch."""
+        if digest is None:
+            return None
+        leaves, trains = list(leaves_in(batch)), self.mode == "train"
+        found = chain((saved for at, saved in self.loaded if at == digest), self.kept.find(digest, self.model))
+        return next((saved for saved in found if saved.fits(leaves, self.model, trains)), None)
 
     @property
     def _records_alike(self) -> bool:
         """True if each rank makes the same tensors of Python numbers while it records."""
         return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
 
-    def load(self, saved: Saved) -> Compiled:
+    def _loaded(self, saved: Saved) -> Compiled:
         """A program of a file, ready to run."""
         if saved.piped is not None:
             return replace(self._ready_pipeline(saved.piped), shared=saved.shared)
@@ -181,7 +198,7 @@ class Builder:
         self.homes |= _homes(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any]) -> tuple[Compiled, Fits, Executed]:
+    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[Compiled, Fits, Executed]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
@@ -190,6 +207,13 @@ class Builder:
         captured, layouts = self._captured(firsts[0], {})
         homes = _homes(captured, layouts)
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
+        sizes = sizes_of(list(leaves_in(batch)))
+        digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
+        saved = self._saved(digest, batch)
+        if saved is not None:
+            self._lay(captured, layouts)
+            return replace(self._loaded(saved), digest=digest), saved.holds, captured.ran
+        self.recordings += 1
         with self.phases.phase("record"):
             found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
@@ -200,7 +224,7 @@ class Builder:
         ready = self._ready_pipeline(found)
         constants = [x for each in (captured, *others) for x in constants_of(each)]
         shared = is_shared(ready.program, constants, self._records_alike)
-        return replace(ready, shared=shared), fits, captured.ran
+        return replace(ready, shared=shared, digest=digest), fits, captured.ran
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""

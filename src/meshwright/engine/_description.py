@@ -68,4 +68,4 @@ def _optimizer(network: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     yield f"hooks {len(optimizer._optimizer_step_pre_hooks)} {len(optimizer._optimizer_step_post_hooks)}"
     for group in optimizer.param_groups:
         yield f"group {[names.get(id(p)) for p in group['params']]}"
-        yield f"tensors {[(key, lies_text(x)) for key, x in group.items() if isinstance(x, Tensor)]}"
+        yield f"tensors {[(key, described(x)) for key, x in group.items() if isinstance(x, Tensor)]}"

@@ -1,14 +1,14 @@
 """Programs of a model in a folder: saved once recorded, and taken from there instead of being recorded again.
 
-One folder is for all ranks. Ranks that hold parts of the same shapes run one program, and the first of them saves it;
-an index tells for which kinds of batch each program is, for which ranks, and what the model was when it was recorded.
+One folder is for all ranks. Ranks that hold parts of the same shapes run one program, and the first of them saves it. A
+program is taken where the model was captured and its digest is the saved one's: then recording would give the same.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from typing import Any
 from meshwright.comm import current
 from meshwright.graph import (
     Holds,
-    Input,
     Program,
-    Slot,
     are_alike,
     compiled,
     first_alike,
@@ -34,32 +32,32 @@ from meshwright.graph import (
     specs_of,
     told,
     with_kernels,
-    written_inputs,
 )
-from meshwright.layout import Spec
 
-from ._description import lies_text, spec_text
+from ._description import lies_text
 from ._errors import StaticError
-from ._inputs import lay_as, states_fit
+from ._inputs import states_fit
 from ._model import Model
 from ._pipeline import Piped, taken_from
 from ._program_index import checked_name, file_name, other_model, read_indexes, write_index
-from ._setting import Roots, Setting
 from ._shared import made_once
-from ._variants import Dynamic, Sizes, Variant, Variants, fits_sizes, kind_of, sizes_of
+from ._variants import Variant, Variants
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A program that was loaded, and the file of its kernels where this machine can run them; or a pipeline's step.
+    """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
 
-    It is `shared` if it is for all ranks that hold parts of the same shapes.
+    It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
     """
 
     program: Program
+    holds: Callable[[Sequence[Any]], bool]
+    shared: bool
     kernels: Path | None = None
     piped: Piped | None = None
-    shared: bool = True
 
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
@@ -67,58 +65,13 @@ class Saved:
             return with_kernels(self.program, current(), self.kernels)
         return compiled(self.program, current(), writes=writes)
 
+    def fits(self, leaves: Sequence[Any], model: Model, trains: bool) -> bool:
+        """True for a batch of such sizes and, for a training step, an optimizer with such states.
 
-@dataclass(slots=True)
-class Shelf:
-    """Programs that were loaded and not asked for yet; `taken` counts those that were."""
-
-    stored: list[Stored] = field(default_factory=list[Any])
-    taken: int = 0
-
-    def take(self, key: Any, leaves: Sequence[Any], roots: Roots, apart: Callable[[], bool]) -> Variant[Saved] | None:
-        """The program for such a batch in the setting of now, if there is one.
-
-        A program that writes in place wants tensors `apart`.
+        States that can be made before the first step may be missing.
         """
-        if not self.stored:
-            return None
-        text = key_text(key, tuple(map(kind_of, leaves)))
-        for at, row in enumerate(self.stored):
-            if row.key != text or (written_inputs(row.saved.program) and not apart()):
-                continue
-            variant = row.variant(leaves, roots)
-            if variant is not None:
-                del self.stored[at]
-                self.taken += 1
-                return variant
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A program that was loaded, the key of the calls that it is for, and the setting as data."""
-
-    key: list[str]
-    saved: Saved
-    sizes: Sizes
-    dynamic: Dynamic
-    holds: Callable[[Sequence[Any]], bool]
-    setting: Mapping[str, Any]
-
-    def variant(self, leaves: Sequence[Any], roots: Roots) -> Variant[Saved] | None:
-        """Return the variant if it takes the batch in the setting of now."""
-        if not fits_sizes(self.sizes, self.dynamic, sizes_of(leaves)) or not self.holds(leaves):
-            return None
-        if not states_fit(self.saved.program.inputs, slots_of(roots.network), roots.optimizer):
-            return None
-        setting = Setting.restored(self.setting, roots)
-        return None if setting is None else Variant(self.saved, self.sizes, self.dynamic, self.holds, setting)
-
-
-def key_text(key: Any, kinds: Any) -> list[str]:
-    """Return as text all that two calls must have in common, beside sizes."""
-    mode, *rest = key
-    return [mode, *map(repr, rest), repr(kinds)]
+        optimizer = model.optimizer if trains else None
+        return self.holds(leaves) and states_fit(self.program.inputs, model.slots(), optimizer)
 
 
 def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Mapping[str, str], kernels: bool) -> None:
@@ -128,15 +81,21 @@ def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Map
     """
     here, place = current(), Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    asked = list(_asked_for(variants))
+    asked = [v for found in variants.known.values() for v in found if can_be_saved(v.program)]
     if not asked:
         raise StaticError(
             f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
-            "programs are recorded at the first call for a kind of batch; what runs in pieces is no program",
+            "programs are recorded at the first call for a kind of batch; what runs in pieces is no program, and no "
+            "file tells what a hook, a backward pass or an optimizer of your own did while a program was recorded",
             "dist_model.compile(*batch) first, with tensors that may be on the meta device",
         )  # fmt: skip
-    write_index(place, model, marks, [row_of(place, key, v, kernels) for key, v in asked if is_writer(v.program)])
+    write_index(place, model, marks, [row_of(place, v, kernels) for v in asked if is_writer(v.program)])
     here.barrier(tuple(range(here.size)))
+
+
+def can_be_saved(found: Any) -> bool:
+    """True for a compiled program that holds a whole step and has a digest."""
+    return found.whole and found.digest is not None
 
 
 def is_writer(found: Any) -> bool:
@@ -145,34 +104,24 @@ def is_writer(found: Any) -> bool:
     return not found.shared or first_alike(specs_in(found.program), here) == here
 
 
-def _asked_for(variants: Variants[Any]) -> Iterator[tuple[list[str], Variant[Any]]]:
-    for (key, kinds), found in variants.known.items():
-        text = key_text(key, kinds)
-        yield from ((text, variant) for variant in found if variant.program.whole)
-
-
-def row_of(
-    place: Path, key: list[str], variant: Variant[Any], kernels: bool = False, read_back: bool = True
-) -> dict[str, Any]:
+def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back: bool = True) -> dict[str, Any]:
     """Write the program of a variant into the folder, and return its row of the index."""
     assert isinstance(variant.holds, Holds)
-    table = variant.program.table
+    found = variant.program
+    program: Program = found.program
     beside = place / f".program-{current().rank}.{os.getpid()}"
-    checksum = save_program(variant.program.program, beside, read_back)
+    checksum = save_program(program, beside, read_back)
     name = file_name(current().rank, checksum)
     os.replace(beside, place / name)
     return {
         "file": name,
-        "rank": variant.program.program.rank,
-        "shared": variant.program.shared,
-        "parts": specs_data(specs_in(variant.program.program)),
-        "key": key,
-        "sizes": [list(shape) for shape in variant.sizes],
-        "dynamic": [[leaf, sorted(dims)] for leaf, dims in variant.dynamic.items()],
+        "digest": found.digest,
+        "rank": program.rank,
+        "shared": found.shared,
+        "parts": specs_data(specs_in(program)),
         "holds": variant.holds.as_data(),
-        "kernels": list(_saved_kernels(place, name, variant.program.program)) if kernels and table is None else [],
-        "pipeline": table,
-        "setting": variant.setting.stored(),
+        "kernels": list(_saved_kernels(place, name, program)) if kernels and found.table is None else [],
+        "pipeline": found.table,
     }
 
 
@@ -183,7 +132,7 @@ def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[st
         yield {"file": path.name, "sha256": sha256(path.read_bytes()).hexdigest(), "machine": machine()}
 
 
-def _kernels(place: Path, rows: Sequence[Mapping[str, Any]], program: str) -> Path | None:
+def _kernels(place: Path, rows: Sequence[Row], program: str) -> Path | None:
     """The file with kernels, where it is what was saved, and was saved on such a machine."""
     path = place / program.replace(".safetensors", ".pt2")
     for row in rows:
@@ -193,57 +142,41 @@ def _kernels(place: Path, rows: Sequence[Mapping[str, Any]], program: str) -> Pa
     return None
 
 
-Rows = list[tuple[Path, Mapping[str, str], Mapping[str, Any]]]
-"""Programs in a folder: the index, the marks of the model, and the row of the index."""
+def load_programs(folder: Any, model: Model) -> list[tuple[str, Saved]]:
+    """Return the programs of a folder that are for this rank, with their digests.
 
-
-def rows_in(folder: Path, model: Model) -> Rows:
-    """Return the programs in a folder. Raises ProgramFileError if there are none, StaticError for another model's."""
-    return [(path, index["marks"], row) for path, index in read_indexes(folder, model) for row in index["programs"]]
-
-
-def load_programs(folder: Path, rows: Rows, model: Model, shelf: Shelf) -> tuple[dict[str, Spec], Mapping[str, str]]:
-    """Put the programs for this rank on the shelf; return how tensors lie in them, and how they lay at first.
-
-    Parameters and buffers are laid like that. Raises ProgramFileError for files that hold none, and StaticError for
-    programs of another model; both before anything is changed.
+    Raises ProgramFileError for files that hold none, and StaticError for programs of another model.
     """
-    mine = [given for given in rows if told(given[0], lambda row=given[2]: _is_mine(row))]
-    if not mine:
+    place, found = Path(folder), list[tuple[str, Saved]]()
+    for path, index in read_indexes(place, model):
+        _check_marks(place, index, model)
+        mine = (row for row in index["programs"] if told(path, lambda row=row: is_mine(row)))
+        found += [
+            told(path, lambda path=path, row=row: (str(row["digest"]), saved_of(path.parent, row))) for row in mine
+        ]
+    if not found:
         rank = current().rank
-        raise no_program(folder, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
-    found = [told(path, lambda path=path, row=row: _stored(path, row)) for path, _, row in mine]
-    given = [i for row in found for i in row.saved.program.inputs if i.role in ("parameter", "buffer")]
-    inputs, slots, marks = {i.name: i for i in given}, slots_of(model.network), mine[0][1]
-    _check_marks(folder, marks, inputs, slots)
-    lay_as(given, slots, model.optimizer)
-    shelf.stored += found
-    return {i.value.name: i.spec for i in given if i.spec is not None}, marks
+        raise no_program(place, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
+    return found
 
 
-def _is_mine(row: Mapping[str, Any]) -> bool:
+def is_mine(row: Row) -> bool:
     """True if the program of the row is for this rank."""
     rank, here = int(row["rank"]), current().rank
     return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
 
 
-def _stored(path: Path, row: Mapping[str, Any]) -> Stored:
-    name = checked_name(row["file"])
-    sizes = tuple(tuple(map(int, shape)) for shape in row["sizes"])
-    dynamic: Dynamic = {int(leaf): frozenset(map(int, dims)) for leaf, dims in row["dynamic"]}
-    file, table = path.parent / name, row.get("pipeline")
-    program = load_program(file, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
+def saved_of(place: Path, row: Row) -> Saved:
+    """Return the program of a row. Raises ProgramFileError for a file that holds none."""
+    name, table = checked_name(row["file"]), row["pipeline"]
+    program = load_program(place / name, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
     piped = None if table is None else taken_from(program, table)
-    saved = Saved(program, _kernels(path.parent, row["kernels"], name), piped, row["shared"] is True)
-    return Stored(list(row["key"]), saved, sizes, dynamic, holds_of(row["holds"]), row["setting"])
+    return Saved(program, holds_of(row["holds"]), row["shared"] is True, _kernels(place, row["kernels"], name), piped)
 
 
-def _check_marks(folder: Path, marks: Mapping[str, str], inputs: Mapping[str, Input], slots: Sequence[Slot]) -> None:
+def _check_marks(folder: Path, index: Row, model: Model) -> None:
     """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
-    for slot in slots:
-        given, lies = inputs.get(slot.name), lies_text(slot.tensor)
-        if given is None:
-            raise other_model(folder, slot.name, "not there", lies)
-        first = marks.get(slot.name, "not there")
-        if lies not in (first, spec_text(given.spec) if given.spec is not None else first):
+    for slot in slots_of(model.network):
+        lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "not there")
+        if lies not in (first, index["homes"].get(slot.name)):
             raise other_model(folder, slot.name, first, lies)

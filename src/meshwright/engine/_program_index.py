@@ -18,9 +18,10 @@ from meshwright.graph import no_program, read_json, told, write_whole
 
 from ._errors import StaticError
 from ._model import Model
+from ._setting import first_marks
 
 KIND = "meshwright programs"
-FORMAT = 4
+FORMAT = 5
 
 
 def index_path(folder: Path, rank: int) -> Path:
@@ -49,6 +50,7 @@ def write_index(folder: Path, model: Model, marks: Mapping[str, str], rows: list
         "ranks": here.size,
         "model": model.text(),
         "marks": dict(marks),
+        "homes": first_marks(model.network),
         "programs": rows,
     }
     text = json.dumps(index, indent=1)
@@ -93,7 +95,9 @@ def _index(data: bytes) -> dict[str, Any]:
     index = read_json(outer["index"])
     if index["kind"] != KIND or index["format"] > FORMAT:
         raise ValueError(f"it is {index['kind']!r} of format {index['format']}, this reads formats up to {FORMAT}")
-    if not isinstance(index["programs"], list) or not all(isinstance(index[k], dict) for k in ("model", "marks")):
+    if not isinstance(index["programs"], list) or not all(
+        isinstance(index[k], dict) for k in ("model", "marks", "homes")
+    ):
         raise ValueError("it is no index of programs")
     return {**index, "model": {"number of ranks": str(index["ranks"]), **index["model"]}}
 

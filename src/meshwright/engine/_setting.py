@@ -7,17 +7,17 @@ were set, layers that were switched, parameters that were frozen or replaced, st
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Executed, Guards, backend_flags, modes_on, restored, slots_of, stored
+from meshwright.graph import Executed, Guards, backend_flags, modes_on, slots_of
 from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
-from ._description import facts_text, lies_text
+from ._description import lies_text
 from ._errors import StaticError
 from ._local_step import own_hook
 
@@ -46,29 +46,11 @@ class Setting:
     roots: Roots
     guards: Guards
     facts: tuple[Any, ...]
-    text: str
-    """The facts, for other processes."""
 
     @classmethod
     def of(cls, roots: Roots, ran: Executed) -> Setting:
         """Return the setting of now, for a program that was recorded of the code that `ran`."""
-        text = facts_text(roots.network, roots.optimizer)
-        return cls(roots, Guards.of(roots.named(), ran), facts_of(roots), text)
-
-    def stored(self) -> dict[str, Any]:
-        """Return the setting as JSON data."""
-        return {"facts": self.text, "guards": stored(self.guards, self.roots.named())}
-
-    @classmethod
-    def restored(cls, data: Mapping[str, Any], roots: Roots) -> Setting | None:
-        """Return the setting of now if it is the stored one, else None."""
-        text = facts_text(roots.network, roots.optimizer)
-        guards = restored(data["guards"], roots.named()) if data["facts"] == text else None
-        return None if guards is None else cls(roots, guards, facts_of(roots), text)
-
-    def renewed(self) -> Setting:
-        """Return the setting with the facts of now, after states were made."""
-        return replace(self, facts=facts_of(self.roots))
+        return cls(roots, Guards.of(roots.named(), ran), facts_of(roots))
 
     def holds(self) -> bool:
         """True if nothing changed that the program depends on."""

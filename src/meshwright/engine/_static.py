@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,22 +13,20 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current
 from meshwright.graph import CaptureError, Layouts, Program, StateKey, Value, note_step
-from meshwright.layout import Spec
 from meshwright.search import MeshPlan
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._builder import Builder, Compiled
 from ._errors import StaticError
-from ._kept_programs import Kept
 from ._loss_scale import LossScale
 from ._model import Mode, Model
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate
-from ._program_files import Shelf, key_text, load_programs, rows_in, save_programs
+from ._program_files import load_programs, save_programs
 from ._refuse_call import refuse_call
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
-from ._variants import Variant, Variants, kind_of, sizes_of
+from ._variants import Variant, Variants, sizes_of
 
 
 def to_static(
@@ -67,9 +63,6 @@ class DistModel:
         self._variants: Variants[Compiled] = Variants(strategy.max_programs)
         self._roots = Roots(network, () if loss is None else (loss,), optimizer)
         self._marks: dict[str, str] = {}
-        self._built = 0
-        self._shelf = Shelf()
-        self._kept = Kept()
         self._latest: Compiled | None = None
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
@@ -190,28 +183,23 @@ class DistModel:
     def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
         """The program that takes the batch, recorded now if there is none."""
         key = self._key(batch)
-        find = (self._variants.find, self._loaded, self._kept_before, partial(self._recorded, batch))
-        self._latest = next(found for look in find if (found := look(key, leaves)) is not None)
-        return self._latest
+        found = self._variants.find(key, leaves)
+        if found is None:
+            found = self._built(batch, key, leaves)
+        self._latest = found
+        return found
 
-    def _kept_before(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
-        """The program that takes the batch, if an earlier process recorded it and it was kept."""
-        kept = self._kept.load(self._builder.model, self._shelf)
-        if kept is None:
-            return None
-        self._take(*kept)
-        return self._loaded(key, leaves)
-
-    def _recorded(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> Compiled:
-        """The program for the batch, recorded now."""
+    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> Compiled:
+        """The program for the batch, recorded now if no file has it."""
         open_sizes = self._variants.open_sizes(key, leaves)
         dynamic = {} if self._is_of_one_size else open_sizes
         self._marks = self._marks or first_marks(self.network)
-        self._built += 1
-        found, fits, ran = self._builder.build(batch, dynamic, (key, self._built))
+        before = self.recordings
+        found, fits, ran = self._builder.build(batch, dynamic, key)
         variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
         self._variants.add(key, leaves, variant)
-        self._kept.add(self._builder.model, self._marks, key_text(key, tuple(map(kind_of, leaves))), variant, ran)
+        if self.recordings > before:
+            self._builder.kept.add(self._builder.model, self._marks, variant)
         return found
 
     @property
@@ -234,7 +222,7 @@ class DistModel:
     @property
     def recordings(self) -> int:
         """How many programs were recorded so far; those that were loaded do not count."""
-        return self._variants.count - self._shelf.taken
+        return self._builder.recordings
 
     def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
         """Write every program recorded so far into a folder, one for all ranks; `load` takes them from there.
@@ -250,27 +238,12 @@ class DistModel:
     def load(self, folder: str | os.PathLike[str]) -> DistModel:
         """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
 
-        Parameters, buffers and states are laid as the programs take them. Raises StaticError for programs of another
-        model, another loss, optimizer or strategy, or of another number of ranks, and ProgramFileError for files that
-        hold none.
+        The model is still captured at the first call for a kind of batch. A program is used if the capture is the one
+        that it was recorded of. Raises StaticError for programs of another model, another loss, optimizer or strategy,
+        or of another number of ranks, and ProgramFileError for files that hold none.
         """
-        place, model = Path(folder), self._builder.model
-        self._take(*load_programs(place, rows_in(place, model), model, self._shelf))
+        self._builder.loaded += load_programs(folder, self._builder.model)
         return self
-
-    def _take(self, homes: Mapping[str, Spec], marks: Mapping[str, str]) -> None:
-        self._builder.homes |= homes
-        self._marks = dict(marks)
-
-    def _loaded(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
-        """The loaded program that takes the batch, ready to run."""
-        taken = self._shelf.take(key, leaves, self._now, self._builder.model.lies_apart)
-        if taken is None:
-            return None
-        found = self._builder.load(taken.program)
-        variant = Variant(found, taken.sizes, taken.dynamic, taken.holds, taken.setting.renewed())
-        self._variants.add(key, leaves, variant)
-        return found
 
     @property
     def _now(self) -> Roots:

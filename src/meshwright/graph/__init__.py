@@ -5,6 +5,7 @@ from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
 from ._cells import overwriting
 from ._complete import complete, with_layouts
+from ._digest import meaning_of, meaning_or_none
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
 from ._dynamic import Fits, Holds, holds_of
@@ -72,8 +73,6 @@ from .guards import (
     executed_code,
     is_trusted_module,
     observed,
-    restored,
-    stored,
 )
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 from .update import StateKey, lies_as, made_states, new_state, record_update, runs_users_code
@@ -168,6 +167,8 @@ __all__ = [
     "machine",
     "made_states",
     "map_values",
+    "meaning_of",
+    "meaning_or_none",
     "measure_of",
     "memories",
     "meshes_of",
@@ -192,7 +193,6 @@ __all__ = [
     "register_rewrite",
     "registered_passes",
     "registered_rewrites",
-    "restored",
     "rewrite",
     "runner",
     "runs_users_code",
@@ -204,7 +204,6 @@ __all__ = [
     "specs_in",
     "specs_of",
     "spread",
-    "stored",
     "strides_of",
     "tensor_dtype",
     "to_fx",

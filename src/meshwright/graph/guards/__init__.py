@@ -8,10 +8,8 @@ In reading order:
     _kinds      kinds of objects, and what is followed of each
     _reach      every place that code can read, from some roots
     _fast       all places compared at once
-    _settled    what only the first call changes
     _guards     the guards of a program; calls that change something each time
     _describe   texts for values
-    _stored     guards as data in a file, and back
 """
 
 from ._describe import class_text, described
@@ -19,11 +17,10 @@ from ._executed import Executed, executed_code, observed, unobserved, unobserved
 from ._guards import Guards, side_effect, steady
 from ._kinds import global_hooks
 from ._reach import OPTIMIZER, OWN, STEP_HOOKS
-from ._stored import restored, stored
 from ._trusted import is_trusted, is_trusted_call, is_trusted_module
 
 __all__ = [
     "OPTIMIZER", "OWN", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
-    "is_trusted", "is_trusted_call", "is_trusted_module", "observed", "restored", "side_effect", "steady", "stored",
+    "is_trusted", "is_trusted_call", "is_trusted_module", "observed", "side_effect", "steady",
     "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip

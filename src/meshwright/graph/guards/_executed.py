@@ -41,8 +41,6 @@ class Executed:
     """The frames of generators that ran, by id."""
     outside: list[str] = field(default_factory=list[str])
     """Calls whose results depend on what no guard can compare: the clock, files, generators that were begun before."""
-    settled: list[Any] = field(default_factory=list[Any])
-    """What the first call changed, as JSON data."""
 
     def __contains__(self, code: CodeType) -> bool:
         return id(code) in self.codes

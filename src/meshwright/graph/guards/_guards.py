@@ -8,7 +8,7 @@ before and after a forward pass: what changes in each pass cannot be part of a p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,31 +20,23 @@ from ..torch_hooks import FakeTensor
 from ._executed import Executed, executed_code, writes
 from ._fast import Fast
 from ._reach import LAYER_HOOKS, Reach
-from ._settled import Before
 from ._slots import Change, Content, Slot
 
 T = TypeVar("T")
 
 
 class Guards:
-    """The places that were read, and their values at the time; what the first call changed is `settled`."""
+    """The places that were read, and their values at the time."""
 
-    def __init__(
-        self,
-        slots: Iterable[Slot],
-        names: Collection[str] = (),
-        parts: Collection[str] = (),
-        settled: Sequence[Any] = (),
-    ) -> None:
-        self.slots, self.names, self.parts, self.settled = tuple(slots), names, parts, settled
+    def __init__(self, slots: Iterable[Slot], names: Collection[str] = (), parts: Collection[str] = ()) -> None:
+        self.slots, self.names, self.parts = tuple(slots), names, parts
         self._fast = Fast(self.slots)
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
         """Return the guards for code that ran, or for all code that the roots could call if `ran` is None."""
         reach = Reach(roots, ran)
-        settled = () if ran is None else ran.settled
-        return cls([*reach.slots(), *_of_layers(reach)], reach.names, reach.parts, settled)
+        return cls([*reach.slots(), *_of_layers(reach)], reach.names, reach.parts)
 
     def holds(self) -> bool:
         """True if nothing changed: all values are the same objects, or equal plain values."""
@@ -100,7 +92,7 @@ def steady(
     What the first call alone changes may stay: then the second call is returned. Raises SideEffectError, after putting
     everything back, for a call that changes something each time, or if the first two are not `alike`.
     """
-    before, untouched = _Restored(roots), Before(roots.values())
+    before = _Restored(roots)
     try:
         with executed_code() as ran:
             first = run()
@@ -126,7 +118,6 @@ def steady(
         before.restore()
         raise
     ran.update(again)
-    ran.settled += untouched.settled(between.slots)
     return second, ran
 
 

@@ -1,0 +1,43 @@
+"""What a captured program says as one text, the same in each process that captures the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ._encode import program_data
+from ._errors import ProgramFileError
+from ._program import Program
+from ._text import numbered
+from .guards import described
+from .torch_hooks import Operator
+
+_NAMESPACES = frozenset({"aten", "prims", "meshwright"})
+
+
+def meaning_of(program: Program) -> str:
+    """Return all that a file holds of the program but its rank, its record, source lines and the names of its values.
+
+    Symbols are numbered in their order, and are told without the sizes that they were recorded with. Raises
+    ProgramFileError for a program with Python code in it that no table knows.
+    """
+    data, constants = program_data(program)
+    origins = [[phase, layer, *modes] for phase, layer, _, *modes in data["origins"]]
+    nodes = [[*node, origins[at]] for *node, at in data["nodes"]]
+    inputs = [[at, role, "" if role == "saved" else name, *rest] for at, role, name, *rest in data["inputs"]]
+    left: dict[str, Any] = {
+        k: v for k, v in data.items() if k not in ("rank", "changes", "origins", "symbols", "torch")
+    }
+    held = {name: described(x) for name, x in constants.items()}
+    values = [row[1:] for row in data["values"]]
+    return numbered(json.dumps([{**left, "inputs": inputs, "nodes": nodes, "values": values}, held]))
+
+
+def meaning_or_none(program: Program) -> str | None:
+    """Return what `meaning_of` returns; None for a program that runs code of the user while it is recorded."""
+    if any(isinstance(n.op, Operator) and n.op.namespace not in _NAMESPACES for n in program.nodes):
+        return None
+    try:
+        return meaning_of(program)
+    except ProgramFileError:
+        return None
