@@ -217,7 +217,7 @@ def moments(
     dims = dims_at(dim, x.dim())
     count = prod(call.total(0, d) for d in dims)
     less = correction if correction is not None else float(unbiased is not False)
-    mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / max(count, 1)
+    mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / count
     off = x - mean
     square = (off * off.conj()).real if x.is_complex() else off.square()
     return square.sum(dims, keepdim=True) / max(0, count - less), mean, dims, keepdim
