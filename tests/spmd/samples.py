@@ -78,6 +78,12 @@ clamp_min: x(4, 5), 0.1
 clamp_min.Tensor: x(4, 5), x(4, 5)
 clamp_max: x(4, 5), 0.1
 to.dtype: x(4, 5), torch.float32
+zeros_like: x(4, 5)
+zeros_like: x(4, 5), dtype=torch.bool
+mean: x(4, 5), dtype=torch.float32
+mean.dim: f(4, 5), 1, True, dtype=torch.float64
+prod.dim_int: i(9, 4, 5), 0, dtype=torch.uint8
+sum: i(2, 4, 5), dtype=torch.bool
 to.dtype: x(4, 5), torch.int32
 to.dtype: i(4, 5), torch.float64
 to.dtype: b(4, 5), torch.float64

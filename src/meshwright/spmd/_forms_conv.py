@@ -55,9 +55,13 @@ def group_norm(channels: int) -> Form:
         call: LocalCall, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
         eps: float = 1e-5, cudnn_enabled: bool = True,
     ) -> Tensor:  # fmt: skip
-        y = wide(x).unflatten(1, (x.shape[1] // channels, channels))
-        own, behind = tuple(range(2, y.dim())), tuple(range(2, x.dim()))
+        behind = tuple(range(2, x.dim()))
         count = channels * prod(call.total(0, d) for d in behind)
+        groups = x.shape[1] // channels if channels else num_groups
+        if count == 0:  # the gradient of the weight is torch's own
+            return torch.group_norm(x, groups, weight, bias, eps)
+        y = wide(x).unflatten(1, (groups, channels))
+        own = tuple(range(2, y.dim()))
         y = y - sum_over(call, y.sum(own, keepdim=True), 0, behind) / count
         variance = sum_over(call, y.square().sum(own, keepdim=True), 0, behind) / count
         y = (y * (variance + eps).rsqrt()).flatten(1, 2)

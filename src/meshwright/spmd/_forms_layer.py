@@ -39,7 +39,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Attention with any of batch, heads and sequences cut; a cut key sequence gives terms that add up."""
     s, t = query.dim() - 2, key.dim() - 2
-    if 0 in (query[..., 0].numel(), key.shape[-3] if enable_gqa else 1):
+    if 0 in (prod(query.shape[:-1]), key.shape[-3] if enable_gqa else 1):
         return nothing(call, query, query, key, key, value)
     if call.ranks(0, s) == call.ranks(1, t) == 1:
         return F.scaled_dot_product_attention(
@@ -52,7 +52,7 @@ def attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.mT * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    scores = query @ key.mT * (1 / sqrt(max(query.shape[-1], 1)) if scale is None else scale)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     last = (scores.dim() - 1,)
@@ -82,7 +82,7 @@ def cross_entropy(
     if label_smoothing:
         spread = (lse - x if weight is None else (lse - x) * _per_class(weight, x, c)).sum(c)
         spread = torch.where(target == ignore_index, 0, spread)
-        loss = loss * (1 - label_smoothing) + spread * (label_smoothing / call.total(0, c))
+        loss = loss * (1 - label_smoothing) + spread * (label_smoothing / max(call.total(0, c), 1))
     return _reduced(call, loss, mass, reduction, c)
 
 
@@ -133,7 +133,7 @@ def _soft(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, c: int
 ) -> Tensor:
     if label_smoothing:
-        target = target * (1 - label_smoothing) + label_smoothing / call.total(0, c)
+        target = target * (1 - label_smoothing) + label_smoothing / max(call.total(0, c), 1)
     x = x if weight is None else x * _per_class(weight, x, c)
     loss = (x * target).sum(c)
     if reduction == 0:
@@ -142,8 +142,9 @@ def _soft(
 
 
 def _targets(call: LocalCall, x: Tensor, c: int) -> int:
-    """How many targets there are on all ranks, of losses whose classes are dim `c`."""
-    return prod(call.total(0, d) for d in range(x.dim()) if d != c)
+    """Return the number of targets of all ranks by which torch divides: 0 without classes, which are dim `c`."""
+    sizes = [call.total(0, d) for d in range(x.dim())]
+    return prod(sizes) // sizes[c] if sizes[c] else 0
 
 
 def _per_class(weight: Tensor, x: Tensor, c: int) -> Tensor:

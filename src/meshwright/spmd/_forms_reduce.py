@@ -145,7 +145,7 @@ def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, 
     dims = dims_at(dim, x.dim())
     for d in dims:
         x = x.prod(d, keepdim=True, dtype=dtype)
-    return squeezed(gathered(call, x, dims, lambda t: t.prod(0)), dims, keepdim)
+    return squeezed(gathered(call, x, dims, lambda t: t.prod(0, dtype=t.dtype)), dims, keepdim)
 
 
 def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
@@ -217,7 +217,7 @@ def moments(
     dims = dims_at(dim, x.dim())
     count = prod(call.total(0, d) for d in dims)
     less = correction if correction is not None else float(unbiased is not False)
-    mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / max(count, 1)
+    mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / count
     off = x - mean
     square = (off * off.conj()).real if x.is_complex() else off.square()
     return square.sum(dims, keepdim=True) / max(0, count - less), mean, dims, keepdim
@@ -340,14 +340,14 @@ def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor
     """The running sum of the piece, and the totals of the pieces before it."""
     (at,) = dims_at(dim, x.dim())
     mine = x.cumsum(at, dtype=dtype)
-    totals = call.gather(x.sum(at, keepdim=True, dtype=mine.dtype), 0, at)
+    totals = call.gather(x.to(mine.dtype).sum(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine + torch.where(_before(call, totals, at), totals, 0).sum(0, dtype=mine.dtype)
 
 
 def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     (at,) = dims_at(dim, x.dim())
     mine = x.cumprod(at, dtype=dtype)
-    totals = call.gather(x.prod(at, keepdim=True, dtype=mine.dtype), 0, at)
+    totals = call.gather(x.to(mine.dtype).prod(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine * torch.where(_before(call, totals, at), totals, 1).prod(0, dtype=mine.dtype)
 
 

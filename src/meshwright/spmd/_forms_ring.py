@@ -64,7 +64,7 @@ def ring(
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
-    query = query * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    query = query * (1 / sqrt(max(query.shape[-1], 1)) if scale is None else scale)
     pair = torch.cat((key, value), -1)
     if is_causal:
         query, pair = _zigzag(call, query, s), _zigzag(call, pair, s)

@@ -52,7 +52,7 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
         count = prod(shape) if reduction == MEAN else 1
 
         def local_terms(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
-            return _with_sum(op, at, args, kwargs) / count if count else _with_sum(op, at, args, kwargs)
+            return _with_sum(op, at, args, kwargs) / count
 
         return Rule(f"{', '.join(sides)} ->", over="sum", forms=dict.fromkeys(names, local_terms))
 

@@ -11,7 +11,7 @@ from ._rule import Entry, Rule
 
 LINEAR = """
     neg negative positive clone contiguous detach alias alias_copy detach_copy conj conj_physical _conj _conj_physical
-    resolve_conj resolve_neg _neg_view real imag deg2rad zeros_like zero lift_fresh lift
+    resolve_conj resolve_neg _neg_view real imag deg2rad zero lift_fresh lift
 """
 """`... -> ...`: linear in the one operand."""
 
@@ -59,13 +59,21 @@ def named(words: str, entry: Entry) -> dict[str, Entry]:
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """True when the cast of a sum is the sum of the casts, without more rounding."""
+    """True if the cast of a sum is the sum of the casts, without more rounding.
+
+    A sum of integers wraps around at the width of its dtype, so only the same dtype keeps it.
+    """
     if source == target:
         return True
-    if torch.bool in (source, target) or target.itemsize < source.itemsize:
+    if not all(d.is_floating_point or d.is_complex for d in (source, target)) or source.is_complex > target.is_complex:
         return False
-    number = source.is_floating_point or source.is_complex
-    return target.is_floating_point or target.is_complex or not number
+    have, need = torch.finfo(source), torch.finfo(target)
+    return need.max >= have.max and need.eps <= have.eps
+
+
+def summed_dtype(source: torch.dtype) -> torch.dtype:
+    """Return the dtype in which `sum` and `cumsum` add up if none is asked for."""
+    return source if source.is_floating_point or source.is_complex else torch.int64
 
 
 def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
@@ -73,6 +81,11 @@ def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
     given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
     target = next((a for a in given if isinstance(a, torch.dtype)), x.dtype)
     return "... -> ..." if keeps_sums(x.dtype, target) else "..., -> ..."
+
+
+def zeros_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+    """Return the rule of `zeros_like`: zeros of every dtype but bool are a sum of zeros."""
+    return "..., -> ..." if torch.bool in (*args, *kwargs.values()) else "... -> ..."
 
 
 def div_rule(x: Any, y: Any, *, rounding_mode: str | None = None) -> str:
@@ -118,6 +131,7 @@ POINTWISE: dict[str, Entry] = {
     **named("div divide true_divide", div_rule),
     **named("clamp clip clamp_min clamp_max", clamp_rule),
     **named("to _to_copy type_as", cast_rule),
+    "aten.zeros_like": zeros_rule,
     "aten.where": where_rule,
     "aten.masked_fill": masked_fill_rule,
     "aten.prelu": prelu_rule,

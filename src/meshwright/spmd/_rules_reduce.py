@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import _forms_reduce as forms
 from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, names_of, sized, written
-from ._rules_pointwise import keeps_sums
+from ._rules_pointwise import keeps_sums, summed_dtype
 
 
 def reduction(linear: bool, over: str | None = None, form: Form | None = None) -> Entry:
-    """A rule for `op(x, dim, keepdim)`: with a form, the reduced dims may be cut too, whatever joins them."""
+    """Return a rule for `op(x, dim, keepdim)`.
+
+    Args:
+        linear: True if the operator of a sum is the sum of the operators, in one dtype.
+        over: What joins the results of the pieces of a reduced dim. A sum of booleans is `any`.
+        form: The local function for a cut reduced dim. Without `over`, its results are whole.
+    """
 
     def entry(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Rule:
-        return reduced(x, dims_at(dim, x.dim()), keepdim, linear and keeps_sums(x.dtype, dtype or x.dtype), over, form)
+        passes = linear and keeps_sums(x.dtype, dtype or summed_dtype(x.dtype))
+        joins = "any" if over == "sum" and dtype == torch.bool else over
+        return reduced(x, dims_at(dim, x.dim()), keepdim, passes, joins, form)
 
     return entry
 
@@ -59,7 +68,7 @@ def looks_along(linear: bool, form: Form | None = None, results: int = 1) -> Ent
 
     def entry(x: Tensor, dim: Any = -1, *args: Any, dtype: Any = None, **kwargs: Any) -> Rule:
         names, dims = names_of(x), dims_at(dim, x.dim())
-        comma = "" if linear and keeps_sums(x.dtype, dtype or x.dtype) else ","
+        comma = "" if linear and keeps_sums(x.dtype, dtype or summed_dtype(x.dtype)) else ","
         text = f"{written(names, () if form else dims)}{comma} -> {' ; '.join([written(names)] * results)}"
         return Rule(text, forms={names[d]: form for d in dims} if form else {})
 
@@ -116,8 +125,9 @@ def vector_norm_rule(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = F
     return reduced(x, dims_at(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
 
 
-def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
-    return vector_norm_rule(x, p, dim, keepdim)
+def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule | None:
+    """Return the rule of a vector norm; None for complex dtypes, of which torch refuses some for some `p`."""
+    return None if dtype is not None and dtype.is_complex else vector_norm_rule(x, p, dim, keepdim)
 
 
 def mode_rule(x: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
@@ -206,7 +216,7 @@ REDUCE: dict[str, Entry] = {
     "aten.sum": reduction(True, "sum"),
     "aten.nansum": reduction(False, "sum"),
     "aten.count_nonzero": reduction(False, "sum"),
-    "aten.mean": reduction(True, form=forms.mean),
+    "aten.mean": reduction(True, "sum", forms.mean),
     "aten.prod": reduction(False, form=forms.product),
     "aten.logsumexp": reduction(False, form=forms.logsumexp),
     "aten.special_logsumexp": reduction(False, form=forms.logsumexp),

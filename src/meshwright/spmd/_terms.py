@@ -5,7 +5,7 @@ where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is in
 zero, and where a large factor makes terms overflow whose sum does not. So a pending sum passes an operator only if
 each of its factors is a mask, or a number of at most `largest_factor(dtype)` in magnitude. The values of a floating
 tensor are unknown, so a sum is reduced before it is multiplied with a floating tensor. Integer arithmetic wraps around
-and is exact.
+and is exact, in one dtype: a sum that wrapped around is no sum of wider integers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) 
     everything = frozenset(range(len(operands)))
     linear = {i for product in equation.products for i in product}
     given = [x for i, x in enumerate(operands) if i not in linear]
+    widened = _is_widened([operands[i] for i in linear], given, scales)
     if _is_integral([*operands, *scales]) and not any(isinstance(x, Number) for x in given):
-        return Passing(everything, everything)
+        return Passing(frozenset() if widened else everything, everything)
     if not all(_is_finite_scale(c) for c in scales) or not all(_keeps_zero(x) for x in given):
         return NONE
     others = {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
@@ -52,7 +53,8 @@ def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) 
     limit = min((largest_factor(x.dtype) for x in operands if isinstance(x, Tensor) and not _selects(x)), default=1.0)
     if not all(abs(c) <= limit for c in scales) or not all(_divides(x, limit) for x in given):
         return Passing(frozenset(), fillable)
-    return Passing(frozenset(i for i in fillable if all(_keeps_terms(x, limit) for x in others[i])), fillable)
+    pending = frozenset(i for i in fillable if all(_keeps_terms(x, limit) for x in others[i]))
+    return Passing(frozenset(i for i in pending if not (widened and _wraps(operands[i]))), fillable)
 
 
 def keeps_terms(factor: float | complex, dtype: torch.dtype) -> bool:
@@ -75,6 +77,17 @@ _LARGEST_OF_HALF = torch.finfo(torch.float16).max
 
 def _is_integral(values: Sequence[Any]) -> bool:
     return all(isinstance(x, int) or x is None or (isinstance(x, Tensor) and _selects(x)) for x in values)
+
+
+def _wraps(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype != torch.bool and _selects(x)
+
+
+def _is_widened(linear: Sequence[Any], divisors: Sequence[Any], scales: Sequence[Any]) -> bool:
+    """True if integer operands give a result of another dtype, so that sums that wrap around are joined first."""
+    dtypes = {x.dtype for x in linear if isinstance(x, Tensor) and x.dtype != torch.bool}
+    is_floating = any(isinstance(x, (float, complex)) for x in (*linear, *scales))
+    return len(dtypes) > 1 or is_floating or any(isinstance(x, Number) for x in divisors)
 
 
 def _selects(x: Tensor) -> bool:

@@ -20,13 +20,12 @@ from .torch_hooks import (
     composite_kernel,
     imagining,
     list_kernel,
-    no_interception,
     no_modes,
     operators_recorded,
     shares_storage,
 )
 
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
+CAST = (torch.float32, torch.bfloat16, torch.float16)
 """What autocast casts: double precision stays."""
 
 
@@ -110,7 +109,7 @@ def _captured(
     def stand_in(x: Tensor) -> Tensor:
         spec = spec_of(x)
         shape, dtype = (spec.shape, spec.dtype) if spec is not None else (x.shape, x.dtype)
-        dtype = floats if floats is not None and dtype in _CAST else dtype
+        dtype = floats if floats is not None and dtype in CAST else dtype
         strides = strides_of(x) if spec is None else spec.strides
         if strides is None:
             inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
@@ -119,7 +118,7 @@ def _captured(
         return inputs[-1]
 
     nodes: list[Node] = []
-    with no_modes(), imagining(_sizes(args, kwargs, spec_of)), torch.no_grad():
+    with no_modes(), imagining(sizes_of(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
         device = next((x.device for x in tensors_in((args, kwargs))), None)
         with operators_recorded(lambda *node: nodes.append(Node(*node)), _run_on(device)):
@@ -140,39 +139,7 @@ def strides_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.layout is not torch.strided or x.is_contiguous() else x.stride()
 
 
-def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype] | None:
-    """The dtypes of what `func` gives for whole tensors as autocast is now; None where torch refuses to tell."""
-
-    def spec_of(x: Tensor) -> Spec | None:
-        return getattr(x, "_spec", None)
-
-    def stand_in(x: Tensor) -> Tensor:
-        like = spec_of(x) or x
-        return torch.empty(like.shape, dtype=like.dtype, device=x.device)
-
-    with no_modes(), imagining(_sizes(args, kwargs, spec_of), always=True), no_interception(), torch.no_grad():
-        try:
-            out = func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
-        except Exception:  # torch refuses fake tensors, in many ways
-            return None
-        return [t.dtype for t in tensors_in(out)]
-
-
-def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
-    """True when autocast to `lower` runs the operator in float32 also where its operands are in `lower`."""
-
-    def stand_in(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=lower if x.dtype in _CAST else x.dtype, device=device)
-
-    with no_modes(), imagining(_sizes(node.args, node.kwargs, lambda _: None), always=True), torch.no_grad():
-        try:
-            out = node.op(*map_tensors(stand_in, node.args), **map_tensors(stand_in, node.kwargs))
-        except Exception:  # torch refuses fake tensors, in many ways
-            return False
-        return any(t.dtype == torch.float32 for t in tensors_in(out))
-
-
-def _sizes(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:
+def sizes_of(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:
     """The sizes that the call's tensors have as wholes."""
     for x in tensors_in((args, kwargs)):
         spec = spec_of(x)

@@ -66,6 +66,7 @@ from ._run import (
 )
 from ._stage_order import brought_together, name_of
 from ._tree import leaves_in, tensors_in
+from ._trial_calls import check_kernel, why_not_captured
 from ._whole import tell_whole
 from .torch_hooks import (
     SCRIPTED,
@@ -291,7 +292,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     try:
         captured = given = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        run = telling(mesh, _on_whole(func, _reason(error), failed=True))
+        run = telling(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
@@ -306,6 +307,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):
         captured, found = found, found.nodes
+    if isinstance(found, Step) and found.form is not None:
+        check_kernel(found.node, next(t.device for t in tensors if isinstance(t, DistTensor)))
     if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
         found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
     _tell(func, captured, found, tuple(specs.values()))
@@ -317,12 +320,6 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         run = _by_setting(run, mesh, _context, args, kwargs)
     by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
     return run, not by_type
-
-
-def _reason(error: Exception) -> str:
-    """Return why a call cannot be captured, without the values of this call."""
-    reason = str(error).split("\n")[0]
-    return "an argument is a tensor in place of a number" if reason.startswith("Cannot cast ") else reason
 
 
 def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:

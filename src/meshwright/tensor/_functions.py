@@ -32,6 +32,8 @@ from .torch_hooks import bare_apply, interception, interception_on, no_intercept
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """A user's function → the same one, whose backward pass sees whole gradients."""
 _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
+_OPERATING = "torch.distributions."
+"""Package of torch whose functions compute gradients by operators, as users' functions do."""
 
 
 def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +45,8 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
             "its backward pass would see gradients of this rank's part",
             "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
         )  # fmt: skip
-    if not given or f"{function.__module__}.".startswith(_LIBRARIES):
+    module = f"{function.__module__}."
+    if not given or (module.startswith(_LIBRARIES) and not module.startswith(_OPERATING)):
         return call(*args, **kwargs)
     if function not in _WHOLE:
         _WHOLE[function] = _on_whole(function)

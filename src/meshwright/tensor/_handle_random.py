@@ -83,7 +83,7 @@ def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> An
             q, k, v = q.float(), k.float(), v.float()
         if given.get("enable_gqa"):
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        scale = q.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+        scale = max(q.shape[-1], 1) ** -0.5 if given.get("scale") is None else given["scale"]
         scores = (q * scale**0.5) @ (k * scale**0.5).mT
         weights = torch.ops.aten._safe_softmax.default(_masked(scores, given), -1)
         return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)

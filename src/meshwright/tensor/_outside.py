@@ -13,7 +13,7 @@ from meshwright.comm import current
 from meshwright.layout import ProcessMesh, Spec
 
 from ._absent import link, make_absent
-from ._capture import Captured, Node, autocast_dtype, capture, dtypes_given
+from ._capture import Captured, Node, autocast_dtype, capture
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
 from ._handle_values import everywhere
@@ -23,6 +23,7 @@ from ._plan import Drawn, Inline, Step, is_constant, is_written, plan_call
 from ._run import run_graph, run_inline
 from ._stage_order import name_of, stages_of, written_by
 from ._tree import map_tensors, tensors_in
+from ._trial_calls import dtypes_given
 from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from meshwright.comm import current
 from meshwright.layout import Spec
 
 from ._alias import break_view, run_whole
-from ._capture import Captured, Node, autocast_dtype, is_raised, strides_of
+from ._capture import Captured, Node, autocast_dtype, strides_of
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
 from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
 from ._tree import map_leaves, map_tensors, tensors_in
+from ._trial_calls import is_raised
 from .torch_hooks import call_plain, no_interception, no_modes, parameters_of, view_replay, written_arguments
 
 _NOTHING: dict[str, Any] = {}
@@ -392,4 +394,8 @@ def _twin(node: Node) -> Callable[..., Any] | None:
     twin = None if packet is None else getattr(packet, node.op._overloadname, None)
     if twin is None or parameters_of(twin) != parameters_of(node.op):
         return None
-    return twin if len(written_arguments(node.op)) == 1 and not written_arguments(twin) else None
+    if len(written_arguments(node.op)) != 1 or written_arguments(twin):
+        return None
+    if "dtype" in dict(parameters_of(twin)) and node.kwargs.get("dtype") is None:
+        return partial(twin, dtype=node.args[0].dtype)  # the result of `cumsum` is wider, and takes booleans
+    return twin

@@ -45,6 +45,12 @@ OperatorPacket = OpOverloadPacket
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor with a shape, a dtype and a device that holds nothing."""
 
+DynamicShapeError: type[Exception] = fake_tensor.DynamicOutputShapeException
+"""Raised on fake tensors by an operator the shape of whose result depends on values."""
+
+ValueNeededError: type[Exception] = fake_tensor.DataDependentOutputException
+"""Raised on fake tensors by an operator that gives the host a number."""
+
 call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """`call_plain(func, types, args, kwargs)` calls with interception off; cheaper than a `with` block."""
 
