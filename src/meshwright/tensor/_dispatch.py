@@ -277,8 +277,9 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             raise PlainInBackwardError(
                 f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
                 "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-                "in a tensor hook, make the plain tensor by torch.zeros_like of a distributed one, or use it after "
-                "the pass; in an autograd.Function, save arguments, or wrap the function with mw.local_map",
+                "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers, torch.zeros_like "
+                "of a distributed tensor for zeros, or use the plain tensor after the pass; in an autograd.Function, save "
+                "arguments, or wrap the function with mw.local_map",
             )  # fmt: skip
 
 
