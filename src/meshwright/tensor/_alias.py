@@ -264,19 +264,26 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return map_tensors(lambda r: made[id(r)], done.out)
 
 
-def break_view(out: Any, func: Any, args: Any, kwargs: Any, single: bool) -> Any:
-    """Return the results of a view call whose operand was moved, as views of the operand before the move."""
-    base = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
+def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
+    """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
+    moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
+    base = moved if isinstance(moved, DistTensor) else stamp(moved.detach(), spec_of(moved, like._spec))
+    args, kwargs = map_tensors(lambda t: base if t is moved else stand_in(t), (args, kwargs or {}))
     at = count()
     single = single or not (torch.is_grad_enabled() and base.requires_grad)
 
     def viewed(r: Tensor) -> Tensor:
         number = next(at)
-        if not isinstance(r, DistTensor):
-            return r
-        return as_view(r, base, func, args, kwargs or {}, number, single)
+        return as_view(r, base, func, args, kwargs, number, single) if isinstance(r, DistTensor) else r
 
     return map_tensors(viewed, out)
+
+
+def stand_in(t: Tensor) -> Tensor:
+    """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
+    shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
+    with no_interception():
+        return torch.zeros((), dtype=t.dtype, device=t.device).expand(shape)
 
 
 def before_call(views: Sequence[DistView]) -> list[int]:
@@ -292,7 +299,7 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
     """
     for view, version in zip(views, before, strict=True):
-        if not isinstance(view, DistView):  # the call gave it other memory
+        if not view._viewing:  # the call gave it other memory
             continue
         if writes_to(view) not in (version, view._outer._agreed) or any(x is view for x in written):
             _write_back(view._outer, view)
@@ -303,7 +310,7 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
 
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
-        of = next((v for v in views if isinstance(v, DistView) and shares_storage(v, x)), None)
+        of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
     if of is not None:
         view = inner_view(x, of)
         view._seen, view._counted = of._seen, of._counted

@@ -154,11 +154,14 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """Return `x.set_(source)`; raise MemoryAccessError unless both tensors are plain, or both are distributed."""
-    if len(args) == 2 and all(isinstance(t, DistTensor) for t in args) and takes_memory(*args):
-        return args[0]
-    if isinstance(args[0], DistTensor):
-        raise refusal("Tensor.set_", args[0], "write x.data = new or x.copy_(new), or make a new tensor")
+    """Return `x.set_(source)`; raise MemoryAccessError for a plain `x` with a distributed source, and for storages."""
+    x, source = args[0], args[1] if len(args) == 2 else None
+    if isinstance(x, DistTensor) and isinstance(source, Tensor) and x.dtype == source.dtype:
+        if not (isinstance(source, DistTensor) and takes_memory(x, source)):
+            x.data = source
+        return x
+    if isinstance(x, DistTensor):
+        raise refusal("Tensor.set_", x, "write x.data = new or x.copy_(new), or make a new tensor")
     if len(args) > 1 and isinstance(args[1], DistTensor):
         raise refusal("Tensor.set_ of a plain tensor", args[1], "write plain.data = x, which makes it distributed")
     return run(*args)
