@@ -221,3 +221,56 @@ def test_memory_that_some_ranks_do_not_hold_is_not_shared() -> None:
         del a
 
     mw.simulate(on_rank, 2)
+
+
+def test_a_recorded_program_refuses_a_parameter_that_shares_other_parts() -> None:
+    def on_rank() -> None:
+        layer: Any = nn.Linear(N, N, bias=False)
+        layer.weight = lay_on(2, "Shard(0)")(layer.weight)
+        kept = numbers(N, N)
+        layer.weight.data = kept
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        model = mw.to_static(layer, loss=nn.functional.mse_loss, optimizer=optimizer).train()
+        with pytest.raises(mw.StaticError, match="weight, which shares the memory"):
+            model(numbers(2, N), numbers(2, N))
+        del kept
+        model(numbers(2, N), numbers(2, N))
+
+    mw.simulate(on_rank, 2)
+
+
+class _Upper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.triu()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parametrized_weight_takes_a_plain_tensor(layout: str) -> None:
+    def weights(lay: Lay) -> list[Tensor]:
+        layer: Any = nn.Linear(N, N, bias=False)
+        layer.weight = nn.Parameter(lay(numbers(N, N)))
+        nn.utils.parametrize.register_parametrization(layer, "weight", _Upper())
+        layer.weight = numbers(N, N) + 1
+        layer(numbers(2, N)).square().sum().backward()
+        torch.optim.SGD(layer.parameters(), 0.1).step()
+        return [plain(layer.weight), plain(layer.parametrizations.weight.original)]
+
+    wanted = weights(lambda x: x)
+    for found in mw.simulate(lambda: weights(lay_on(2, layout)), 2):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_of_one_no_grad_block_can_be_read_after_it(layout: str) -> None:
+    def values(lay: Lay) -> list[Any]:
+        w = lay(torch.ones(3, 4)).requires_grad_()
+        with torch.no_grad():
+            flat, diagonal = w.view(-1), w.diagonal()
+            w.reshape(2, 6)[1] += 1
+        (w**2).sum().backward()
+        return [w.tolist(), flat.tolist(), diagonal.tolist(), plain(w.grad if w.grad is not None else w).tolist()]
+
+    assert mw.simulate(lambda: values(lay_on(2, layout)), 2) == [values(lambda x: x)] * 2

@@ -119,3 +119,32 @@ def test_a_view_that_its_schema_hides_is_one_on_every_rank(name: str, layout: li
 
         for found in mw.simulate(on_rank, ranks):
             torch.testing.assert_close(found, wanted)
+
+
+def test_a_distributed_number_may_be_a_size_of_a_plain_view() -> None:
+    def on_rank() -> Any:
+        mesh = mw.ProcessMesh([0, 1], ["x"])
+        count, flat = mw.shard_tensor(torch.tensor(2), mesh, [mw.Replicate()]), torch.arange(6.0)
+        flat.as_strided((count,), (3,)).add_(1)
+        like = mw.shard_tensor(torch.ones(6), mesh, [mw.Shard(0)])
+        assert flat.resize_as_(like) is flat
+        return flat.tolist(), tuple(flat.resize_as_(like[:2]).shape), tuple(flat.resize_(count, 2).shape)
+
+    with pytest.warns(mw.RanWholeWarning):
+        assert mw.simulate(on_rank, 2) == [([1.0, 1, 2, 4, 4, 5], (2,), (2, 2))] * 2
+
+
+def test_the_error_in_a_hook_says_how_to_use_a_table_of_numbers() -> None:
+    def on_rank(table: Tensor | None) -> Any:
+        mesh = mw.ProcessMesh([0, 1], ["x"])
+        x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]).requires_grad_()
+        numbers = torch.arange(4.0) if table is None else mw.shard_tensor(table, mesh, [mw.Replicate()])
+        y = x * 2
+        y.register_hook(lambda g: g * numbers)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    with pytest.raises(mw.PlainInBackwardError, match=r"mw\.shard_tensor\(table"):
+        mw.simulate(lambda: on_rank(None), 2)
+    assert mw.simulate(lambda: on_rank(torch.arange(4.0)), 2) == [[0.0, 2.0, 4.0, 6.0]] * 2

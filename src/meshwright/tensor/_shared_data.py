@@ -23,7 +23,17 @@ from torch import Tensor
 from meshwright.comm import current
 from meshwright.layout import Partial, ProcessMesh, Spec, layout_of, replicated
 
-from ._alias import DistView, Source, become_view, before_call, detached_view, in_order, inner_view, leave_memory
+from ._alias import (
+    DistView,
+    Source,
+    become_view,
+    before_call,
+    detached_view,
+    in_order,
+    inner_view,
+    leave_memory,
+    settle,
+)
 from ._convert import convert_local, move
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError
@@ -144,9 +154,25 @@ def register(view: DistView) -> None:
     views[key] = ref(view, lambda _: views.pop(key, None))
 
 
+def _living() -> list[DistView]:
+    """Return the tensors of this rank that took over memory as views; every rank has them in the same order."""
+    found = [view() for view in list(_state.views.values())]
+    return [v for v in found if isinstance(v, DistView)]
+
+
 def read_shared() -> None:
     """Read again the tensors that took over memory as views, before a backward pass; every rank makes the call."""
-    if not _state.views or backward_running() != -1:
-        return
-    found = [view() for view in list(_state.views.values())]
-    before_call([v for v in found if isinstance(v, DistView)])
+    if _state.views and backward_running() == -1:
+        before_call(_living())
+
+
+def sharing_views() -> list[DistView]:
+    """Return the tensors that are views because of `x.data = y`, after ending those that share no more.
+
+    Every rank makes the call.
+    """
+    for view in _living() if _state.views else ():
+        outer = view._outer
+        if outer._source.ends is not None and outer._source.ends(outer):
+            settle(outer)
+    return _living() if _state.views else []
