@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import dispatch_modes, saving_is_hooked
-from meshwright.tensor import local_parts
+from meshwright.tensor import local_parts, sharing_views
 
 from ._errors import StaticError
 
@@ -40,3 +40,17 @@ def refuse_call(optimizer: Optimizer | None) -> None:
             "dist_model(...)", "parameters with gradients of an earlier backward pass",
             "an eager step would add to these gradients, and a program computes its own", "optimizer.zero_grad() first",
         )  # fmt: skip
+
+
+def refuse_shared(network: nn.Module) -> None:
+    """Raise StaticError if a parameter or buffer shares memory of other parts; every rank makes the call."""
+    shared = {id(view) for view in sharing_views()}
+    if not shared:
+        return
+    for name, x in (*network.named_parameters(), *network.named_buffers()):
+        if id(x) in shared:
+            raise StaticError(
+                "dist_model(...)", f"{name}, which shares the memory of a tensor with other parts, by {name}.data = y",
+                "a program reads and writes this rank's part, and the other tensor would not see the writes",
+                f"make one parameter of both, as in head.weight = embedding.weight, or write {name}.data = y.clone()",
+            )  # fmt: skip

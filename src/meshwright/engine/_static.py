@@ -23,7 +23,7 @@ from ._model import Mode, Model
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate
 from ._program_files import load_programs, save_programs
-from ._refuse_call import refuse_call
+from ._refuse_call import refuse_call, refuse_shared
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
 from ._variants import Variant, Variants, sizes_of
@@ -138,6 +138,7 @@ class DistModel:
         leaves = list(leaves_in(batch))
         for check in self.before if self.mode == "train" else ():
             check(leaves)
+        refuse_shared(self.network)
         if self.pieces is None:
             refuse_call(self._now.optimizer)
             try:
@@ -158,6 +159,7 @@ class DistModel:
         """
         separate = Separate(batches)
         self._check_separate(separate)
+        refuse_shared(self.network)
         leaves = list(leaves_in(tuple(separate)))
         return self._run(self._found(separate, leaves), leaves)
 

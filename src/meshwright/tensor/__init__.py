@@ -34,6 +34,7 @@ from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, pa
 from ._pending import bucket_of, flush
 from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
+from ._shared_data import sharing_views
 from ._stage_order import StageOrder, stages_of
 from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ._whole import RAN_WHOLE
@@ -100,6 +101,7 @@ __all__ = [
     "recording",
     "recording_parts",
     "redistribute",
+    "sharing_views",
     "stages_of",
     "stamp",
     "tensors_in",

@@ -7,7 +7,7 @@ that made it; before it is used it is read again if its base was written to, aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, whole_of
 
-from ._convert import arranged, convert_local
+from ._convert import arranged, convert_local, owned
 from ._dist_tensor import DistTensor, FakeDistTensor, stamp
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
@@ -35,7 +35,11 @@ from .torch_hooks import is_dense, no_interception, shares_storage
 class Source:
     """The origin of a view: the base, the call, the number of the result, and the writes to the base until the call.
 
-    `single` is False for one of several views of one autograd node: torch raises an error on a write to such a view.
+    Attributes:
+        single: False for one of several views of one autograd node: torch raises an error on a write to such a view.
+        tracked: False for a view that was made under `torch.no_grad`, which gets no gradient from its base.
+        counted: False if the base is the memory of a plain tensor, whose writes are not all counted.
+        ends: For a tensor that took over memory by `x.data = new`: True of the view if only the view uses this memory.
     """
 
     base: DistTensor
@@ -45,6 +49,9 @@ class Source:
     at: int
     version: int
     single: bool = True
+    tracked: bool = True
+    counted: bool = True
+    ends: Callable[[DistView], bool] | None = None
 
 
 class DistView(DistTensor):
@@ -55,13 +62,19 @@ class DistView(DistTensor):
 
     _viewing = True
     _source: Source
-    _outer: DistView
+    _outside: DistView | None = None
+    """The view on whose memory this one is a view, or None for an outer view; a cycle would delay its end."""
     _agreed: int
     """The number of writes to the memory of an outer view when it and its base last held the same values."""
     _seen = True
     """False for `view.detach()` and `view.data`: autograd does not see what is written to them."""
     _counted = True
     """False for `view.data`: a write to it moves no version counter of the base."""
+
+    @property
+    def _outer(self) -> DistView:
+        """The view that remembers its call: this one, or the one on whose memory this one is a view."""
+        return self if self._outside is None else self._outside
 
     def _read_again(self) -> None:
         _refresh(self._outer)
@@ -74,11 +87,9 @@ class DistView(DistTensor):
             source = self._source
             base = deepcopy(source.base, memo)
             args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-            view._source = Source(base, source.func, args, kwargs, source.at, writes_to(base), source.single)
-            view._outer, view._agreed = view, writes_to(view)
-            _note(base, _VIEWS, view)
+            become_view(view, replace(source, base=base, args=args, kwargs=kwargs, version=writes_to(base)))
         else:
-            view._outer = deepcopy(self._outer, memo)
+            view._outside = deepcopy(self._outer, memo)
             _note(view._outer, _INNER, view)
 
 
@@ -92,13 +103,20 @@ def as_view(
     """
     if type(x) is FakeDistTensor:
         return x
+    tracked = torch.is_grad_enabled()
     with no_interception():
-        view: Any = stamp(x.clone() if _overlaps(x) else _in_order(x, x._spec), x._spec)
+        local = x.clone() if _overlaps(x) else in_order(x, x._spec)
+        view = stamp(local if tracked else owned(local), x._spec)
+    return become_view(view, Source(base, func, args, kwargs, at, writes_to(base), single, tracked))
+
+
+def become_view(x: DistTensor, source: Source) -> DistView:
+    """Return `x`, which has memory of its own, after making it the view that `source` tells."""
+    view: Any = x
     view.__class__ = DistView
-    view._source = Source(base, func, args, kwargs, at, writes_to(base), single)
-    view._outer = view
+    view._source, view._outside = source, None
     view._agreed = writes_to(view)
-    _note(base, _VIEWS, view)
+    _note(source.base, _VIEWS, view)
     return view
 
 
@@ -117,7 +135,13 @@ def _noted(x: DistTensor, name: str) -> list[DistView]:
     return [] if found is None else list(found.values())
 
 
-def _in_order(x: Tensor, spec: Spec) -> Tensor:
+def _forget(view: DistView) -> None:
+    """Undo `_note` for a view that gets other memory."""
+    held: Any = view._source.base.__dict__ if view._outside is None else view._outside.__dict__
+    held.get(_VIEWS if view._outside is None else _INNER, {}).pop(id(view), None)
+
+
+def in_order(x: Tensor, spec: Spec) -> Tensor:
     """Return the part of a view with its dims in the same order in memory as the whole view; a copy if they differ.
 
     Which views of the view are possible then follows the whole view: `x[2:]` of a transposed `x` is gathered in
@@ -138,31 +162,74 @@ def leave_memory(x: DistTensor) -> None:
         with no_interception():
             old: Any = stamp(x.view_as(x), x._spec)
         if isinstance(x, DistView):
-            old.__class__ = DistView
-            old._source, old._agreed, old._outer = x._source, x._agreed, old if x._outer is x else x._outer
+            _stand_in(old, x)
         for view in views:
             source = view._source
             source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
             source.base = old
+            _note(old, _VIEWS, view)
         for view in inner:
-            view._outer = old
+            view._outside = old
+            _note(old, _INNER, view)
     if type(x) is DistView:
-        moved: Any = x
-        moved.__class__ = DistTensor
+        _forget(x)
+        end_view(x)
+
+
+def _stand_in(old: DistTensor, x: DistView) -> None:
+    """Make `old`, which has the memory of `x`, the view that `x` is."""
+    view: Any = old
+    view.__class__ = DistView
+    view._seen, view._counted, view._agreed, view._outside = x._seen, x._counted, x._agreed, x._outside
+    if x._outside is None:
+        view._source = x._source
+        _note(x._source.base, _VIEWS, view)
+    else:
+        _note(x._outside, _INNER, view)
+
+
+def end_view(x: DistView) -> None:
+    """Make `x` a tensor that is no view of another one."""
+    moved: Any = x
+    moved.__class__ = DistTensor
+    for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
+        moved.__dict__.pop(name, None)
+
+
+def settle(view: DistView) -> None:
+    """Make an outer view, and the views of its memory, tensors of their own: nothing else uses its base."""
+    _forget(view)
+    for inner in _noted(view, _INNER):
+        end_view(inner)
+    end_view(view)
+
+
+def inner_view(x: DistTensor, view: DistView) -> DistView:
+    """Return `x`, which has the memory of `view` and a version counter of its own, as the same view."""
+    found: Any = x
+    found.__class__ = DistView
+    found._outside, found._seen, found._counted = view._outer, False, False
+    _note(view._outer, _INNER, found)
+    return found
 
 
 def detached_view(local: Tensor, view: DistView, is_data: bool) -> DistView:
     """Return `local`, which is `view.detach()` or `view.data` on this rank, as the same view of the same base."""
-    found: Any = stamp(local, view._spec)
-    found.__class__ = DistView
-    found._outer, found._seen, found._counted = view._outer, False, view._counted and not is_data
-    _note(view._outer, _INNER, found)
+    found = inner_view(stamp(local, view._spec), view)
+    found._counted = view._counted and not is_data
     return found
 
 
 def base_of(x: DistTensor) -> DistTensor:
     """Return the tensor at the base of a chain of copied views; `x` itself if it is no copied view."""
     while isinstance(x, DistView):
+        x = x._outer._source.base
+    return x
+
+
+def counted_with(x: DistTensor) -> DistTensor:
+    """Return the tensor whose version counter moves with writes to `x`: the base of a view."""
+    while isinstance(x, DistView) and x._outer._counted:
         x = x._outer._source.base
     return x
 
@@ -197,19 +264,26 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return map_tensors(lambda r: made[id(r)], done.out)
 
 
-def break_view(out: Any, func: Any, args: Any, kwargs: Any, single: bool) -> Any:
-    """Return the results of a view call whose operand was moved, as views of the operand before the move."""
-    base = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
+def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
+    """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
+    moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
+    base = moved if isinstance(moved, DistTensor) else stamp(moved.detach(), spec_of(moved, like._spec))
+    args, kwargs = map_tensors(lambda t: base if t is moved else stand_in(t), (args, kwargs or {}))
     at = count()
     single = single or not (torch.is_grad_enabled() and base.requires_grad)
 
     def viewed(r: Tensor) -> Tensor:
         number = next(at)
-        if not isinstance(r, DistTensor):
-            return r
-        return as_view(r, base, func, args, kwargs or {}, number, single)
+        return as_view(r, base, func, args, kwargs, number, single) if isinstance(r, DistTensor) else r
 
     return map_tensors(viewed, out)
+
+
+def stand_in(t: Tensor) -> Tensor:
+    """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
+    shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
+    with no_interception():
+        return torch.zeros((), dtype=t.dtype, device=t.device).expand(shape)
 
 
 def before_call(views: Sequence[DistView]) -> list[int]:
@@ -225,6 +299,8 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
     """
     for view, version in zip(views, before, strict=True):
+        if not view._viewing:  # the call gave it other memory
+            continue
         if writes_to(view) not in (version, view._outer._agreed) or any(x is view for x in written):
             _write_back(view._outer, view)
     for r in tensors_in(out):
@@ -234,12 +310,10 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
 
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
-        of = next((v for v in views if shares_storage(v, x)), None)
+        of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
     if of is not None:
-        view: Any = x
-        view.__class__ = DistView
-        view._outer, view._seen, view._counted = of._outer, of._seen, of._counted
-        _note(of._outer, _INNER, view)
+        view = inner_view(x, of)
+        view._seen, view._counted = of._seen, of._counted
 
 
 def _refresh(view: DistView) -> None:
@@ -247,14 +321,15 @@ def _refresh(view: DistView) -> None:
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
     now = writes_to(source.base)
-    if now == source.version and not is_unversioned(view):
+    if now == source.version and source.counted and not is_unversioned(view):
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")
-    with torch.inference_mode() if view.is_inference() else nullcontext():
+    tracked = nullcontext() if source.tracked else torch.no_grad()
+    with torch.inference_mode() if view.is_inference() else tracked:
         done = call_whole(source.func, source.args, source.kwargs)
         new = list(tensors_in(done.out))[source.at]
-        write_into(view, stamp(new, _whole_spec_of(new, view)))
+        write_into(view if view._seen else _data_of(view), stamp(new, _whole_spec_of(new, view)))
     source.version, view._agreed = now, writes_to(view)
 
 
@@ -294,6 +369,9 @@ def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> 
 
     `written` tells which elements of `by` were written, None that all were.
     """
+    ends = view._source.ends
+    if ends is not None and ends(view):
+        return settle(view)
     with nullcontext() if by._seen else torch.no_grad():
         _write_base(view, by, written)
 

@@ -58,7 +58,10 @@ def _view_of(grad: Tensor, local: Tensor, spec: Spec) -> Tensor:
     """Return the local gradient as a view of the assigned tensor, which has another layout or is a view itself."""
     local = local.clone() if shares_storage(local, grad) else local
     base = grad if isinstance(grad, DistTensor) else stamp(grad.detach(), spec_of(grad, spec))
-    return as_view(stamp(local, spec), base, torch.ops.aten.alias.default, (base,), {}, 0)
+    view = as_view(stamp(local, spec), base, torch.ops.aten.alias.default, (base,), {}, 0)
+    if isinstance(view, DistView):
+        view._source.counted = isinstance(grad, DistTensor)
+    return view
 
 
 class gradients_kept_up:  # entered in every step: a class is faster than a generator

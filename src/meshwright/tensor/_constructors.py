@@ -103,12 +103,26 @@ def _refused(own: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(f"{own.__name__} of a distributed tensor", found, "use x.detach(), which stays distributed")
 
 
+def _memory_taken(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return `x.set_(source)` of a distributed `x` and a tensor of the same dtype, as `x.data = source` does it.
+
+    This is outside of the operator, because tensors that are made inside of it share no version counters.
+    """
+    x, source = args[0], args[1] if len(args) == 2 else kwargs.get("source")
+    if not isinstance(x, DistTensor) or not isinstance(source, Tensor) or x.dtype != source.dtype:
+        return NotImplemented
+    if not (isinstance(source, DistTensor) and takes_memory(x, source)):
+        x.data = source
+    return x
+
+
 OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch, "tensor", _copied),
     (torch, "as_tensor", _taken),
     (torch, "asarray", _as_array),
     (torch, "range", _filled),
     (torch.Tensor, "new_tensor", _copied_like),
+    (torch.Tensor, "set_", _memory_taken),
     (torch.Tensor, "_make_subclass", _refused),
     (dlpack, "to_dlpack", _exported),
     (torch, "to_dlpack", _exported),
@@ -154,9 +168,7 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """Return `x.set_(source)`; raise MemoryAccessError unless both tensors are plain, or both are distributed."""
-    if len(args) == 2 and all(isinstance(t, DistTensor) for t in args) and takes_memory(*args):
-        return args[0]
+    """Return `x.set_(source)` of plain tensors and storages; raise MemoryAccessError if one is distributed."""
     if isinstance(args[0], DistTensor):
         raise refusal("Tensor.set_", args[0], "write x.data = new or x.copy_(new), or make a new tensor")
     if len(args) > 1 and isinstance(args[1], DistTensor):

@@ -85,7 +85,7 @@ class Move:
         if not grad_on:
             return current().convert(self.plan, x)
         with torch.no_grad():
-            return _owned(current().convert(self.plan, x))
+            return owned(current().convert(self.plan, x))
 
     @cached_property
     def rare(self) -> Callable[[Tensor], Tensor] | None:
@@ -136,7 +136,7 @@ class _Convert(torch.autograd.Function):
         ctx.how = how
         keep_place(ctx)
         out = how.now(x)
-        return x.detach() if out is x else _owned(out)  # a view would keep `x`, which may keep it
+        return x.detach() if out is x else owned(out)  # a view would keep `x`, which may keep it
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -164,7 +164,7 @@ def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def _owned(x: Tensor) -> Tensor:
+def owned(x: Tensor) -> Tensor:
     """`x` as no view of anything, so that it may be written to; it keeps its memory."""
     if not x._is_view():
         return x

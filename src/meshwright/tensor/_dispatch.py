@@ -43,6 +43,7 @@ from ._plan import (
     Inline,
     Step,
     is_constant,
+    is_view_of_plain,
     leaves_nothing,
     makes_views,
     may_alias,
@@ -60,6 +61,7 @@ from ._run import (
     run_graph,
     run_identity,
     run_inline,
+    run_plain,
     run_step,
     run_twin,
     settled,
@@ -278,8 +280,9 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             raise PlainInBackwardError(
                 f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
                 "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-                "in a tensor hook, make the plain tensor by torch.zeros_like of a distributed one, or use it after "
-                "the pass; in an autograd.Function, save arguments, or wrap the function with mw.local_map",
+                "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers, and "
+                "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass; in an "
+                "autograd.Function, save arguments, or wrap the function with mw.local_map",
             )  # fmt: skip
 
 
@@ -298,6 +301,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         check_answer(func, args, kwargs, captured.out)
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
     tensors = list(tensors_in((args, kwargs)))
+    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
+        return run_plain, True
     _check_written(captured, tensors)
     if writes_overlapping(captured):
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False

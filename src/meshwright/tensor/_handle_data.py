@@ -13,16 +13,17 @@ from torch.utils import swap_tensors
 from meshwright.layout import Product, Spec
 
 from ._absent import absent
-from ._alias import DistView, base_of, detached_view, leave_memory
+from ._alias import DistView, counted_with, detached_view, leave_memory
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError, OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
 from ._registry import handles
 from ._saved import unnoted
+from ._shared_data import is_temporary, put_data
 from ._tree import map_tensors
 from ._writes import note_counter, version_of
-from .torch_hooks import call_plain, no_interception, same_kind
+from .torch_hooks import call_plain, interception_on, no_interception, same_kind
 
 _T: Any = Tensor
 """Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
@@ -58,13 +59,14 @@ def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @handles(_T._version.__get__, numbers=False)
 def _version(func: Any, types: Any, args: Any, kwargs: Any) -> int:
     """Return the number of writes to the tensor's memory; a view has the number of its base."""
-    return version_of(base_of(args[0]))
+    return version_of(counted_with(args[0]))
 
 
 @handles(_T._base.__get__, numbers=False)
 def _base(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return the distributed tensor that this one is a view of, or None; the local part of a leaf is no base."""
-    base = args[0]._source.base if isinstance(args[0], DistView) and args[0]._outer is args[0] else None
+    x = args[0]
+    base = x._source.base if isinstance(x, DistView) and x._outer is x and x._seen else None
     base = call_plain(func, types, args, kwargs or {}) if base is None else base
     return base if isinstance(base, DistTensor) else None
 
@@ -99,15 +101,30 @@ def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(x, DistTensor):
         return call_plain(func, types, args, kwargs)
     have = spec_of(new, x._spec)
+    put_data(x, new, have, _spec_of_data(x, have))
+
+
+_PUT_DATA = _T.data.__set__
+
+
+def _write_data(x: DistTensor, new: Any) -> None:
+    """Carry out `x.data = new`; a temporary is brought to the layout of `x` first, because nobody sees its memory."""
+    if interception_on() and isinstance(new, Tensor) and is_temporary(new):
+        new = _laid_like(x, new)
+    _PUT_DATA(x, new)
+
+
+def _laid_like(x: DistTensor, new: Tensor) -> Tensor:
+    have = spec_of(new, x._spec)
     need = _spec_of_data(x, have)
-    local = convert_local(new, have, need)
-    leave_memory(x)
-    with no_interception():
-        _T.data.__set__(x, plain_view(local))
-        note_counter(local, x)
-    held: Any = x.__dict__
-    held.pop("_shared", None)
-    x._spec = need
+    if x._away or (have.mesh is need.mesh and have.layout == need.layout):
+        return new
+    with torch.no_grad():
+        return stamp(plain_view(convert_local(new.detach(), have, need)), need)
+
+
+DistTensor.data = property(_T.data.__get__, _write_data)  # pyright: ignore[reportAttributeAccessIssue] - a property
+"""Python sees here whether the caller keeps the tensor that it assigns."""
 
 
 def takes_memory(x: DistTensor, source: DistTensor) -> bool:
@@ -284,9 +301,11 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Raise OperationError for a view of memory beside the tensor's elements, which this rank does not hold."""
     x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if not isinstance(x, DistTensor):
+        return NotImplemented
     with no_interception():
         is_view = x._viewing or x._is_view()
-    if not isinstance(x, DistTensor) or (x._spec.is_dense and not (is_view and at is not None)):
+    if x._spec.is_dense and not (is_view and at is not None):
         return NotImplemented
     raise OperationError(
         "as_strided", f"{x._spec!r}, a view" if is_view else repr(x._spec),

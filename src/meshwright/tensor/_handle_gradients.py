@@ -21,6 +21,7 @@ from ._memory import release_memory
 from ._pending import deferring, flush, flush_read, forget
 from ._registry import handles
 from ._saved import keep_up
+from ._shared_data import read_shared
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward, tell_backward
 
 _T: Any = Tensor
@@ -94,6 +95,7 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
     for output in outputs:
         if isinstance(output, DistTensor):
             output._read_again()
+    read_shared()
     keep_up()
     outputs = [_summed(o) for o in outputs]
     seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
@@ -113,6 +115,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
+    read_shared()
     keep_up()
     outputs = [_summed(o) for o in _as_list(given["outputs"])]
     inputs = _as_list(given["inputs"])
@@ -306,6 +309,7 @@ class _backward_pass(gradients_kept_up):
     """Inside, a backward pass of plain tensors runs, which asks no distributed tensor."""
 
     def __enter__(self) -> None:
+        read_shared()
         keep_up()
         super().__enter__()
 

@@ -135,13 +135,14 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(*_present("resize_", "resize_as_"))
 def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Raise MemoryAccessError unless the shape stays the same: the memory of a part cannot grow or be replaced."""
-    x = args[0]
-    shape = getattr(args[1], "shape", args[1:]) if len(args) > 1 else None
-    if isinstance(x, DistTensor) and shape is not None and tuple(_flat(shape)) == tuple(x.shape):
+    """Resize a plain tensor; raise MemoryAccessError if a part would need memory of another size."""
+    x, given = args[0], (*args[1:], *kwargs.values())
+    shape = given[0].shape if func == Tensor.resize_as_ else tuple(int(n) for n in _flat(args[1:]))
+    if tuple(shape) == tuple(x.shape):
         return x
-    some = next(a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor))
-    raise refusal(f"Tensor.{func.__name__}", some, "write x.data = new, or make a new tensor")
+    if not isinstance(x, DistTensor):
+        return x.resize_(shape)
+    raise refusal(f"Tensor.{func.__name__} to shape {tuple(shape)}", x, "write x.data = new, or make a new tensor")
 
 
 @handles(*_present("_view_func", "_view_func_unsafe", "_rev_view_func_unsafe"))
@@ -152,7 +153,7 @@ def _view_again(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _flat(shape: Any) -> Any:
-    return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 
 def refusal(asked: str, x: DistTensor, write: str) -> MemoryAccessError:

@@ -41,8 +41,9 @@ def everywhere(x: Tensor) -> Tensor:
     Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
 )  # fmt: skip
 def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The same Python value on every rank."""
-    args, kwargs = map_tensors(everywhere, (args, kwargs))
+    """The same Python value on every rank; autograd sees nothing, as on one device."""
+    with torch.no_grad():
+        args, kwargs = map_tensors(everywhere, (args, kwargs))
     with no_interception():
         return func(*args, **kwargs)
 

@@ -19,8 +19,8 @@ from ._errors import AbsentError
 from ._handle_values import everywhere
 from ._local import spec_of_whole
 from ._metadata import check_answer
-from ._plan import Drawn, Inline, Step, is_constant, is_written, plan_call
-from ._run import run_graph, run_inline
+from ._plan import Drawn, Inline, Step, is_constant, is_view_of_plain, is_written, plan_call
+from ._run import run_graph, run_inline, run_plain
 from ._stage_order import name_of, stages_of, written_by
 from ._tree import map_tensors, tensors_in
 from ._trial_calls import dtypes_given
@@ -60,6 +60,8 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
         return lambda *_: captured.out
+    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
+        return run_plain
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, like.mesh)
     if isinstance(found, Captured):

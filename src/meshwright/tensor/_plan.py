@@ -36,7 +36,7 @@ class Step:
     Attributes:
         moves: Pairs of the number of a tensor argument and the conversion of this argument.
         direct: True if the caller's own function may be called, since only its operands change.
-        broken: True if the results are views of an operand that has to be converted.
+        broken: The number of the tensor argument that the results are views of, if it has to be converted; else None.
         single: True unless one autograd node makes several such results.
         grown: True if a result has a dim that no operand has; values may decide the size of this dim.
         fresh: For each result that the schema lets alias an argument, True if it is new and False if it is an alias.
@@ -52,7 +52,7 @@ class Step:
     sizes: tuple[int | str, ...]
     form: Callable[..., Any] | None
     ins: tuple[Spec | None, ...]
-    broken: bool
+    broken: int | None
     single: bool
     grown: bool
     fresh: tuple[bool | None, ...]
@@ -196,7 +196,7 @@ def _step(
     form = call.rule.forms[decision.form] if decision.form else None
     if form is None and call.rule.guard is not None and any(leaves_nothing(s) for s in (*decision.ins, *outs)):
         form = call.rule.guard
-    broken = _breaks_view(node, operands, ins, decision)
+    viewed = _broken_view(node, operands, ins, decision)
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(
         node=node,
@@ -208,8 +208,8 @@ def _step(
         sizes=sizes,
         form=form,
         ins=decision.ins,
-        broken=broken,
-        single=not (broken and len(results) > 1 and _in_one_node(node)),
+        broken=None if viewed is None else at[id(viewed)],
+        single=not (viewed is not None and len(results) > 1 and _in_one_node(node)),
         grown=_grown(call, results),
         fresh=fresh_results(node),
     )
@@ -244,19 +244,23 @@ def leaves_nothing(spec: Spec | None) -> bool:
     return any(here == 0 != whole for here, whole in zip(local, spec.shape, strict=True))
 
 
-def _breaks_view(node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision) -> bool:
-    """True when the results would share memory with an operand on one device, but that operand has to move.
+def _is_unsafe(op: Operator) -> bool:
+    """True for operators called unsafe: nobody may count on what they share; to autograd their results are no views."""
+    return op.name().startswith(("aten::unsafe_", "aten::_unsafe_"))
 
-    What operators called unsafe share, nobody may count on: to autograd their results are no views.
-    """
-    if node.op.name().startswith(("aten::unsafe_", "aten::_unsafe_")):
-        return False
+
+def _broken_view(
+    node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision
+) -> Tensor | None:
+    """Return the operand that the results share memory with on one device, if it has to move; else None."""
+    if _is_unsafe(node.op):
+        return None
     moved = [
         x
         for x, have, need in zip(operands, ins, decision.ins, strict=True)
         if x is not None and have is not None and need is not None and not move(have, need).is_trivial
     ]
-    return any(shares_storage(x, r) for x in moved for r in tensors_in(node.out))
+    return next((x for x in moved for r in tensors_in(node.out) if shares_storage(x, r)), None)
 
 
 def of_one_node(results: Sequence[Tensor]) -> bool:
@@ -290,6 +294,9 @@ def plan_call(
     """
     if len(captured.nodes) == 1 and _is_whole_call(captured):
         node = replace(captured.nodes[0], out=captured.out)
+        apart = taken_apart(captured) if _is_hidden_view(captured) else None
+        if apart is not None:
+            return apart
         found = plan_node(node, specs, mesh, captured.inputs) or _drawn(node, specs, mesh)
         return taken_apart(captured) if found is None and not is_written(node.op) else found
     if reads_uninitialised(captured):
@@ -376,6 +383,26 @@ def _written(node: Node) -> list[Tensor]:
 def makes_views(captured: Captured) -> bool:
     """True when a result looks at the memory of an argument."""
     return any(shares_storage(t, r) for t in captured.inputs for r in tensors_in(captured.out))
+
+
+def _is_hidden_view(captured: Captured) -> bool:
+    """True if the only operator returns a view that its schema does not tell of, as `einsum("ij->ji", x)` does.
+
+    Whether a part gives a view may differ between ranks, and operators with schemas that tell of views give one.
+    """
+    op, inputs = captured.nodes[0].op, {id(t) for t in captured.inputs}
+    if may_alias(op) or is_written(op) or _is_unsafe(op) or not makes_views(captured):
+        return False
+    return not inputs.issuperset(id(r) for r in tensors_in(captured.out))
+
+
+def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool:
+    """True if each result is memory of a plain argument: the distributed ones then only told a shape or a dtype."""
+    results, flags = list(tensors_in(captured.out)), list(is_distributed)
+    if all(flags) or not results or any(is_written(node.op) for node in captured.nodes):
+        return False
+    plain = [t for t, flag in zip(captured.inputs, flags, strict=True) if not flag]
+    return all(any(shares_storage(r, t) for t in plain) for r in results)
 
 
 def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:

@@ -102,7 +102,7 @@ def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
         if places is None:
             return _run_moved(step, law)
         return _run_named(step, places, law) if kwargs else _run_flat(step, places, law)
-    sized = not step.moves and not step.broken and func in _SIZED and type(args[0]) is DistTensor
+    sized = not step.moves and step.broken is None and func in _SIZED and type(args[0]) is DistTensor
     return _run_sized(step, _SIZED[func], law) if sized else _run_local(step, places, law)
 
 
@@ -184,9 +184,9 @@ def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
 
     def many(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         out = _stamp_all(out, specs)
-        return break_view(out, func, args, kwargs, step.single) if step.broken else out
+        return out if step.broken is None else break_view(out, func, args, kwargs, step.broken, step.single)
 
-    if not isinstance(step.node.out, Tensor) or step.broken:
+    if not isinstance(step.node.out, Tensor) or step.broken is not None:
         return many
     spec = specs[0]
 
@@ -300,6 +300,20 @@ def _real(captured: Captured, args: Any, kwargs: Any) -> Callable[[Any], Any]:
 def run_identity(captured: Captured) -> Run:
     """The call returned arguments of its own."""
     return lambda func, types, args, kwargs: _real(captured, args, kwargs)(captured.out)
+
+
+def run_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that returns memory of a plain argument, and asks distributed ones only for shape and dtype."""
+    with no_interception():
+        args, kwargs = map_tensors(_uninitialised, (args, kwargs or _NOTHING))
+        return func(*args, **kwargs)
+
+
+def _uninitialised(t: Tensor) -> Tensor:
+    """Return an uninitialised plain tensor with the global shape and strides of a distributed one; others unchanged."""
+    if not isinstance(t, DistTensor):
+        return t
+    return torch.empty_strided(t._spec.shape, t._spec.full_strides, dtype=t.dtype, device=t.device)
 
 
 def run_graph(captured: Captured) -> Run:

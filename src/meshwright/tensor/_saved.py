@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from ._convert import Move
 from ._dist_tensor import local_shape, plain_view
-from ._writes import data_writes, is_anything_shared
+from ._writes import is_anything_shared, other_writes
 from .torch_hooks import FakeTensor, backward_running, no_interception, shares_storage, unwritten
 
 Conversion = Callable[[Tensor], Tensor]
@@ -67,7 +67,7 @@ class _Copy(_Note):
     `exact` is False for an operand of another algorithm than one device runs, which may save other tensors.
     """
 
-    __slots__ = ("before", "counted", "data", "exact", "geometry", "how", "storage", "version")
+    __slots__ = ("before", "counted", "exact", "geometry", "how", "others", "storage", "version")
     before: int
     exact: bool
     how: Conversion
@@ -81,7 +81,7 @@ class _Copy(_Note):
         self.geometry = _OFFSET(source), local_shape(source), _STRIDE(source)
         self.counted = found if base is None else ref(base)
         self.version = source._version
-        self.data = data_writes(storage) if is_anything_shared() else 0
+        self.others = other_writes(storage, self.version) if is_anything_shared() else 0
 
     def keep_up(self) -> bool:
         """Bring the copy up to the source; False if it needs no more looks."""
@@ -101,8 +101,8 @@ class _Copy(_Note):
         if source is not None and source.untyped_storage() is not storage:
             self.look(source)
             copy.data = plain_view(self.how(source.detach()))
-        elif storage is not None and data_writes(storage) != self.data:
-            self.data = data_writes(storage)
+        elif storage is not None and other_writes(storage, self.version) != self.others:
+            self.others = other_writes(storage, self.version)
             now = torch.empty(0, dtype=copy.dtype, device=copy.device).set_(storage, *self.geometry)
             with unwritten(copy):
                 copy.copy_(self.how(now))

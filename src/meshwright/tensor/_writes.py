@@ -42,12 +42,8 @@ class _Counters:
             self.dropped += 0 if x() is not None else probe._version
         self.others = [pair for pair in self.others[:half] if pair[0]() is not None] + self.others[half:]
 
-    def data_total(self) -> int:
-        """The writes that the first counter does not show."""
-        return self.dropped + sum(probe._version for _, probe in self.others)
-
     def total(self) -> int:
-        return self.first._version + self.data_total()
+        return self.first._version + self.dropped + sum(probe._version for _, probe in self.others)
 
 
 def counter_of(x: Tensor) -> Tensor:
@@ -84,10 +80,10 @@ def is_anything_shared() -> bool:
     return _Shared.ever
 
 
-def data_writes(storage: Any) -> int:
-    """Return the number of writes to a storage that the counter of its first tensor does not show."""
+def other_writes(storage: Any, version: int) -> int:
+    """Return the number of writes to a storage beside the `version` that one of its counters shows."""
     counters: _Counters | None = storage.__dict__.get(_KEY)
-    return 0 if counters is None else counters.data_total()
+    return 0 if counters is None else counters.total() - version
 
 
 def note_counter(x: Tensor, other: Tensor) -> None:

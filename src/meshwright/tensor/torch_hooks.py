@@ -546,6 +546,23 @@ def _after(key: Any) -> Any:
     return torch._C._dispatch_keyset_full_after(key)
 
 
+def tensors_on_storage(x: torch.Tensor) -> int:
+    """Return the number of tensors that use the memory of `x`, with `x`; call it with interception off.
+
+    A base that only its view `x` keeps alive does not count.
+    """
+    storage = x.untyped_storage()
+    uses = int(getattr(torch._C, "_storage_Use_Count")(storage._cdata)) - 1  # noqa: B009 - without the `storage` here
+    base = x._base
+    if base is None:
+        return uses
+    only = sys.getrefcount(base) <= _OF_A_BASE and getattr(base, "_use_count")() <= 2  # noqa: B009 - not in torch's stubs
+    return uses - 1 if only else uses
+
+
+_OF_A_BASE = 3
+"""References to a base that only its view keeps alive: a variable's, that of the count, and that of the C++ tensor."""
+
 _SELECT = torch._C.DispatchKey.BackendSelect
 _BELOW_SELECT = _after(_SELECT)
 _AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
