@@ -293,14 +293,19 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     call is kept, and neither its rule nor what it does to pending sums depends on their values.
     """
     try:
-        captured = given = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
         run = telling(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
+    return _plan_apart(func, args, kwargs, captured, mesh) or _plan_by_rules(func, args, kwargs, captured, mesh)
+
+
+def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: ProcessMesh) -> tuple[Run, bool] | None:
+    """Return what `make_plan` returns for a call that needs no rule or has none; None for any other call."""
+    tensors = list(tensors_in((args, kwargs)))
     if is_constant(captured):
         check_answer(func, args, kwargs, captured.out)
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
-    tensors = list(tensors_in((args, kwargs)))
     if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
         return run_plain, True
     _check_written(captured, tensors)
@@ -308,6 +313,12 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
         return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
     if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
         return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
+    return None
+
+
+def _plan_by_rules(func: Any, args: Any, kwargs: Any, given: Captured, mesh: ProcessMesh) -> tuple[Run, bool]:
+    """Return what `make_plan` returns for a call whose operators have rules."""
+    captured, tensors = given, list(tensors_in((args, kwargs)))
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):

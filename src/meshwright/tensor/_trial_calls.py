@@ -32,6 +32,9 @@ def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch
 def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> str:
     """Return why the capture of a call ended with `error`, without quoting values of its arguments."""
     reason = str(error).split("\n")[0]
+    is_internal = "meta" in reason.lower().split()  # the user gave no tensors on the meta device
+    if not (is_internal or isinstance(error, NotImplementedError) or reason.startswith("Cannot cast ")):
+        return reason  # the user's own mistake, which torch would log in a trial call
     try:
         _imagined(func, args, kwargs)
     except DynamicShapeError:
@@ -42,7 +45,6 @@ def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Ex
         pass
     if reason.startswith("Cannot cast "):
         return _READS_NUMBER
-    is_internal = "meta" in reason.lower().split()  # the user gave no tensors on the meta device
     return "torch cannot tell the shape of the result without the values" if is_internal else reason
 
 
