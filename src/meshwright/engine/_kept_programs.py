@@ -28,7 +28,7 @@ from ._model import Model
 from ._program_files import Saved, can_be_saved, is_mine, is_writer, row_of, saved_of
 from ._program_index import FORMAT, index_path, read_indexes, write_index
 from ._setting import first_marks
-from ._shared import made_once, turn_of
+from ._shared import made_once, nth_request
 from ._variants import Variant
 
 VARIABLE = "MESHWRIGHT_PROGRAMS"
@@ -108,7 +108,7 @@ def _sum(path: Path) -> str:
 def _rows(place: Path, model: Model) -> list[tuple[Path, dict[str, Any]]]:
     """Return the rows of the folder; simulated ranks get those that the first one found."""
     here = current()
-    return made_once(here, ("kept", turn_of(here, "kept"), place), lambda: _rows_now(place, model))
+    return made_once(here, ("kept", nth_request(here, "kept"), place), lambda: _rows_now(place, model))
 
 
 def _rows_now(place: Path, model: Model) -> list[tuple[Path, dict[str, Any]]]:

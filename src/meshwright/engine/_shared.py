@@ -53,8 +53,8 @@ def recorded_once(
     text = numbered(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
-    turn = turn_of(here, "program")
-    known: list[_Recorded] = here.shared.setdefault(("programs", turn, text, specs, modes, repr(how)), [])
+    number = nth_request(here, "program")
+    known: list[_Recorded] = here.shared.setdefault(("programs", number, text, specs, modes, repr(how)), [])
     for found in known:
         fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
         if fits_here and is_shared(found.program, found.constants, alike):
@@ -66,8 +66,8 @@ def recorded_once(
     return program, fits
 
 
-def turn_of(here: Carrier, what: str) -> int:
-    """Return how often this rank asked before, for `what`; ranks ask in the same order."""
+def nth_request(here: Carrier, what: str) -> int:
+    """Return how many requests for `what` this rank made before; simulated ranks make them in the same order."""
     if not isinstance(here, Simulated):
         return 0
     return next(here.shared.setdefault((what, here.rank), count()))

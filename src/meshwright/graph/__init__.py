@@ -5,7 +5,6 @@ from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
 from ._cells import overwriting
 from ._complete import complete, with_layouts
-from ._digest import meaning_of, meaning_or_none
 from ._draft import Draft, Spot
 from ._driver import Edit, rewrite
 from ._dynamic import Fits, Holds, holds_of
@@ -23,6 +22,7 @@ from ._layouts import Layouts, parse_layouts
 from ._linear_tail import linear_tail
 from ._loss_scale import HELD, LOSS_SCALE, Scaling
 from ._match import Match
+from ._meaning import meaning_of, meaning_or_none
 from ._measure import Measure, measure_of
 from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
 from ._node import (
@@ -71,7 +71,6 @@ from .guards import (
     class_text,
     described,
     executed_code,
-    is_trusted_module,
     observed,
 )
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
@@ -156,7 +155,6 @@ __all__ = [
     "is_drawing",
     "is_lifted",
     "is_pure",
-    "is_trusted_module",
     "is_view",
     "joined",
     "lies_as",

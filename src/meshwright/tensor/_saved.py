@@ -38,7 +38,7 @@ _STORAGE, _OFFSET, _STRIDE = _T.untyped_storage, _T.storage_offset, _T.stride
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.notes: dict[int, _Note] = {}
+        self.notes: dict[int, _Copy | _Alias] = {}
         self.is_noting = True
 
 
@@ -49,12 +49,8 @@ class _Note(ref[Tensor]):
     """A reference to a noted tensor; when the tensor is gone, the note leaves the notes of its thread."""
 
     __slots__ = ("notes", "source")
-    notes: dict[int, _Note]
+    notes: dict[int, _Copy | _Alias]
     source: ref[Tensor]
-
-    def keep_up(self) -> bool:
-        """Bring the tensor up to its source; False if it needs no more looks."""
-        raise NotImplementedError
 
 
 def _drop(note: Any) -> None:
@@ -114,6 +110,7 @@ class _Alias(_Note):
     __slots__ = ()
 
     def keep_up(self) -> bool:
+        """Bring the alias to the memory of the source; False if it needs no more looks."""
         alias, source = self(), self.source()
         if alias is None or source is None:
             return False
@@ -122,7 +119,7 @@ class _Alias(_Note):
         return True
 
 
-def _add(note: _Note) -> None:
+def _add(note: _Copy | _Alias) -> None:
     notes = _state.notes
     note.notes = notes
     notes[id(note)] = note

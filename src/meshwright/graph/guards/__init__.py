@@ -17,10 +17,10 @@ from ._executed import Executed, executed_code, observed, unobserved, unobserved
 from ._guards import Guards, side_effect, steady
 from ._kinds import global_hooks
 from ._reach import OPTIMIZER, OWN, STEP_HOOKS
-from ._trusted import is_trusted, is_trusted_call, is_trusted_module
+from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
     "OPTIMIZER", "OWN", "STEP_HOOKS", "Executed", "Guards", "class_text", "described", "executed_code", "global_hooks",
-    "is_trusted", "is_trusted_call", "is_trusted_module", "observed", "side_effect", "steady",
+    "is_trusted", "is_trusted_call", "observed", "side_effect", "steady",
     "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a captured program says as one text, the same in each process that captures the same."""
+"""A captured program as one text, which is the same in each process that captures the same call."""
 
 from __future__ import annotations
 
