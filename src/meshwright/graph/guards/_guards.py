@@ -60,12 +60,12 @@ class Guards:
 
 def _of_layers(reach: Reach) -> Iterator[Slot]:
     """Return the parts, parameters, buffers and hooks of layers."""
-    for label, path, layer in reach.modules:
+    for label, layer in reach.modules:
         for table in ("_modules", "_parameters", "_buffers", *LAYER_HOOKS):
             held: dict[Any, Any] | None = layer.__dict__.get(table)
             if held is not None:
                 unordered = table in ("_parameters", "_buffers")
-                yield Content(f"{label}{table}", (*path, ("attribute", table)), held, unordered)
+                yield Content(f"{label}{table}", held, unordered)
 
 
 class _Restored:

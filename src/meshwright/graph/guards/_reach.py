@@ -62,7 +62,6 @@ from ._slots import (
     OF_FUNCTION,
     Content,
     Names,
-    Path,
     Read,
     Slot,
     content,
@@ -75,7 +74,6 @@ LAYER_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
-ENVIRONMENT: Path = (("module", "os"), ("attribute", "environ"))
 _ALL_ITEMS = frozenset({"items", "keys", "values", "copy"})
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -151,8 +149,8 @@ def any_name(key: str) -> bool:
 class _Space:
     """A namespace whose entries count by name, and the entries that were followed."""
 
-    def __init__(self, held: Mapping[str, Any], label: str, path: Path, owner: Any, whole: bool, trusted: bool) -> None:
-        self.held, self.label, self.path, self.owner, self.whole = held, label, path, owner, whole
+    def __init__(self, held: Mapping[str, Any], label: str, owner: Any, whole: bool, trusted: bool) -> None:
+        self.held, self.label, self.owner, self.whole = held, label, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
@@ -173,21 +171,21 @@ class Reach:
         self._built_in: tuple[Mapping[str, Any], dict[str, None]] = (vars(builtins), {})
         self._modules: dict[str, None] = {}
         self._others: list[Slot] = []
-        self.tensors: list[tuple[str, Path, Tensor]] = []
-        self.modules: list[tuple[str, Path, nn.Module]] = []
-        self._queue: deque[tuple[Any, str, Path]] = deque()
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self._queue: deque[tuple[Any, str]] = deque()
         self._weak: set[int] = set()
         self.variables: Set[str] | None = None
         self._takes_all_variables = False
         for code, namespace in ran.codes.values() if ran is not None else ():
             self._code(code, namespace)
         for tensor in ran.asked if ran is not None else ():
-            self._others.append(Content("a tensor whose numbers Python read", (), tensor))
+            self._others.append(Content("a tensor whose numbers Python read", tensor))
         for table in global_hooks():
-            self._others.append(Content("global hooks", (), table))
+            self._others.append(Content("global hooks", table))
             self._hooks(table, "global hooks")
         for name, root in roots.items():
-            self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}.", ((name, ""),)))
+            self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}."))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated attributes of modules
             self._walk()
@@ -195,15 +193,13 @@ class Reach:
     def slots(self) -> Iterator[Slot]:
         """Yield every place that was found, with what it holds now."""
         for held, keys in self._globals.values():
-            name = str(held.get("__name__"))
-            known = vars(sys.modules[name]) is held if name in sys.modules else False
-            yield Names("", (("module", name),) if known else (), held, tuple(keys), None)
-        yield Names("builtins.", (("module", "builtins"),), self._built_in[0], tuple(self._built_in[1]), None)
-        yield Names("sys.modules.", (), sys.modules, tuple(self._modules), None)
+            yield Names("", held, tuple(keys), None)
+        yield Names("builtins.", self._built_in[0], tuple(self._built_in[1]), None)
+        yield Names("sys.modules.", sys.modules, tuple(self._modules), None)
         yield from self._environment()
         for space in self._spaces.values():
             owner = None if id(space.owner) in self._weak else space.owner
-            yield Names(space.label, space.path, space.held, tuple(space.keys), self._counts(space), owner)
+            yield Names(space.label, space.held, tuple(space.keys), self._counts(space), owner)
         yield from self._others
 
     def _environment(self) -> Iterator[Slot]:
@@ -211,9 +207,9 @@ class Reach:
         if self.variables is None:
             return
         if self._takes_all_variables:
-            yield Content("os.environ", ENVIRONMENT, held_variables())
+            yield Content("os.environ", held_variables())
         else:
-            yield Read("os.environ", ENVIRONMENT, tuple(sorted({*self.variables, *self.texts})), variables_named)
+            yield Read("os.environ", tuple(sorted({*self.variables, *self.texts})), variables_named)
 
     def _counts(self, space: _Space) -> Callable[[str], bool] | None:
         """Return what tells which new names count in a namespace; None if none does."""
@@ -232,9 +228,9 @@ class Reach:
             for space in list(self._spaces.values()):
                 self._follow(space)
 
-    def _push(self, value: Any, label: str, path: Path) -> None:
+    def _push(self, value: Any, label: str) -> None:
         if not is_plain(value) and id(value) not in self._seen:
-            self._queue.append((value, label, path))
+            self._queue.append((value, label))
         elif type(value) is str and value.isidentifier():
             self.texts.add(value)
 
@@ -247,26 +243,26 @@ class Reach:
             if counts and key not in space.keys and key not in space.apart:
                 space.keys[key] = None
                 if not space.trusted or leads_on(held[key]):
-                    self._push(held[key], f"{space.label}{key}", (*space.path, ("attribute", key)))
+                    self._push(held[key], f"{space.label}{key}")
 
-    def _visit(self, value: Any, label: str, path: Path) -> None:
+    def _visit(self, value: Any, label: str) -> None:
         if id(value) in self._seen or runs_beside(type(value)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self.tensors.append((label, path, value))
+            self.tensors.append((label, value))
             if vars(value):
-                self._space(value, vars(value), f"{label}.", path)
+                self._space(value, vars(value), f"{label}.")
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, FunctionType):
-            self._function(value, label, path)
+            self._function(value, label)
         elif isinstance(value, ModuleType):
             self._module(value)
         elif isinstance(value, nn.Module):
-            self._layer(value, label, path)
+            self._layer(value, label)
         else:
-            self._object(value, label, path)
+            self._object(value, label)
 
     def _code(self, code: CodeType, namespace: dict[str, Any]) -> None:
         """Take over the names of code that counts, and the globals that it reads."""
@@ -279,7 +275,7 @@ class Reach:
         self.parts.update(dict.fromkeys(named.parts))
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
-            self._others.append(Read("decimal.getcontext()", (), None, decimal_context))
+            self._others.append(Read("decimal.getcontext()", None, decimal_context))
         if named.variables is not None:
             self.variables = named.variables | (self.variables or set())
             self._takes_all_variables |= not named.names.isdisjoint(_ALL_ITEMS)
@@ -290,7 +286,7 @@ class Reach:
         for name in named.names:
             if name in held or name in built_in:
                 keys[name] = None
-                self._push(held.get(name), name, (("module", module), ("attribute", name)))
+                self._push(held.get(name), name)
             if name not in held and name in built_in:
                 self._built_in[1][name] = None
             self._imported(name, namespace)
@@ -302,125 +298,124 @@ class Reach:
             module = sys.modules.get(full)
             if module is not None:
                 self._modules[full] = None
-                self._push(module, f"{full}.", (("module", full),))
+                self._push(module, f"{full}.")
 
-    def _function(self, value: FunctionType, label: str, path: Path) -> None:
+    def _function(self, value: FunctionType, label: str) -> None:
         code = value.__code__
         for name in ("__wrapped__", "registry"):
             if name in vars(value):
-                self._push(vars(value)[name], f"{label}.{name}", (*path, ("attribute", name)))
+                self._push(vars(value)[name], f"{label}.{name}")
         if self.ran is None and not is_installed_file(code.co_filename):
             self._code(code, value.__globals__)
         if id(code) not in self._codes:
             return
         for at, held in enumerate(value.__closure__ or ()):
-            self._read(code.co_freevars[at], (*path, ("cell", at)), held, CELL)
+            self._read(code.co_freevars[at], held, CELL)
         for kind, get in OF_FUNCTION.items():
-            self._read(f"{label}.{kind}", (*path, ("attribute", kind)), value, get)
+            self._read(f"{label}.{kind}", value, get)
         if vars(value):
-            self._space(value, vars(value), f"{label}.", path)
+            self._space(value, vars(value), f"{label}.")
 
     def _module(self, value: ModuleType) -> None:
         trusted = is_trusted_module(value.__name__)
-        self._space(value, vars(value), f"{value.__name__}.", (("module", value.__name__),), trusted)
+        self._space(value, vars(value), f"{value.__name__}.", trusted)
 
     def _class(self, value: type) -> None:
         for kind in value.__mro__:
             if kind is not object and id(kind) not in self._spaces:
-                path: Path = (("class", f"{kind.__module__}:{kind.__qualname__}"),)
                 self._seen.setdefault(id(kind), kind)
-                self._space(kind, vars(kind), f"{kind.__name__}.", path, is_trusted(kind))
+                self._space(kind, vars(kind), f"{kind.__name__}.", is_trusted(kind))
                 if not is_trusted(kind):
-                    self._read(f"{kind.__name__}.__mro__", (*path, ("attribute", "__mro__")), kind, MRO)
+                    self._read(f"{kind.__name__}.__mro__", kind, MRO)
         if not is_trusted(type(value)):
             self._class(type(value))
 
-    def _layer(self, value: nn.Module, label: str, path: Path) -> None:
+    def _layer(self, value: nn.Module, label: str) -> None:
         """A module: its parts, and of its attributes those that its own code or torch's code may read."""
-        self.modules.append((f"{label.removesuffix('.')}." if label else "", path, value))
+        self.modules.append((f"{label.removesuffix('.')}." if label else "", value))
         self._class(type(value))
         prefix = f"{label.removesuffix('.')}." if label else ""
-        space = self._space(value, vars(value), prefix, path)
+        space = self._space(value, vars(value), prefix)
         for key in names_of_torch(type(value)) & vars(value).keys() - FOLLOWING:
             space.keys[key] = None
-            self._push(value.__dict__[key], f"{prefix}{key}", (*path, ("attribute", key)))
+            self._push(value.__dict__[key], f"{prefix}{key}")
         for key, part in value._modules.items():
-            self._push(part, f"{prefix}{key}", (*path, ("part", key)))
+            self._push(part, f"{prefix}{key}")
         for table in LAYER_HOOKS:
             self._hooks(value.__dict__.get(table), f"{prefix}{table}")
         for key, tensor in (*value._parameters.items(), *value._buffers.items()):
             if tensor is not None and vars(tensor):
-                self._space(tensor, vars(tensor), f"{prefix}{key}.", (*path, ("tensor", key)))
+                self._space(tensor, vars(tensor), f"{prefix}{key}.")
         for key, parameter in value._parameters.items():
             for table in TENSOR_HOOKS:
                 self._hooks(getattr(parameter, table, None), f"{prefix}{key}.{table}")
 
     def _hooks(self, table: Mapping[Any, Any] | None, label: str) -> None:
         for hook in (table or {}).values():
-            self._push(hook, label, ())
+            self._push(hook, label)
 
-    def _space(self, owner: Any, held: Mapping[str, Any], label: str, path: Path, trusted: bool = False) -> _Space:
+    def _space(self, owner: Any, held: Mapping[str, Any], label: str, trusted: bool = False) -> _Space:
         top = (owner if isinstance(owner, type) else type(owner)).__module__.partition(".")[0]
         found = self._spaces.get(id(owner))
         if found is None:
             whole = top in self.whole and not isinstance(owner, (type, ModuleType, FunctionType))
-            found = self._spaces[id(owner)] = _Space(held, label, path, owner, whole, trusted)
+            found = self._spaces[id(owner)] = _Space(held, label, owner, whole, trusted)
             self._follow(found)
         return found
 
-    def _object(self, value: Any, label: str, path: Path) -> None:
+    def _object(self, value: Any, label: str) -> None:
         if is_container(value):
-            self._container(value, label, path)
+            self._container(value, label)
         elif isinstance(value, (tuple, frozenset)):
-            self._items(enumerate(cast("tuple[Any, ...]", value)), label, path)
+            self._items(enumerate(cast("tuple[Any, ...]", value)), label)
         elif isinstance(value, NAMING):
             self.names.update(word for text in value.__reduce__()[1] for word in str(text).split("."))
         elif (get := getter_of(value)) is not None:
-            self._holder(value, get, label, path)
+            self._holder(value, get, label)
         elif isinstance(value, (MappingProxyType, *MEMBERS)):
-            self._leading(value, label, path)
+            self._leading(value, label)
         elif is_namespace(value) or not is_stateless(type(value)):
-            self._attributes(value, label, path)
+            self._attributes(value, label)
 
-    def _leading(self, value: Any, label: str, path: Path) -> None:
+    def _leading(self, value: Any, label: str) -> None:
         """A callable, or a view of a dict: what it leads to."""
         if isinstance(value, MappingProxyType):
-            self._pushed(gc.get_referents(value), label, path)
+            self._pushed(gc.get_referents(value), label)
             return
         if isinstance(value, MethodType) and self._is_idle(value.__func__):
             return
         members = next(names for kind, names in MEMBERS.items() if isinstance(value, kind))
-        self._members(value, members, label, path)
+        self._members(value, members, label)
 
     def _is_idle(self, function: Any) -> bool:
         """True for a function that did not run, so that nothing was read of the object that it is bound to."""
         known = isinstance(function, FunctionType) and not is_trusted_file(function.__code__.co_filename)
         return known and self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
 
-    def _holder(self, value: Any, get: Callable[[Any], Any], label: str, path: Path) -> None:
+    def _holder(self, value: Any, get: Callable[[Any], Any], label: str) -> None:
         """A variable, a reference, a cache, a generator: what it holds now."""
         if (
             get is not cached_results or self.ran is not None
         ):  # a first pass may fill caches: results stay what they are
-            self._read(label, path, value, get)
-        self._members(value, ("__wrapped__",), label, path)
+            self._read(label, value, get)
+        self._members(value, ("__wrapped__",), label)
         if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
             self.ran.outside.append(f"next() of the generator {label}")
         if isinstance(value, weakref.ref) and (target := cast("weakref.ref[Any]", value)()) is not None:
             self._weak.add(id(target))
-            self._push(target, label, ())
+            self._push(target, label)
 
-    def _attributes(self, value: Any, label: str, path: Path) -> None:
+    def _attributes(self, value: Any, label: str) -> None:
         """An object of a class that is no trusted library's, or of one that holds what users put into it."""
         kind: Any = type(value)
         self._class(kind)
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
-            space = self._space(value, cast(dict[str, Any], held), f"{kind.__name__}.", path)
+            space = self._space(value, cast(dict[str, Any], held), f"{kind.__name__}.")
             if isinstance(value, logging.Logger):
                 space.apart = frozenset(vars(value)) - {"level", "disabled", "parent"}
                 space.keys |= dict.fromkeys(("level", "disabled", "parent"))
-                self._push(value.parent, "Logger.", (*path, ("attribute", "parent")))
+                self._push(value.parent, "Logger.")
                 return
             space.whole = space.whole or (is_trusted(kind) and not is_namespace(value))
             self._follow(space)
@@ -429,47 +424,47 @@ class Reach:
                 self._hooks(getattr(value, table), f"{label}{table}")
         for base in kind.__mro__:
             if not is_trusted(base) or isinstance(value, local):
-                self._descriptors(value, base, path)
+                self._descriptors(value, base)
 
-    def _descriptors(self, value: Any, base: type, path: Path) -> None:
+    def _descriptors(self, value: Any, base: type) -> None:
         """The slots of an object."""
         for name, member in vars(base).items():
             if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in SPECIAL:
-                self._read(f"{type(value).__name__}.{name}", (*path, ("slot", name)), value, partial(slot_of, member))
+                self._read(f"{type(value).__name__}.{name}", value, partial(slot_of, member))
 
-    def _container(self, value: Any, label: str, path: Path) -> None:
+    def _container(self, value: Any, label: str) -> None:
         label = label.removesuffix(".")
-        self._others.append(Content(label, path, value))
+        self._others.append(Content(label, value))
         if isinstance(value, dict):
-            self._items(dict.items(cast(dict[Any, Any], value)), label, path)
+            self._items(dict.items(cast(dict[Any, Any], value)), label)
         elif isinstance(value, (list, deque)):
             held = content(value)
             if not all(map(is_plain, held)):
-                self._items(enumerate(held), label, path)
+                self._items(enumerate(held), label)
         elif isinstance(value, (set, frozenset)):
-            self._pushed(cast("set[Any]", value), label, path)
+            self._pushed(cast("set[Any]", value), label)
         if not is_trusted(type(value)):
             self._class(type(value))
             held = getattr(value, "__dict__", None)
             if held is not None:
-                self._space(value, held, f"{type(value).__name__}.", path)
+                self._space(value, held, f"{type(value).__name__}.")
 
-    def _items(self, items: Iterable[tuple[Any, Any]], label: str, path: Path) -> None:
+    def _items(self, items: Iterable[tuple[Any, Any]], label: str) -> None:
         for key, item in items:
-            self._push(key, label, ())
-            self._push(item, f"{label}[{key!r}]" if is_plain(key) else label, (*path, ("item", key)))
+            self._push(key, label)
+            self._push(item, f"{label}[{key!r}]" if is_plain(key) else label)
 
-    def _pushed(self, values: Iterable[Any], label: str, path: Path) -> None:
+    def _pushed(self, values: Iterable[Any], label: str) -> None:
         for value in values:
-            self._push(value, label, path)
+            self._push(value, label)
 
-    def _members(self, value: Any, names: Iterable[str], label: str, path: Path) -> None:
+    def _members(self, value: Any, names: Iterable[str], label: str) -> None:
         for name in names:
             found = getattr(value, name, None)
             if found is not None:
-                self._push(found, label, (*path, ("attribute", name)))
+                self._push(found, label)
 
-    def _read(self, label: str, path: Path, owner: Any, get: Callable[[Any], Any]) -> None:
-        slot = Read(label, path, owner, get)
+    def _read(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
+        slot = Read(label, owner, get)
         self._others.append(slot)
-        self._push(slot.known, label, path)
+        self._push(slot.known, label)

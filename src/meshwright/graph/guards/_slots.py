@@ -30,8 +30,6 @@ PLAIN = frozenset(
 )
 """Types of values that are compared by value and hold nothing that changes."""
 
-Path = tuple[tuple[str, Any], ...]
-"""How to find a value again, from a root: (kind of step, name or number) for each step."""
 Change = tuple[str, Any, Any]
 """A label, the value before, and the value now."""
 
@@ -40,7 +38,6 @@ class Slot(Protocol):
     """A place with a remembered value."""
 
     label: str
-    path: Path
 
     def holds(self) -> bool: ...
     def changes(self) -> Iterator[Change]: ...
@@ -81,13 +78,12 @@ class Names:
     def __init__(
         self,
         label: str,
-        path: Path,
         held: Mapping[str, Any],
         keys: Sequence[str],
         counts: Callable[[str], bool] | None,
         owner: Any = None,
     ) -> None:
-        self.label, self.path, self.held, self.counts, self.owner = label, path, held, counts, owner
+        self.label, self.held, self.counts, self.owner = label, held, counts, owner
         self.keys = tuple(keys)
         self.known = tuple(map(held.get, self.keys, repeat(MISSING)))
         self.all = set(held) if counts is not None else None
@@ -137,8 +133,8 @@ class Names:
 class Read:
     """A value that `get(owner)` gives: of a cell, the defaults of a function, a slot of an object."""
 
-    def __init__(self, label: str, path: Path, owner: Any, get: Callable[[Any], Any]) -> None:
-        self.label, self.path, self.owner, self.get = label, path, owner, get
+    def __init__(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
+        self.label, self.owner, self.get = label, owner, get
         self.known = self.now()
 
     def now(self) -> Any:
@@ -170,8 +166,8 @@ OF_FUNCTION = {kind: attrgetter(kind) for kind in ("__code__", "__defaults__", "
 class Content:
     """What a list, dict, set, deque or array holds. The order of an `unordered` dict is of no use."""
 
-    def __init__(self, label: str, path: Path, value: Any, unordered: bool = False) -> None:
-        self.label, self.path, self.value, self.unordered = label, path, value, unordered
+    def __init__(self, label: str, value: Any, unordered: bool = False) -> None:
+        self.label, self.value, self.unordered = label, value, unordered
         self.known = content(value)
 
     def holds(self) -> bool:
