@@ -171,7 +171,6 @@ class Reach:
         self._built_in: tuple[Mapping[str, Any], dict[str, None]] = (vars(builtins), {})
         self._modules: dict[str, None] = {}
         self._others: list[Slot] = []
-        self.tensors: list[tuple[str, Tensor]] = []
         self.modules: list[tuple[str, nn.Module]] = []
         self._queue: deque[tuple[Any, str]] = deque()
         self._weak: set[int] = set()
@@ -250,7 +249,6 @@ class Reach:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self.tensors.append((label, value))
             if vars(value):
                 self._space(value, vars(value), f"{label}.")
         elif isinstance(value, type):
