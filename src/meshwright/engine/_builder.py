@@ -23,7 +23,6 @@ from meshwright.graph import (
     brought,
     capture,
     compiled,
-    complete,
     joined,
     made_states,
     meshes_of,
@@ -42,7 +41,7 @@ from meshwright.passes import data_axes, shards
 from meshwright.tensor import leaves_in, stages_of
 
 from ._apart import without_inputs
-from ._digest import digest_of
+from ._digest import checksums, digest_of
 from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._kept_programs import Kept
 from ._loss_scale import LossScale
@@ -51,7 +50,7 @@ from ._optimizer import refuse_master_weights
 from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
-from ._shared import constants_of, is_shared, recorded_once, runner_once
+from ._shared import SteadyCalls, completed_once, constants_of, is_shared, recorded_once, runner_once
 from ._variants import Dynamic, sizes_of
 
 
@@ -73,6 +72,8 @@ class Compiled:
     """True if the program is for other ranks, too: for those that hold parts of the same shapes."""
     digest: str | None = None
     """A checksum of all that decides which program a recording gives; None where no checksum tells."""
+    captures: tuple[str, ...] = ()
+    """Checksums of the calls that were captured for it."""
 
 
 @dataclass(slots=True)
@@ -120,14 +121,15 @@ class Builder:
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return replace(self._loaded(saved), digest=digest), saved.holds, captured.ran
+            return self._loaded(saved, digest), saved.holds, captured.ran
         how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
         self.recordings += 1
         self._lay(captured, layouts)
         shared = is_shared(program, constants_of(captured), alike)
-        return replace(self._ready(program), shared=shared, digest=digest), fits, captured.ran
+        found = replace(self._ready(program), shared=shared, digest=digest, captures=checksums([captured]))
+        return found, fits, captured.ran
 
     def _saved(self, digest: str | None, batch: Sequence[Any]) -> Saved | None:
         """The loaded or kept program with this digest that takes the batch."""
@@ -142,13 +144,15 @@ class Builder:
         """True if each rank makes the same tensors of Python numbers while it records."""
         return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
 
-    def _loaded(self, saved: Saved) -> Compiled:
+    def _loaded(self, saved: Saved, digest: str | None) -> Compiled:
         """A program of a file, ready to run."""
         if saved.piped is not None:
-            return replace(self._ready_pipeline(saved.piped), shared=saved.shared)
-        strategy = self.model.strategy
-        lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
-        return replace(self._ready(saved.program, lowered), shared=saved.shared)
+            found = self._ready_pipeline(saved.piped)
+        else:
+            strategy = self.model.strategy
+            lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
+            found = self._ready(saved.program, lowered)
+        return replace(found, shared=saved.shared, digest=digest, captures=saved.captures)
 
     def _captured(
         self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
@@ -157,19 +161,27 @@ class Builder:
         model, strategy = self.model, self.model.strategy
         with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
             called = () if model.loss is None else (model.loss,)
+            steady = self._steady_calls()
             captured = capture(
-                model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called
-            )
+                model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called,
+                steady.__contains__,
+            )  # fmt: skip
+            steady.add(captured.checksum)
         program = self._on_stages(spread(captured.program))
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)
         given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
         with self.phases.phase("complete layouts"):
-            layouts = complete(program, given)
+            layouts = completed_once(current(), program, given)
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
-                layouts = complete(program, {**uncut, **given})
+                layouts = completed_once(current(), program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         return replace(captured, program=apply_passes(forward, strategy.passes_on("captured"))), layouts
+
+    def _steady_calls(self) -> SteadyCalls:
+        """Return the calls that were captured before for a program that is there."""
+        loaded = (checksum for _, saved in self.loaded for checksum in saved.captures)
+        return SteadyCalls(current(), (*loaded, *self.kept.captures(self.model)))
 
     def _on_stages(self, program: Program) -> Program:
         """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
@@ -212,7 +224,7 @@ class Builder:
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return replace(self._loaded(saved), digest=digest), saved.holds, captured.ran
+            return self._loaded(saved, digest), saved.holds, captured.ran
         self.recordings += 1
         with self.phases.phase("record"):
             found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
@@ -224,7 +236,8 @@ class Builder:
         ready = self._ready_pipeline(found)
         constants = [x for each in (captured, *others) for x in constants_of(each)]
         shared = is_shared(ready.program, constants, self._records_alike)
-        return replace(ready, shared=shared, digest=digest), fits, captured.ran
+        ready = replace(ready, shared=shared, digest=digest, captures=checksums([captured, *others]))
+        return ready, fits, captured.ran
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""

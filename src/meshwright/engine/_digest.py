@@ -18,6 +18,11 @@ from ._model import Model
 from ._setting import torch_state
 
 
+def checksums(captured: Sequence[Capture]) -> tuple[str, ...]:
+    """Return the checksums of the calls that have one."""
+    return tuple(each.checksum for each in captured if each.checksum is not None)
+
+
 def digest_of(captured: Sequence[Capture], how: Any, model: Model) -> str | None:
     """Return the checksum; None where a recording runs code that no checksum tells."""
     optimizer, slots = model.optimizer, captured[0].slots

@@ -25,7 +25,7 @@ from meshwright.comm import current
 from meshwright.layout import MeshwrightError
 
 from ._model import Model
-from ._program_files import Saved, can_be_saved, is_mine, is_writer, row_of, saved_of
+from ._program_files import Saved, can_be_saved, captures_of, is_mine, is_writer, row_of, saved_of
 from ._program_index import FORMAT, index_path, read_indexes, write_index
 from ._setting import first_marks
 from ._shared import made_once, nth_request
@@ -47,12 +47,19 @@ class Kept:
         self.place: Path | None = None
         self.rows: list[tuple[Path, dict[str, Any]]] | None = None
 
-    def find(self, digest: str, model: Model) -> Iterator[Saved]:
-        """Yield the programs with this digest for this rank."""
+    def _read(self, model: Model) -> list[tuple[Path, dict[str, Any]]]:
         if self.rows is None:
             self.place = _place(model)
             self.rows = [] if self.place is None else list(_rows(self.place, model))
-        for path, row in self.rows:
+        return self.rows
+
+    def captures(self, model: Model) -> Iterator[str]:
+        """Yield the checksums of the calls that the programs were captured of."""
+        return (str(checksum) for _, row in self._read(model) for checksum in captures_of(row))
+
+    def find(self, digest: str, model: Model) -> Iterator[Saved]:
+        """Yield the programs with this digest for this rank."""
+        for path, row in self._read(model):
             with suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
                 if row["digest"] == digest and is_mine(row):
                     yield saved_of(path.parent, row)

@@ -58,6 +58,7 @@ class Saved:
     shared: bool
     kernels: Path | None = None
     piped: Piped | None = None
+    captures: tuple[str, ...] = ()
 
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
@@ -116,6 +117,7 @@ def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back:
     return {
         "file": name,
         "digest": found.digest,
+        "captures": list(found.captures),
         "rank": program.rank,
         "shared": found.shared,
         "parts": specs_data(specs_in(program)),
@@ -171,7 +173,14 @@ def saved_of(place: Path, row: Row) -> Saved:
     name, table = checked_name(row["file"]), row["pipeline"]
     program = load_program(place / name, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
     piped = None if table is None else taken_from(program, table)
-    return Saved(program, holds_of(row["holds"]), row["shared"] is True, _kernels(place, row["kernels"], name), piped)
+    kernels = _kernels(place, row["kernels"], name)
+    return Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, piped, captures_of(row))
+
+
+def captures_of(row: Row) -> tuple[str, ...]:
+    """Return the checksums of the calls that the program of a row was captured of."""
+    found = row.get("captures", ())
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def _check_marks(folder: Path, index: Row, model: Model) -> None:

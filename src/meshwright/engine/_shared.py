@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,14 +15,18 @@ from meshwright.graph import (
     Executed,
     Fits,
     Input,
+    Layouts,
     Program,
     Run,
     are_alike,
+    complete,
     is_lifted,
+    meaning_or_none,
     numbered,
     runner,
     specs_in,
 )
+from meshwright.layout import Spec
 
 T = TypeVar("T")
 
@@ -66,11 +70,37 @@ def recorded_once(
     return program, fits
 
 
+class SteadyCalls:
+    """Checksums of calls that changed nothing in two passes: those of saved programs, and of other simulated ranks."""
+
+    def __init__(self, here: Carrier, saved: Iterable[str]) -> None:
+        self._saved, self._others = set(saved), set[str]()
+        if isinstance(here, Simulated):
+            self._others = here.shared.setdefault(("steady calls", nth_request(here, "steady call")), set())
+
+    def __contains__(self, checksum: str) -> bool:
+        return checksum in self._saved or checksum in self._others
+
+    def add(self, checksum: str | None) -> None:
+        if checksum is not None:
+            self._others.add(checksum)
+
+
 def nth_request(here: Carrier, what: str) -> int:
     """Return how many requests for `what` this rank made before; simulated ranks make them in the same order."""
     if not isinstance(here, Simulated):
         return 0
     return next(here.shared.setdefault((what, here.rank), count()))
+
+
+def completed_once(here: Carrier, program: Program, given: Mapping[str, Spec]) -> Layouts:
+    """Return the completed layouts of the program; simulated ranks with the same program and marks share them."""
+    meaning = meaning_or_none(program) if isinstance(here, Simulated) else None
+    if meaning is None:
+        return complete(program, given)
+    names = tuple(v.name for v in chain((i.value for i in program.inputs), *(node.outs for node in program.nodes)))
+    key = ("layouts", meaning, names, tuple(sorted(given.items(), key=lambda item: item[0])))
+    return made_once(here, key, lambda: complete(program, given))
 
 
 def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -21,12 +22,13 @@ from meshwright.tensor import DistTensor, map_leaves
 from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
 from ._interception import check_hooks
+from ._meaning import meaning_or_none
 from ._node import Value
 from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
-from .guards import Executed, steady
+from .guards import Executed, code_text, steady
 from .torch_hooks import FakeMode, ShapeEnv
 
 
@@ -57,6 +59,8 @@ class Capture:
     """Constants whose numbers Python read."""
     ran: Executed = field(repr=False, default_factory=Executed)
     """The code that ran, of the forward pass and of what is recorded of it."""
+    checksum: str | None = None
+    """Of the first pass and the code that ran in it; None where one pass was enough."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -84,6 +88,7 @@ def capture(
     dynamic: Mapping[int, Collection[int]] | None = None,
     most: int | None = None,
     others: Sequence[Any] = (),
+    is_known: Callable[[str], bool] | None = None,
 ) -> Capture:
     """The program of `call(*batch)`, which runs `module` and `others`: its parameters, buffers and batch are inputs.
 
@@ -91,14 +96,29 @@ def capture(
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
     part of one program or takes more than `most` operators, and SideEffectError for a forward pass that changes what
     is no tensor. What only the first pass sets may stay: then the second one is captured, if it changes nothing and is
-    the same program.
+    the same program. `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
+    captured.
     """
 
     roots = {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
     asked = f"to capture the forward pass of {type(module).__name__}"
-    found, ran = steady(roots, lambda: _captured(module, call, batch, dynamic or {}, most), _same, asked)
+    checksum: str | None = None
+
+    def known(first: Capture, ran: Executed) -> bool:
+        nonlocal checksum
+        checksum = None if is_known is None else _checksum(first.program, ran)
+        return checksum is not None and is_known is not None and is_known(checksum)
+
+    found, ran = steady(roots, lambda: _captured(module, call, batch, dynamic or {}, most), _same, known, asked)
     ran.asked += found.asked
-    return replace(found, ran=ran)
+    return replace(found, ran=ran, checksum=checksum)
+
+
+def _checksum(program: Program, ran: Executed) -> str | None:
+    """Return a checksum of what a pass gave and of the files' code that ran; None where no checksum tells."""
+    meaning = meaning_or_none(program)
+    codes = sorted(code_text(code) for code, _ in ran.codes.values() if not code.co_filename.startswith("<"))
+    return None if meaning is None else sha256("\n".join([meaning, *codes]).encode()).hexdigest()
 
 
 def _same(first: Capture, second: Capture) -> bool:

@@ -57,7 +57,7 @@ def class_text(kind: type) -> str:
     """Name of a class, and what its own functions are compiled to, and those of its bases that no library has."""
     own = [c for c in kind.__mro__ if not is_trusted(c)]
     functions = [inspect.unwrap(f) for c in own for f in map(_plain, vars(c).values()) if isinstance(f, FunctionType)]
-    return f"{kind.__module__}.{kind.__qualname__} {_short([_code(f.__code__) for f in functions])}"
+    return f"{kind.__module__}.{kind.__qualname__} {_short([code_text(f.__code__) for f in functions])}"
 
 
 def _plain(member: Any) -> Any:
@@ -66,11 +66,12 @@ def _plain(member: Any) -> Any:
 
 
 def _function(f: FunctionType) -> str:
-    return _short([_code(f.__code__), described(f.__defaults__)])
+    return _short([code_text(f.__code__), described(f.__defaults__)])
 
 
-def _code(code: CodeType) -> str:
-    constants = [_code(c) if isinstance(c, CodeType) else described(c) for c in code.co_consts]
+def code_text(code: CodeType) -> str:
+    """Return a checksum of what the code does, without its file and its lines."""
+    constants = [code_text(c) if isinstance(c, CodeType) else described(c) for c in code.co_consts]
     return _short([code.co_code.hex(), code.co_names, constants])
 
 

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ._trusted import is_installed_file, is_trusted_file
+from ._trusted import is_installed_file, is_trusted_file, is_trusted_module
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -177,8 +177,16 @@ class _Profile:
             self.found.resumed.add(id(frame))
         if id(code) not in self._seen:
             self._seen[id(code)] = code
-            if not is_trusted_file(code.co_filename):
+            if not _is_trusted(frame):
                 self.found.add(code, frame.f_globals)
+
+
+def _is_trusted(frame: FrameType) -> bool:
+    """True for code of a trusted library, also where it was made of a text, as methods of dataclasses are."""
+    name = frame.f_code.co_filename
+    if name == "<string>":
+        return is_trusted_module(str(frame.f_globals.get("__name__", "")))
+    return is_trusted_file(name)
 
 
 def _code_id(callback: Any) -> int:

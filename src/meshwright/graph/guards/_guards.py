@@ -85,12 +85,18 @@ class _Restored:
 
 
 def steady(
-    roots: Mapping[str, Any], run: Callable[[], T], alike: Callable[[T, T], bool], asked: str
+    roots: Mapping[str, Any],
+    run: Callable[[], T],
+    alike: Callable[[T, T], bool],
+    known: Callable[[T, Executed], bool],
+    asked: str,
 ) -> tuple[T, Executed]:
     """Return `run()`, and the code that ran, after making sure that every further call would do the same.
 
-    What the first call alone changes may stay: then the second call is returned. Raises SideEffectError, after putting
-    everything back, for a call that changes something each time, or if the first two are not `alike`.
+    What the first call alone changes may stay: then the second call is returned. There is none if the first one changed
+    nothing that the roots hold, and is `known`: then an earlier call of the same code gave the same, twice. Raises
+    SideEffectError, after putting everything back, for a call that changes something each time, or if the first two are
+    not `alike`.
     """
     before = _Restored(roots)
     try:
@@ -102,7 +108,7 @@ def steady(
             Guards.of(roots, ran)
             _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
-        if not settled and not any(writes(code) for code in ran.installed()):
+        if not settled and (not any(writes(code) for code in ran.installed()) or known(first, ran)):
             return first, ran
         between = Guards.of(roots, ran)
         _check_real(between, asked)
