@@ -22,6 +22,7 @@ from meshwright.graph import (
     apply_passes,
     brought,
     capture,
+    check_stages,
     compiled,
     joined,
     made_states,
@@ -168,6 +169,7 @@ class Builder:
             )  # fmt: skip
             steady.add(captured.checksum)
         program = self._on_stages(spread(captured.program))
+        check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)
         given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
@@ -234,6 +236,7 @@ class Builder:
         with self.phases.phase("passes"):
             found = found.after(lambda part: apply_passes(part, passes))
         ready = self._ready_pipeline(found)
+        check_stages(ready.program)
         constants = [x for each in (captured, *others) for x in constants_of(each)]
         shared = is_shared(ready.program, constants, self._records_alike)
         ready = replace(ready, shared=shared, digest=digest, captures=checksums([captured, *others]))
@@ -325,6 +328,7 @@ class Builder:
         if sharding.enable and sharding.stage < 3:
             cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
         states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
+        captured.ran.before_update()
         with observed(captured.ran, runs_users_code(optimizer)):
             update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}

@@ -1,7 +1,8 @@
 """A checksum of all that decides which program a recording gives.
 
 It is computed from the captured call, so whatever Python read in the forward pass and the loss is in it by its effect.
-A model that runs code of the user while gradients or updates are recorded has none.
+A model that runs code of the user while gradients or updates are recorded has none, nor has one that writes a tensor
+which Python holds: what a file holds is another tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from meshwright.graph import Capture, meaning_or_none, runs_users_code
+from meshwright.graph import Capture, meaning_or_none, runs_users_code, writes_outside
 
 from ._description import facts_text
 from ._model import Model
@@ -28,7 +29,8 @@ def digest_of(captured: Sequence[Capture], how: Any, model: Model) -> str | None
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)
     meanings = [meaning_or_none(each.program) for each in captured]
-    if hooked or None in meanings or (optimizer is not None and runs_users_code(optimizer)):
+    writes = any(writes_outside(each.program) for each in captured)
+    if hooked or writes or None in meanings or (optimizer is not None and runs_users_code(optimizer)):
         return None
     facts = [facts_text(model.network, optimizer), [*torch_state()], how, model.text()]
     text = re.sub(r" at 0x\w+", "", repr(facts))

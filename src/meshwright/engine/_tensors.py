@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.graph.guards import OWN
 from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.tensor import DistTensor, distribute, from_local, redistribute, whole
 
@@ -45,7 +46,19 @@ def shard_tensor(
         out.requires_grad_(requires_grad)
     if isinstance(data, nn.Parameter) and out is not data:
         note_laid(data, out)
+        _take_over(data, out)
     return out
+
+
+def _take_over(old: nn.Parameter, new: Tensor) -> None:
+    """Give a parameter the attributes and the hooks of the one that it stands for."""
+    for name, value in vars(old).items():
+        if name not in OWN and name not in vars(new):
+            setattr(new, name, value)
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(vars(hook)["__wrapped__"] if isinstance(old, DistTensor) else hook)
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:

@@ -42,6 +42,7 @@ from ._node import (
     tensor_dtype,
     values_in,
 )
+from ._outside import check_stages, writes_outside
 from ._package import machine, save_kernels, with_kernels
 from ._pass import (
     OwnRules,
@@ -138,6 +139,7 @@ __all__ = [
     "capture",
     "carry",
     "check_rule",
+    "check_stages",
     "check_steps",
     "class_text",
     "communication",
@@ -213,6 +215,7 @@ __all__ = [
     "with_layouts",
     "work_of",
     "write_whole",
+    "writes_outside",
     "writes_to",
     "written_inputs",
 ]

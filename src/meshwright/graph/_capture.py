@@ -24,6 +24,7 @@ from ._errors import SideEffectError
 from ._interception import check_hooks
 from ._meaning import meaning_or_none
 from ._node import Value
+from ._outside import check_memories
 from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
@@ -111,6 +112,7 @@ def capture(
 
     found, ran = steady(roots, lambda: _captured(module, call, batch, dynamic or {}, most), _same, known, asked)
     ran.asked += found.asked
+    ran.before_update()
     return replace(found, ran=ran, checksum=checksum)
 
 
@@ -153,6 +155,7 @@ def _captured(
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
+    check_memories(program, [s.tensor for s in slots])
     return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open), tuple(stage.asked))
 
 

@@ -79,6 +79,19 @@ class Cell:
             view.base.value = _put_back(child, view, base_value, emit)
             view.base.version = self.memory.version
 
+    def write_beside_gradients(self, value: Value, emit: Emit) -> None:
+        """Write where no gradients are taken: other numbers, and the gradients that the tensor had before."""
+        root = self
+        while root.view is not None:
+            root = root.view.base
+        before = root.read(emit)
+        self.write(value, emit)
+        if root.like.requires_grad:
+            with torch.enable_grad():
+                root.value = _kept_gradient(before, root.value, root.like, emit)
+            self.memory.version += 1
+            root.version = self.memory.version
+
 
 def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """The value of what `child` is a view of, with the child's in the place that the view shows."""

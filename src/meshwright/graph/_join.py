@@ -8,6 +8,7 @@ from typing import Any
 
 from ._infer import Names
 from ._node import Node, Value, map_values
+from ._outside import check_memories
 from ._program import Input, Program
 
 
@@ -16,12 +17,11 @@ def joined(
 ) -> Program:
     """`first`, then `second`, whose inputs `feeds` are values of `first`.
 
-    Inputs of the same role and name (but no constants, and nothing saved) are one input; where `first` writes to it,
-    `second` reads what was written.
-    `outputs` makes the outputs of both into those of the whole.
+    Inputs of the same role and name (but nothing saved) are one input, and constants that are one tensor; where `first`
+    writes to it, `second` reads what was written. `outputs` makes the outputs of both into those of the whole.
     """
     names = Names(v for v in _names(first))
-    same = {_key(i): i.value for i in first.inputs if i.role not in ("constant", "saved")}
+    same = {_key(i): i.value for i in first.inputs if i.role != "saved"}
     written = dict(first.writes)
     became: dict[Value, Value] = dict(feeds)
     added: list[Input] = []
@@ -38,14 +38,18 @@ def joined(
     home = {i.value: same.get(_key(i), became[i.value]) for i in second.inputs}
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
-    return Program(
+    found = Program(
         (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
         first.rank, {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
     )  # fmt: skip
+    check_memories(found)
+    return found
 
 
 def _key(given: Input) -> Any:
-    """What two inputs share that are the same; numbers of ranks are counted in each program anew."""
+    """Return what two inputs share that are the same; numbers of ranks are counted in each program anew."""
+    if given.role == "constant":
+        return given.role, id(given.source)
     return given.role, given.source if given.role == "number" else given.name
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ from ._draft import Draft
 from ._errors import CaptureError
 from ._loss_scale import scale_input
 from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
+from ._outside import Outside, check_buffers, check_memories, real_view, takes_view
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
-from ._recording import Recording
+from ._recording import Recording, written_by
+from ._stage import called
 from .guards import observed, unobserved, unobserved_if_torchs
 from .torch_hooks import (
     FakeMode,
@@ -98,6 +100,8 @@ class Recorder(Modes):
         self._symbols = {} if fresh else captured.symbols
         self.recording = Recording(origin=self._origin)
         self._note = unobserved(self.recording.note)
+        self.outside = Outside(self.mode)
+        self._run_outside = unobserved(self.outside.run)
         self.carrier = RecordingCarrier(rank, size, self)
         self.origin = Origin()
         self._forward: list[tuple[int, Origin]] = []
@@ -109,9 +113,18 @@ class Recorder(Modes):
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with interception_off():
-            out = unobserved_if_torchs(func)(*args, **(kwargs or {}))
+            out = self._run(func, args, kwargs or {})
             self._note(func, args, kwargs or {}, out)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, Operator):
+            self.outside.note(written_by(func, args, kwargs), self.recording.made)
+            if self.outside.stands_in(func, (args, kwargs)):
+                return self._run_outside(func, args, kwargs)
+            if takes_view(func, args):
+                return real_view(func, args, kwargs)
+        return unobserved_if_torchs(func)(*args, **kwargs)
 
     def replaying(self, origin: Origin) -> None:
         """From now on a captured node with this origin is replayed."""
@@ -174,8 +187,11 @@ class Recorder(Modes):
         with unrecorded(), self.mode:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
-    def add(self, given: Input, requires_grad: bool = False) -> Any:
-        """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol."""
+    def add(self, given: Input, requires_grad: bool = False, written: bool = False) -> Any:
+        """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol.
+
+        A constant is known to code that runs later, such as hooks, unless it is `written` at the end.
+        """
         v = given.value
         if given.role == "size":
             self.recording.add_number(self._symbols[v], "size", given.name, given.source)
@@ -184,6 +200,9 @@ class Recorder(Modes):
             x = self._part(given)
         x.requires_grad_(requires_grad)
         self.recording.add_input(x, given.role, given.name, given.spec, given.source)
+        if given.role == "constant" and not written:
+            with interception_off():
+                self.recording.stand_for(x, given.source)
         if given.spec is None:
             return x
         out = (stamp if self.carrier.rank in given.spec.mesh else absent)(x, given.spec)
@@ -229,6 +248,7 @@ class Recorder(Modes):
             rank=self.carrier.rank,
             specs=self.recording.specs(),
         )
+        check_memories(program)
         return Draft(program).finish()
 
     def _check_ranks(self) -> None:
@@ -308,7 +328,8 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
     ran, users = captured.ran, _has_users_code(captured)
     with recorder.recording_as("forward"), observed(ran, users):
-        given = {i.value: recorder.add(i, i.name in wanted) for i in captured.program.inputs}
+        written = {x for x, _ in captured.program.writes}
+        given = {i.value: recorder.add(i, i.name in wanted, i.value in written) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
         root = _times_scale(captured.program, recorder, loss) if scaled else loss
@@ -318,12 +339,15 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
             with interception_off():  # such a hook takes the rank's part
                 trained[slot.name].register_hook(hook)
     with recorder.recording_as("backward"), observed(ran, users):
-        grads = torch.autograd.grad(root, list(trained.values()), allow_unused=True)
+        grads = called(lambda: torch.autograd.grad(root, list(trained.values()), allow_unused=True), ())
         with torch.no_grad():
             write_back(captured.program, given, known)
             out = whole(loss.detach())
-    found = {name: g for name, g in zip(trained, grads, strict=True) if cast(Any, g) is not None}
-    return recorder.finish({"out": out, "grads": found})
+    found = {name: g for name, g in zip(trained, grads, strict=True) if g is not None}
+    step = recorder.finish({"out": out, "grads": found})
+    names = {i.name for i in captured.program.inputs if i.value in written}
+    check_buffers(step, {id(slot.tensor): slot.name for slot in captured.slots if slot.name in names})
+    return step
 
 
 def _has_users_code(captured: Capture) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, user_frame
-from meshwright.tensor import DistTensor, tensors_in
+from meshwright.tensor import DistTensor, map_tensors, tensors_in
 
 from ._cells import FRESH, IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
@@ -20,7 +21,7 @@ from ._infer import Names, as_values, stem_of
 from ._node import Node, OnCopy, Op, Origin, Place, Value, values_in
 from ._numbers import Numbers
 from ._program import Input, Role
-from .torch_hooks import FakeTensor, Operator, forget_numbers, memory_of, no_modes
+from .torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
 
 aten = torch.ops.aten
 
@@ -120,6 +121,19 @@ class Recording:
             left += new
         return True
 
+    def made(self, x: Tensor) -> bool:
+        """True if the tensor, or what it is a view of, was made by what was recorded."""
+        constants = {
+            memory_of(t) for given, fake in self._given if given.role == "constant" for t in (fake, given.source)
+        }
+        return memory_of(x) in self.memories and memory_of(x) not in constants
+
+    def stand_for(self, x: Tensor, real: Tensor) -> None:
+        """From now on the constant `x` is also what `real` is."""
+        cell = self._find(x)
+        assert cell is not None
+        self._bind(real, cell)
+
     def written(self) -> tuple[tuple[Value, Value], ...]:
         """Inputs that were written to, and the values they have at the end."""
         found = [(given.value, self.value_of(x)) for given, x in self._given]
@@ -145,7 +159,7 @@ class Recording:
         if isinstance(op, Operator):
             if self._is_silent(op, args, out):
                 return
-            written = _written(op, args, kwargs)
+            written = written_by(op, args, kwargs)
             if written:
                 self._note_write(op, args, kwargs, out, written)
                 return
@@ -244,7 +258,10 @@ class Recording:
         for t, v in zip(written.values(), new, strict=True):
             cell = self._find(t)
             assert cell is not None
-            cell.write(v, self._node)
+            if self.above and not torch.is_grad_enabled():
+                cell.write_beside_gradients(v, self._node)
+            else:
+                cell.write(v, self._node)
         if _gives_arguments(op):
             for result, t in zip(tensors_in(out), written.values(), strict=True):
                 cell = self._find(t)
@@ -273,7 +290,10 @@ def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
     twin = functional(op)
     if twin is None or draws(op):
         return None
+    fake: Any = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
     with no_modes(), torch.no_grad():
+        if fake is not None:
+            args, kwargs = map_tensors(partial(faked, fake.fake_mode), (args, kwargs))
         out = twin(*args, **kwargs)
     fits = isinstance(out, Tensor) and out.dtype == args[0].dtype and out.shape == args[0].shape
     return twin if fits else None
@@ -285,8 +305,8 @@ def _gives_arguments(op: Operator) -> bool:
     return bool(infos) and all(info is not None and info.is_write for info in infos)
 
 
-def _written(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
-    """Place or name of each tensor argument that the call writes to, and the tensor."""
+def written_by(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
+    """Return the tensors that the call writes to, each by the place or name of its argument."""
     places: list[int | str] = list(writes_to(op))
     secret = SECRET_WRITES.get(op._schema.name)
     if secret is not None and len(args) > secret[1] and args[secret[1]]:

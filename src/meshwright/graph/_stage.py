@@ -31,7 +31,8 @@ from ._effects import draws, writes_to
 from ._errors import CaptureError
 from ._interception import intercepted
 from ._node import Node, Origin
-from ._recording import Recording
+from ._outside import Outside
+from ._recording import Recording, written_by
 from .guards import unobserved, unobserved_if_torchs
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
 
@@ -94,6 +95,7 @@ class Stage:
         self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
         self.path: list[str] = [""]
         self.asked: list[Tensor] = []
+        self.outside = Outside(mode)
         recording.origin = self.origin
 
     def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
@@ -141,6 +143,10 @@ class Stage:
         """Carries an operator out; one that draws, or makes a tensor of symbolic sizes, makes a fake one."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
+        with interception_off():
+            self.outside.note(written_by(op, args, kwargs), self.recording.made)
+            if self.outside.stands_in(op, (args, kwargs)):
+                return unobserved(self.outside.run)(op, args, kwargs)
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # what it holds is not known before the program runs
         if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
@@ -173,7 +179,8 @@ class Stage:
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
-        if values and not all(self.recording.is_constant(v) for v in values):
+        written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
+        if written or (values and not all(self.recording.is_constant(v) for v in values)):
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
                 "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,

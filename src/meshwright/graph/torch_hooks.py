@@ -144,6 +144,14 @@ def memory_of(x: torch.Tensor) -> Any:
     return x.untyped_storage()._cdata
 
 
+def faked(mode: FakeMode, x: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor that looks like `x`; `x` itself if it is one."""
+    if isinstance(x, FakeTensor):
+        return x
+    with mode:
+        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
+
+
 next_gradient_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
 """Number that the next autograd node of this thread gets."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -237,7 +238,7 @@ def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         new = hook(dual_stamp(alias_of(grad), spec))
         return None if new is None else as_dual_local(new, spec)
 
-    return call_plain(func, types, (x, on_local), kwargs)
+    return call_plain(func, types, (x, update_wrapper(on_local, hook, (), ())), kwargs)
 
 
 class _HookedNode:

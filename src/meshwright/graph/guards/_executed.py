@@ -39,6 +39,8 @@ class Executed:
     """Tensors whose numbers Python read."""
     resumed: set[int] = field(default_factory=set[int])
     """The frames of generators that ran, by id."""
+    forward: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict[int, Any])
+    """The code that ran before the update: of the forward pass, the loss, and hooks of tensors."""
     outside: list[str] = field(default_factory=list[str])
     """Calls whose results depend on what no guard can compare: the clock, files, generators that were begun before."""
 
@@ -50,9 +52,18 @@ class Executed:
 
     def update(self, other: Executed) -> None:
         self.codes.update(other.codes)
+        self.forward.update(other.forward)
         self.asked += other.asked
         self.outside += other.outside
         self.resumed |= other.resumed
+
+    def before_update(self) -> None:
+        """Note that the code that ran up to now does not belong to the optimizer."""
+        self.forward = dict(self.codes)
+
+    def only_forward(self) -> Executed:
+        """Return the code that ran before the update."""
+        return Executed(self.forward)
 
     def installed(self) -> Iterator[CodeType]:
         """Yield the code of installed packages."""
@@ -108,12 +119,16 @@ _LONGEST = 200
 _WORD = re.compile(r"[^\W\d]\w*|_\w*")
 
 
-_CLOCK = frozenset({"time", "time_ns"})
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_CLOCK = frozenset({*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "now", "utcnow", "today", "localtime", "gmtime"})
 _FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "read_bytes", "readlink"})
 _SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
 _WATCHED = _CLOCK | _FILES | _SEEDS | _NUMBERS
-_BETWEEN = ("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py", "random.py")
+_BETWEEN = (
+    *("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py"),
+    *("random.py", "secrets.py", "uuid.py"),
+)
 """Files of Python's library that call the system for their caller."""
 
 
@@ -127,12 +142,13 @@ def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.endswith(_BETWEEN):
         caller = caller.f_back
-    direct = caller is frame or name in _FILES
+    direct = caller is frame or name in _FILES | _SEEDS
     if caller is None or not direct or name in _NUMBERS or is_installed_file(caller.f_code.co_filename):
         is_seed = name in _SEEDS and isinstance(owner, torch.Generator)
         if not is_seed:
             return
-    module = getattr(function, "__module__", None) or type(owner).__name__
+    of = owner if isinstance(owner, type) else type(owner)
+    module = getattr(function, "__module__", None) or of.__name__
     found.outside.append(f"{module}.{name}()")
 
 

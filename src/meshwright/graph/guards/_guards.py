@@ -36,7 +36,12 @@ class Guards:
     def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
         """Return the guards for code that ran, or for all code that the roots could call if `ran` is None."""
         reach = Reach(roots, ran)
-        return cls([*reach.slots(), *_of_layers(reach)], reach.names, reach.parts)
+        slots = [*reach.slots(), *_of_layers(reach)]
+        if reach.meets_optimizers and ran is not None:
+            reads = Reach(roots, ran.only_forward(), reads_optimizers=True)
+            _check_states(reads)
+            slots += reads.slots()
+        return cls(slots, reach.names, reach.parts)
 
     def holds(self) -> bool:
         """True if nothing changed: all values are the same objects, or equal plain values."""
@@ -56,6 +61,16 @@ class Guards:
         """Put the remembered values back."""
         for slot in self.slots:
             slot.restore()
+
+
+def _check_states(reach: Reach) -> None:
+    """Raise SideEffectError for a forward pass that reads the states of an optimizer, which its step changes."""
+    if reach.reads_states():
+        raise SideEffectError(
+            "to record a training step", "the forward pass or the loss reads optimizer.state",
+            "states are read and written by the optimizer's step alone, which is part of the program",
+            "a buffer (register_buffer) that holds what the forward pass reads",
+        )  # fmt: skip
 
 
 def _of_layers(reach: Reach) -> Iterator[Slot]:

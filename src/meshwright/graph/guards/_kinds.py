@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as of_modules
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._executed import named_by
@@ -44,6 +43,8 @@ MEMBERS: dict[type, tuple[str, ...]] = {
 """Types of callables, and the attributes that lead on."""
 NAMING = (attrgetter, methodcaller)
 """Callables that read attributes by names that they hold."""
+_TORCH = re.compile(r"torch\.(amp|distributions|optim|utils\.data)\b(?!.*\._).*")
+"""Modules of torch whose objects users set and change: schedules, distributions, samplers."""
 SPECIAL = frozenset({"__dict__", "__weakref__"})
 
 
@@ -141,9 +142,11 @@ def is_namespace(value: Any) -> bool:
 
 def is_stateless(kind: type) -> bool:
     """True for objects of trusted libraries that hold no setting: compared by identity."""
-    if not is_trusted(kind) or issubclass(kind, (Optimizer, logging.Logger)):
+    if not is_trusted(kind) or issubclass(kind, logging.Logger):
         return False
     top = kind.__module__.partition(".")[0]
+    if top == "torch":
+        return not _TORCH.fullmatch(kind.__module__)
     return top in _STATELESS or top not in sys.stdlib_module_names or kind.__module__ == "builtins"
 
 

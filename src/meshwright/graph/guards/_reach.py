@@ -90,6 +90,8 @@ OPTIMIZER = frozenset(
     }
 )
 """Attributes of an optimizer that are compared apart, or that schedules of learning rates count up."""
+READ = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of an optimizer that a forward pass may read."""
 _IMPORT = frozenset({"__loader__", "__spec__"})
 """Attributes of Python modules that tell how they were imported."""
 _APART: dict[type, Set[str]] = {Optimizer: OPTIMIZER, Tensor: OWN, ModuleType: _IMPORT}
@@ -155,12 +157,20 @@ class _Space:
         self.keys: dict[str, None] = {}
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
+    def read(self) -> None:
+        """Count what an optimizer changes in its steps, too, where code names it."""
+        self.apart, self.whole = self.apart - READ, False
+
 
 class Reach:
-    """A walk from the roots; `slots` gives the places that it found. `ran` is the code that ran, None for all code."""
+    """A walk from the roots; `slots` gives the places that it found. `ran` is the code that ran, None for all code.
 
-    def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None) -> None:
-        self.ran = ran
+    The numbers that an optimizer changes in its steps, such as learning rates, are inputs of a program and no places,
+    unless `reads_optimizers`: a forward pass or a loss may read them.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None, reads_optimizers: bool = False) -> None:
+        self.ran, self.reads_optimizers, self.meets_optimizers = ran, reads_optimizers, False
         self.counts = Counts(set(_CALLED), {}, set())
         self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
         self.whole: set[str] = set()
@@ -201,6 +211,10 @@ class Reach:
             yield Names(space.label, space.held, tuple(space.keys), self._counts(space), owner)
         yield from self._others
 
+    def reads_states(self) -> bool:
+        """True if code names the states of an optimizer that it meets."""
+        return any(isinstance(space.owner, Optimizer) and "state" in space.keys for space in self._spaces.values())
+
     def _environment(self) -> Iterator[Slot]:
         """Yield the variables of the environment that the code may name, or all if it goes through them."""
         if self.variables is None:
@@ -228,6 +242,7 @@ class Reach:
                 self._follow(space)
 
     def _push(self, value: Any, label: str) -> None:
+        self.meets_optimizers |= isinstance(value, Optimizer) and not label.startswith("optimizer.")
         if not is_plain(value) and id(value) not in self._seen:
             self._queue.append((value, label))
         elif type(value) is str and value.isidentifier():
@@ -416,6 +431,8 @@ class Reach:
                 self._push(value.parent, "Logger.")
                 return
             space.whole = space.whole or (is_trusted(kind) and not is_namespace(value))
+            if self.reads_optimizers and isinstance(value, Optimizer):
+                space.read()
             self._follow(space)
         if isinstance(value, Optimizer):
             for table in STEP_HOOKS:

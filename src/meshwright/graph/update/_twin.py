@@ -83,7 +83,8 @@ def _group(
     kept = [p for p in group["params"] if _name(p, names) in parameters]
     one_by_one = {key: False for key in ("foreach", "fused") if key in group}
     tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
-    lr = {} if "lr" in tensors else {"lr": recorder.add_number(f"lr_{at}", float(group["lr"]), at)}
+    rate = group.get("lr")
+    lr = {"lr": recorder.add_number(f"lr_{at}", float(rate), at)} if isinstance(rate, (int, float)) else {}
     return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
 
 

@@ -1,0 +1,144 @@
+"""Tensors from outside that a forward pass writes to, such as a mean that a loss keeps: the program writes them.
+
+While a model is captured nothing may be written, for each pass would write once more. From the first write on, fakes
+stand for such a tensor: what it will hold is not known, and Python cannot read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.layout import user_frame
+from meshwright.tensor import map_tensors, tensors_in
+
+from ._brought import meshes_of
+from ._cells import IDENTITIES
+from ._effects import is_view, writes_to
+from ._errors import CaptureError
+from ._node import Place
+from ._program import Program
+from .torch_hooks import FakeMode, FakeTensor, Operator, faked, interception_off, memory_of, no_modes
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(slots=True)
+class Outside:
+    """The tensors from outside that were written to, by their memory, and the fakes that stand for them."""
+
+    mode: FakeMode
+    _written: set[Any] = field(default_factory=set[Any])
+    _fakes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, Any])
+
+    def was_written(self, x: Tensor) -> bool:
+        """True if the tensor looks at memory from outside that was written to."""
+        return memory_of(x) in self._written
+
+    def note(self, written: Mapping[Place, Tensor], inside: Callable[[Tensor], bool]) -> None:
+        """Note the tensors that an operator is about to write to, if they come from outside."""
+        self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
+
+    def stands_in(self, op: Operator, args: Any) -> bool:
+        """True if the operator runs on fakes; one that only takes a view runs on the tensor."""
+        if not self._written or not any(map(self.was_written, tensors_in(args))):
+            return False
+        return bool(writes_to(op)) or not _looks(op)
+
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the operator gives, and write nothing."""
+        fake_args, fake_kwargs = map_tensors(self._fake, (args, kwargs))
+        with self.mode:
+            out = op(*fake_args, **fake_kwargs)
+        stood = {id(fake): x for x, fake in self._fakes.values()}
+        for x, fake in self._fakes.values():
+            _check_kept(x, fake)
+        return map_tensors(lambda t: stood.get(id(t), t), out)
+
+    def _fake(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) or not self.was_written(x):
+            return x
+        if id(x) not in self._fakes:
+            self._fakes[id(x)] = (x, faked(self.mode, x))
+        return self._fakes[id(x)][1]
+
+
+def takes_view(op: Operator, args: Any) -> bool:
+    """True if the operator takes a view of a tensor with numbers: a write through it must reach the tensor."""
+    first = args[0] if args else None
+    return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _looks(op)
+
+
+def real_view(op: Operator, args: Any, kwargs: Any) -> Any:
+    """Return the view, also where other operators give fakes."""
+    with no_modes():
+        return op(*args, **kwargs)
+
+
+def _looks(op: Operator) -> bool:
+    return is_view(op) or op._schema.name.split("::")[1] in IDENTITIES
+
+
+def _check_kept(x: Tensor, fake: Tensor) -> None:
+    """Raise CaptureError for a write that gives the tensor another shape, or a history of gradients."""
+    if (fake.requires_grad and not x.requires_grad) or fake.shape != x.shape:
+        found = "a value that requires gradients" if fake.requires_grad else f"the shape {tuple(fake.shape)}"
+        raise CaptureError(
+            f"to capture {user_frame() or 'the forward pass'}",
+            f"a tensor from outside of shape {tuple(x.shape)} is written to, and gets {found}",
+            "it is kept from step to step, and a later backward pass would go through earlier steps",
+            "detach() for the value that is written, and a tensor of one shape",
+        )  # fmt: skip
+
+
+def writes_outside(program: Program) -> bool:
+    """True if the program writes a tensor that Python holds, and no module as a buffer."""
+    constants = {i.value for i in program.inputs if i.role == "constant"}
+    return any(x in constants for x, _ in program.writes)
+
+
+def check_stages(program: Program) -> None:
+    """Raise CaptureError for a program of several meshes that writes a tensor from outside: all ranks hold it."""
+    if writes_outside(program) and len(meshes_of(program)) > 1:
+        raise CaptureError(
+            "to capture a model whose modules lie on several meshes", "a tensor from outside that is written to",
+            "each rank holds it, and only the ranks of the module that writes it would see the write",
+            "a buffer (register_buffer), which lies where the module does",
+        )  # fmt: skip
+
+
+def check_memories(program: Program, kept: Sequence[Tensor] = ()) -> None:
+    """Raise CaptureError for a constant that looks at memory of another input which is written to.
+
+    `kept` are parameters and buffers, which an optimizer writes.
+    """
+    constants = {i.value: i.source for i in program.inputs if i.role == "constant" and type(i.source) in PLAIN}
+    with interception_off():
+        memories = {v: memory_of(x) for v, x in constants.items()}
+        held = {memory_of(x) for x in kept if type(x) in PLAIN}
+    written = {memories[x] for x, _ in program.writes if x in memories}
+    seen = Counter(memories.values())
+    for v, x in constants.items():
+        at = memories[v]
+        if at in held or (at in written and seen[at] > 1):
+            raise CaptureError(
+                "to capture the forward pass", f"a tensor of shape {tuple(x.shape)} in memory of another one",
+                "one of them is written to, and a program would not change the other",
+                "a view that is taken in forward() or in the loss, of the tensor that is written to",
+            )  # fmt: skip
+
+
+def check_buffers(step: Program, buffers: Mapping[int, str]) -> None:
+    """Raise CaptureError if a hook uses one of the `buffers`, by id, that the forward pass writes to."""
+    for given in step.inputs:
+        name = buffers.get(id(given.source)) if given.role == "constant" else None
+        if name is not None:
+            raise CaptureError(
+                "to record a backward pass", f"a hook that uses {name}, which the forward pass writes to, too",
+                "a program writes each buffer once, at its end",
+                "two buffers, or the whole change in forward()",
+            )  # fmt: skip
