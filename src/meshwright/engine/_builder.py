@@ -34,6 +34,7 @@ from meshwright.graph import (
     runner,
     runs_users_code,
     spread,
+    tensor_dtype,
     verify,
     with_layouts,
 )
@@ -172,7 +173,7 @@ class Builder:
         check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
             program = sequences_cut(program, strategy.pipeline)
-        given = {**self.homes, **(homes or {}), **(strategy.layouts or {})}
+        given = {**_of_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
         with self.phases.phase("complete layouts"):
             layouts = completed_once(current(), program, given)
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
@@ -333,6 +334,15 @@ class Builder:
             update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
+
+
+def _of_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Return the layouts of inputs; those that were cast since have another dtype."""
+    dtypes = {i.value.name: tensor_dtype(i.value) for i in program.inputs if i.value.is_tensor}
+    return {
+        name: Spec(spec.mesh, spec.layout, spec.shape, dtypes.get(name, spec.dtype), spec.strides)
+        for name, spec in homes.items()
+    }
 
 
 def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:

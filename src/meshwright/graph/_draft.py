@@ -158,7 +158,7 @@ class Draft:
 
     def finish(self, *changes: Change) -> Program:
         """The program of this draft, without nodes and constants that nothing needs, and the record of the changes."""
-        needed = set(self.results)
+        needed = {*self.results, *(x for x, _ in self._writes)}
         kept: list[Node] = []
         spot = self._ends[1].before
         while spot is not None and spot is not self._ends[0]:

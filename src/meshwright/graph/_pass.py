@@ -49,9 +49,9 @@ class Pass(ABC):
 
 
 def _door(program: Program) -> Any:
-    """What a program takes and gives, by types."""
+    """What a program takes and gives, by types. Constants may come and go."""
     types = map_values(type_text, (program.outputs, [v for _, v in program.writes]))
-    return [(i.name, type_text(i.value)) for i in program.inputs], types
+    return [(i.name, type_text(i.value)) for i in program.inputs if i.role != "constant"], types
 
 
 def apply_passes(program: Program, passes: Sequence[Pass], deep: bool = False) -> Program:

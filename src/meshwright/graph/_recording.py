@@ -334,7 +334,8 @@ def _check_constant(x: Tensor) -> None:
         raise CaptureError(
             f"to record {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
             "it is no parameter or buffer of the model, and no part of the batch: the program would not change it",
-            "nn.Parameter and register_buffer for what a module keeps, detach() for what is to stay a constant",
+            "a module of the model for what is trained (model.loss = loss), requires_grad_(False) for what is not, "
+            "detach() for a constant",
         )  # fmt: skip
 
 

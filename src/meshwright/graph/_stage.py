@@ -69,7 +69,7 @@ def _check_whole(leaves: Sequence[Any]) -> None:
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", f"a distributed tensor {x.spec!r} from elsewhere",
                 "a model is captured as for one device, and only its parameters, buffers and batch are taken for whole",
-                "register_buffer for a tensor that the module keeps, or the tensor as part of the batch",
+                "a buffer of a module of the model (model.loss = loss for one of the loss), or the tensor in the batch",
             )  # fmt: skip
 
 
