@@ -19,6 +19,7 @@ from . import (
     _stale_strategies,
     _stale_tensors,
     _stale_torch,
+    _stale_torch_objects,
     _stale_values,
 )
 from ._stale_case import ADDED, Kind
@@ -26,7 +27,7 @@ from ._stale_case import ADDED, Kind
 THEMES = (
     _stale_containers, _stale_values, _stale_configs, _stale_objects, _stale_classes, _stale_globals, _stale_process,
     _stale_functions, _stale_methods, _stale_modules, _stale_tensors, _stale_hooks, _stale_losses, _stale_optimizers,
-    _stale_torch, _stale_libraries, _stale_strategies,
+    _stale_torch, _stale_torch_objects, _stale_libraries, _stale_strategies,
 )  # fmt: skip
 """The files that add kinds when they are imported."""
 
