@@ -20,6 +20,7 @@ from meshwright.tensor import (
     capturing,
     context,
     leaves_in,
+    map_tensors,
     note_spec,
     operators_recorded,
     tensors_in,
@@ -164,11 +165,22 @@ class Stage:
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
+            if self._is_sized_by_constants(op, args, kwargs):
+                return  # its result is a constant of the program, because fake tensors have no such shape
             if op is SPLIT:  # x[:] of a model, which begins no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
             if self.most is not None and len(self.recording.nodes) > self.most:
                 raise _too_long(self.recording.nodes, self.most)
+
+    def _is_sized_by_constants(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True for an operator whose result has a shape by the numbers of its operands, all of them constants."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or any(isinstance(x, FakeTensor) for x in tensors):
+            return False
+        if not all(self.recording.is_constant(self.recording.value_of(x)) for x in tensors):
+            return False
+        return _needs_numbers(op, args, kwargs) and self._is_answered(op, args, kwargs)
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
@@ -190,6 +202,22 @@ class Stage:
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
+
+
+def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
+    """True if torch does not know the shape of the result without the numbers of the operands."""
+
+    def numberless(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    with unrecorded(), FakeMode(), torch.no_grad():
+        try:
+            op(*map_tensors(numberless, args), **map_tensors(numberless, kwargs))
+        except DataDependent:
+            return True
+        except Exception:  # torch refuses tensors without numbers, in many ways
+            return False
+    return False
 
 
 def _device(x: Tensor) -> torch.device:
