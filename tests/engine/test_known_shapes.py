@@ -54,6 +54,28 @@ def test_places_from_a_mask_of_constants_are_in_the_program(places: Callable[[Te
         torch.testing.assert_close(loss, wanted.detach())
 
 
+@pytest.mark.parametrize("places", [*SIZED.values(), lambda m: range(int(m.long().sum()))], ids=[*SIZED, "sum"])
+def test_a_mask_that_changes_changes_the_program(
+    places: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, x = torch.tensor([True, False, True, True]), torch.randn(2, 4)
+    monkeypatch.setattr("tests.engine.test_known_shapes.MASK", mask)
+
+    def on_rank() -> list[Tensor]:
+        mesh = mw.ProcessMesh([0], ["dp"])
+        model = mw.shard_layer(Chosen(places), mesh)
+        static = mw.to_static(model, None, None, torch.optim.SGD(model.parameters(), lr=0.0))
+        rows = mw.shard_tensor(x, mesh, [])
+        wrong: list[Tensor] = []
+        for chosen in ([1, 0, 1, 1], [1, 1, 0, 1], [0, 1, 0, 0]):
+            mask.copy_(torch.tensor(chosen).bool())
+            wrong.append(static(rows) - mw.unshard_dtensor(model(rows)).detach())
+        return wrong
+
+    for difference in mw.simulate(on_rank, 1)[0]:
+        torch.testing.assert_close(difference, torch.zeros(()))
+
+
 def test_places_from_a_mask_of_the_batch_are_refused() -> None:
     model = nn.Linear(4, 4)
 

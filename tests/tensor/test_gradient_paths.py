@@ -60,6 +60,7 @@ def test_what_has_no_gradient_is_sent_to_a_stage_without_one(call: Callable[[Ten
         w = mw.shard_tensor(torch.ones(3, 4).requires_grad_(), SECOND, [])
         y = call(x)
         (mw.reshard(y, SECOND, []) * w).sum().backward()
+        assert w.grad is not None
         return mw.unshard_dtensor(w.grad), y.requires_grad
 
     for grad, requires in mw.simulate(on_rank, 2):

@@ -185,12 +185,15 @@ class Stage:
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
-        if values and not all(self.recording.is_constant(v) for v in values):
-            raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
-                "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
-            )  # fmt: skip
-        self.asked += tensors_in((args, kwargs))
+        for behind in [self.recording.constants_behind(v) for v in values]:
+            if behind is None:
+                raise CaptureError(
+                    f"to capture {user_frame() or 'the forward pass'}",
+                    f"{op._schema.name} of a tensor without numbers",
+                    "Python needs a tensor's numbers there, and while a model is captured there are none",
+                    WITHOUT_NUMBERS,
+                )  # fmt: skip
+            self.asked += behind
         return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
