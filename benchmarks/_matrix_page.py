@@ -14,8 +14,10 @@ simulated ranks, beside the same steps on one device. A cell is right where ever
 
 "tp" cuts weights by one rule for all models, which knows nothing of them, "cp" batches along the sequence, "ep"
 weights of experts along their first dim; in "pp" layers are shared out to two stages; "auto" chooses by itself. e is
-eager mode, s a static program. An empty cell was not measured. Cells were measured one after the other while the code
-went on; `benchmarks/matrix.json` keeps them, and without that file `make matrix` measures all anew.
+eager mode, s a static program. "refused" is an error of four parts that says what to write instead, "bug" any other
+error, and "slow" a cell that took more than 150 s. An empty cell was not measured. Cells were measured one after the
+other while the code went on; `benchmarks/matrix.json` keeps them, and without that file `make matrix` measures all
+anew.
 
 """
 SHOWN = {"ok": "yes", "n/a": "–"}

@@ -62,7 +62,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Found:
-    """A cell: its verdict ("ok", "n/a", "wrong", "bug", "slow"), why, how far from one device, and the seconds."""
+    """A cell: its verdict, why, the distance from one device, and the seconds.
+
+    Verdicts are "ok", "n/a", "wrong", "slow", "refused" (an error of Meshwright's own) and "bug" (any other error).
+    """
 
     verdict: str
     why: str = ""
@@ -180,12 +183,18 @@ def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
     try:
         gaps = mw.simulate(lambda: difference(train(subject, setting, mode), wanted), setting.ranks)
     except Exception as error:
-        refused = WITHOUT_NUMBERS in str(error)
-        why = "the forward pass asks a tensor's numbers" if refused else _first_line(error)
-        return Found("n/a" if refused else "bug", why, seconds=time.perf_counter() - start)
+        verdict, why = _refusal(error)
+        return Found(verdict, why, seconds=time.perf_counter() - start)
     worst, where = max(gaps)
     right = worst <= close
     return Found("ok" if right else "wrong", "" if right else where, worst, time.perf_counter() - start)
+
+
+def _refusal(error: Exception) -> tuple[str, str]:
+    """Return the verdict of a cell that raised, and why."""
+    if WITHOUT_NUMBERS in str(error):
+        return "n/a", "the forward pass asks a tensor's numbers"
+    return "refused" if isinstance(error, mw.MeshwrightError) else "bug", _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -118,7 +118,7 @@ def test_a_product_dim_is_held_in_runs():
 def test_a_rank_outside_the_mesh_holds_nothing():
     spec = Spec(ProcessMesh([0, 1], ["x"]), Layout((("x",), ())), (4, 3), torch.float32)
     assert spec.local_shape(7) == (0, 3)
-    assert Spec(spec.mesh, Layout(()), (), torch.float32).local_shape(7) == (0,)
+    assert Spec(spec.mesh, Layout(()), (), torch.float32).local_shape(7) == ()
 
 
 def test_the_axes_of_a_dim():

@@ -128,6 +128,51 @@ def test_ranks_outside_know_what_a_call_gives(call: Callable[[Tensor], Tensor]) 
         torch.testing.assert_close(grad, x.grad)
 
 
+SIZED = {
+    "ones": lambda x, n: torch.ones(n, 3),
+    "zeros": lambda x, n: torch.zeros((n, 3)),
+    "arange": lambda x, n: torch.arange(n),
+    "eye": lambda x, n: torch.eye(n),
+    "full": lambda x, n: torch.full((n,), 1.0),
+    "linspace": lambda x, n: torch.linspace(0, 1, n),
+    "plain expand": lambda x, n: torch.ones(3).expand(n, 3),
+    "plain narrow": lambda x, n: torch.ones(5).narrow(0, 0, n),
+    "plain roll": lambda x, n: torch.arange(6).roll(n),
+    "plain topk": lambda x, n: torch.arange(6.0).topk(n)[0],
+    "view": lambda x, n: x.view(n, 5),
+    "narrow": lambda x, n: x.narrow(0, 0, n),
+    "topk": lambda x, n: x.topk(n - 1, 0)[0],
+    "select": lambda x, n: x.select(0, n),
+    "slice": lambda x, n: x[:n],
+    "multinomial": lambda x, n: torch.multinomial(torch.ones(n), n).sort()[0],
+}
+"""Calls that take a size or a place from a tensor."""
+
+
+@pytest.mark.parametrize("call", SIZED.values(), ids=SIZED)
+def test_ranks_outside_take_sizes_from_the_stage_that_has_them(call: Callable[[Tensor, Any], Tensor]) -> None:
+    def on_rank() -> Tensor:
+        order = StageOrder([FIRST, SECOND])
+        order.come_to(FIRST)
+        x, n = mw.shard_tensor(torch.arange(20.0).view(5, 4), FIRST, []), mw.shard_tensor(torch.tensor(4), FIRST, [])
+        return mw.unshard_dtensor(call(x, n))
+
+    wanted = call(torch.arange(20.0).view(5, 4), 4)
+    for found in mw.simulate(on_rank, 4):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
+def test_ranks_outside_hold_no_number_of_a_scalar(dtype: torch.dtype) -> None:
+    def on_rank() -> Tensor:
+        return mw.shard_tensor(torch.ones((), dtype=dtype), FIRST, []).to_local()
+
+    here, away = mw.simulate(on_rank, 4)[::2]
+    assert here == 1
+    assert away.shape == ()
+    assert bool(away.isnan()) or int(away) == torch.iinfo(torch.int64).min
+
+
 def test_gradients_are_absent_outside_their_mesh() -> None:
     """The gradients of a hook and of a leaf have a spec on the mesh; ranks outside hold no part of them."""
 

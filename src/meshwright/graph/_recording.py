@@ -109,17 +109,24 @@ class Recording:
 
     def is_constant(self, value: Value) -> bool:
         """True when a value is made of constants alone, and of nothing that is drawn."""
+        return self.constants_behind(value) is not None
+
+    def constants_behind(self, value: Value) -> list[Tensor] | None:
+        """Return the constants that a value is made of; None if it is made of something else, too."""
         makers = {v: node for node in self.nodes for v in node.outs}
-        roles = {given.value: given.role for given in self.inputs}
+        inputs = {given.value: given for given in self.inputs}
+        found: list[Tensor] = []
         left, seen = [value], set[Value]()
         while left:
             v = left.pop()
-            if roles.get(v, "constant") != "constant" or (v in makers and draws(makers[v].op)):
-                return False
+            if (v in inputs and inputs[v].role != "constant") or (v in makers and draws(makers[v].op)):
+                return None
+            if v in inputs:
+                found.append(inputs[v].source)
             new = set(makers[v].ins) - seen if v in makers else set[Value]()
             seen |= new
             left += new
-        return True
+        return found
 
     def made(self, x: Tensor) -> bool:
         """True if the tensor, or what it is a view of, was made by what was recorded."""

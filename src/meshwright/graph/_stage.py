@@ -20,6 +20,7 @@ from meshwright.tensor import (
     capturing,
     context,
     leaves_in,
+    map_tensors,
     note_spec,
     operators_recorded,
     tensors_in,
@@ -170,22 +171,34 @@ class Stage:
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
+            if self._is_sized_by_constants(op, args, kwargs):
+                return  # its result is a constant of the program, because fake tensors have no such shape
             if op is SPLIT:  # x[:] of a model, which begins no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
             if self.most is not None and len(self.recording.nodes) > self.most:
                 raise _too_long(self.recording.nodes, self.most)
 
+    def _is_sized_by_constants(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True for an operator whose result has a shape by the numbers of its operands, all of them constants."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or any(isinstance(x, FakeTensor) for x in tensors):
+            return False
+        if not all(self.recording.is_constant(self.recording.value_of(x)) for x in tensors):
+            return False
+        return _needs_numbers(op, args, kwargs) and self._is_answered(op, args, kwargs)
+
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
+        behind = [self.recording.constants_behind(v) for v in values]
         written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
-        if written or (values and not all(self.recording.is_constant(v) for v in values)):
+        if written or None in behind:
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
                 "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
             )  # fmt: skip
-        self.asked += tensors_in((args, kwargs))
+        self.asked += [x for constants in behind for x in constants or ()]
         return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
@@ -197,6 +210,22 @@ class Stage:
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
+
+
+def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
+    """True if torch does not know the shape of the result without the numbers of the operands."""
+
+    def numberless(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    with unrecorded(), FakeMode(), torch.no_grad():
+        try:
+            op(*map_tensors(numberless, args), **map_tensors(numberless, kwargs))
+        except DataDependent:
+            return True
+        except Exception:  # torch refuses tensors without numbers, in many ways
+            return False
+    return False
 
 
 def _device(x: Tensor) -> torch.device:

@@ -121,7 +121,7 @@ class Spec:
         return Spec(self.mesh, self.layout, list(map(hint, self.shape)), self.dtype, strides)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what `rank` holds; a rank outside the mesh holds nothing, written as a leading 0."""
+        """Shape of what `rank` holds; a rank outside the mesh holds no elements of a tensor with dims: a leading 0."""
         found = self._shapes.get(rank)
         if found is None:
             found = self._shapes[rank] = self._local_shape(rank)
@@ -129,7 +129,7 @@ class Spec:
 
     def _local_shape(self, rank: int) -> tuple[int, ...]:
         if rank not in self.mesh:
-            return (0, *self.shape[1:]) if self.shape else (0,)
+            return (0, *self.shape[1:]) if self.shape else ()
         return local_shape(self.shape, self.layout, self.mesh.sizes, self.mesh.coordinate(rank))
 
     def local_ranges(self, rank: int) -> tuple[Range, ...]:

@@ -2,7 +2,7 @@
 
 from ._bound import lower_bound
 from ._errors import ReshardError
-from ._execute import Halves, Mover, halves_of
+from ._execute import Halves, Mover, away_part, halves_of
 from ._parse import parse_step
 from ._plan import Plan, Price, Purpose, execute, plan, transposed
 from ._steps import (
@@ -39,6 +39,7 @@ __all__ = [
     "Slice",
     "Step",
     "View",
+    "away_part",
     "execute",
     "halves_of",
     "lower_bound",

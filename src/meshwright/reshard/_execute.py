@@ -222,7 +222,19 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
 
 
 def _empty(shape: Shape) -> Join:
-    return lambda parts, t: t.new_empty(shape)
+    return lambda parts, t: away_part(shape, t.dtype, t.device)
+
+
+def away_part(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what a rank outside the mesh holds of a tensor: no elements, and of one without dims an element to refuse.
+
+    torch takes a tensor for a number only if it has one element. This one is NaN or the least integer, so that a call
+    that reads it by mistake does not go unnoticed.
+    """
+    if 0 in shape or dtype is torch.bool:
+        return torch.empty(shape, dtype=dtype, device=device)
+    least = torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    return torch.full(shape, least, dtype=dtype, device=device)
 
 
 def _part(box: Box, held: Box) -> Part:
@@ -320,7 +332,7 @@ def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tup
 
 
 def _leave(acts: list[Action], shape: Shape) -> tuple[Action, ...]:
-    return (*acts, lambda t, c: t if t.shape == shape else t.new_empty(shape))
+    return (*acts, lambda t, c: t if shape and t.shape == shape else away_part(shape, t.dtype, t.device))
 
 
 def _reshaped(before: Shape, after: Shape) -> tuple[Action, ...]:

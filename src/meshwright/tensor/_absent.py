@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec
+from meshwright.reshard import away_part
 
 from ._dist_tensor import DistTensor, stamp
 from .torch_hooks import FakeTensor, no_interception
@@ -42,7 +43,7 @@ class _Through(torch.autograd.Function):
     def forward(ctx: Any, shapes: Any, *inputs: Tensor) -> Any:
         ctx.shapes = shapes
         ctx.like = [(i.shape, i.dtype, i.device) for i in inputs]
-        outs = tuple(torch.empty(s, dtype=d, device=inputs[0].device) for s, d in shapes)
+        outs = tuple(away_part(s, d, inputs[0].device) for s, d in shapes)
         ctx.mark_non_differentiable(*[o for o in outs if not (o.is_floating_point() or o.is_complex())])
         return outs
 

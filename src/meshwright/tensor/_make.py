@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.comm import current
 from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of
+from meshwright.reshard import away_part
 
 from ._absent import absent, make_absent
 from ._convert import arranged, convert_local
@@ -112,7 +113,7 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
             return out
         if local.requires_grad:
             return make_absent([spec], [local])[0]
-        return absent(torch.empty(spec.local_shape(current().rank), dtype=spec.dtype, device=local.device), spec)
+        return absent(away_part(spec.local_shape(current().rank), spec.dtype, local.device), spec)
 
 
 def from_local(

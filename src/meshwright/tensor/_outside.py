@@ -16,6 +16,7 @@ from ._absent import link, make_absent
 from ._capture import Captured, Node, autocast_dtype, capture
 from ._dist_tensor import DistTensor, Run
 from ._errors import AbsentError
+from ._gradient_paths import Paths, gradient_paths
 from ._handle_values import everywhere
 from ._local import spec_of_whole
 from ._metadata import check_answer
@@ -72,10 +73,11 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
         return run_graph(captured)
     known: Any = found.outs if isinstance(found, (Step, Drawn)) else found
     dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
+    paths = gradient_paths(func, args, kwargs)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _draw_along(captured)
-        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known, dtypes)
+        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known, dtypes, paths)
 
     return run
 
@@ -160,7 +162,7 @@ def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
 
 def _without_elements(
     captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None,
-    dtypes: Sequence[torch.dtype] | None,
+    dtypes: Sequence[torch.dtype] | None, paths: Paths | None,
 ) -> Any:  # fmt: skip
     results = list(tensors_in(captured.out))
     specs = list(known or [spec_of_whole(t, like.mesh) for t in results])
@@ -170,10 +172,26 @@ def _without_elements(
     for t in results:
         if id(t) in real and any(is_written(node.op) for node in captured.nodes):  # not x.to(x.dtype)
             link(real[id(t)], tensors)
-    new = [(t, s) for t, s in zip(results, specs, strict=True) if id(t) not in real]
-    for (t, _), made in zip(new, make_absent([s for _, s in new], tensors), strict=True):
-        real[id(t)] = made
+    new = [at for at, t in enumerate(results) if id(t) not in real]
+    real |= {id(results[at]): made for at, made in _made_behind(new, specs, tensors, paths)}
     return map_tensors(lambda t: real[id(t)], captured.out)
+
+
+def _made_behind(
+    places: Sequence[int], specs: Sequence[Spec], tensors: Sequence[Tensor], paths: Paths | None
+) -> list[tuple[int, Tensor]]:
+    """Return the results at `places` without elements, each behind the operands that it has a gradient for.
+
+    Results with the same operands have one node of the autograd graph. Without `paths`, all are behind all operands.
+    """
+    groups: dict[Any, list[int]] = {}
+    for at in places:
+        groups.setdefault(None if paths is None else paths[at], []).append(at)
+    found: list[tuple[int, Tensor]] = []
+    for path, group in groups.items():
+        inputs = [t if path is None or n in path or not t.requires_grad else t.detach() for n, t in enumerate(tensors)]
+        found += zip(group, make_absent([specs[at] for at in group], inputs), strict=True)
+    return found
 
 
 def _draw_along(captured: Captured) -> None:

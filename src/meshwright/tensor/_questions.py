@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._absent import Absent, FakeAbsent
+from ._absent import FakeAbsent
 from ._dist_tensor import DistTensor, FakeDistTensor
 from ._handle_gradients import grad_fn
 from .torch_hooks import (
@@ -164,5 +164,3 @@ for _name, _answer in ANSWERS.items():
 for _class in (FakeDistTensor, FakeAbsent):  # a fake tensor has a device of its own
     for _name in vars(FakeTensor).keys() & ANSWERS.keys():
         setattr(_class, _name, vars(FakeTensor)[_name])
-for _name in ("dim", "ndimension"):  # a tensor without dims has an empty part with one dim on a rank outside the mesh
-    setattr(Absent, _name, _dim)

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._errors import SideEffectError
 from ..torch_hooks import FakeTensor
 from ._executed import Executed, executed_code, writes
 from ._fast import Fast
-from ._reach import LAYER_HOOKS, Reach
-from ._slots import Change, Content, Slot
+from ._reach import LAYER_HOOKS, Reach, any_name
+from ._slots import Change, Content, Names, Slot
 
 T = TypeVar("T")
 
@@ -84,10 +84,16 @@ def _of_layers(reach: Reach) -> Iterator[Slot]:
 
 
 class _Restored:
-    """All that the code of a call could change, to be compared and put back; the generators of random numbers too."""
+    """All that the code of a call could change, to be compared and put back; the generators of random numbers too.
+
+    Before the call, nobody knows which attributes the code of an installed package names, so those of layers are all
+    put back.
+    """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.guards, self.drawn = Guards.of(roots), _generators()
+        layers = dict.fromkeys(m for root in roots.values() if isinstance(root, nn.Module) for m in root.modules())
+        self.attributes = [Names("", vars(layer), tuple(vars(layer)), any_name, layer) for layer in layers]
 
     def moved(self) -> str | None:
         """Return the library whose generator advanced."""
@@ -96,6 +102,8 @@ class _Restored:
 
     def restore(self) -> None:
         self.guards.restore()
+        for attributes in self.attributes:
+            attributes.restore()
         _set_generators(self.drawn)
 
 

@@ -1,0 +1,27 @@
+"""A call that is refused leaves the attributes of layers as they were, whatever code changed them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.graph.guards import steady
+
+
+def test_all_attributes_of_layers_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    layer = vars(model[0])
+    layer["state"], layer["gone"] = None, 1
+    weight = model[0].weight
+
+    def run() -> None:
+        layer.update(state=torch.ones(2), new=2)
+        del layer["gone"]
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        steady({"model": model}, run, lambda a, b: True, "to capture the forward pass")
+    assert (layer["state"], layer["gone"]) == (None, 1)
+    assert "new" not in layer
+    assert model[0].weight is weight
