@@ -21,7 +21,7 @@ def test_all_attributes_of_layers_are_put_back() -> None:
         raise LookupError
 
     with pytest.raises(LookupError):
-        steady({"model": model}, run, lambda a, b: True, "to capture the forward pass")
+        steady({"model": model}, run, lambda a, b: True, lambda found, ran: False, "to capture the forward pass")
     assert (layer["state"], layer["gone"]) == (None, 1)
     assert "new" not in layer
     assert model[0].weight is weight
