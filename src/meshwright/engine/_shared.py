@@ -94,8 +94,12 @@ def nth_request(here: Carrier, what: str) -> int:
 
 
 def completed_once(here: Carrier, program: Program, given: Mapping[str, Spec]) -> Layouts:
-    """Return the completed layouts of the program; simulated ranks with the same program and marks share them."""
-    meaning = meaning_or_none(program) if isinstance(here, Simulated) else None
+    """Return the completed layouts of the program; simulated ranks with the same program and marks share them.
+
+    Layouts of symbolic sizes are shared with no other rank, which has symbols of its own.
+    """
+    symbolic = any(i.role == "size" for i in program.inputs)
+    meaning = meaning_or_none(program) if isinstance(here, Simulated) and not symbolic else None
     if meaning is None:
         return complete(program, given)
     names = tuple(v.name for v in chain((i.value for i in program.inputs), *(node.outs for node in program.nodes)))

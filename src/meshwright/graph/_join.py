@@ -10,6 +10,7 @@ from ._infer import Names
 from ._node import Node, Value, map_values
 from ._outside import check_memories
 from ._program import Input, Program
+from ._recording import is_lifted
 
 
 def joined(
@@ -17,25 +18,26 @@ def joined(
 ) -> Program:
     """`first`, then `second`, whose inputs `feeds` are values of `first`.
 
-    Inputs of the same role and name (but nothing saved) are one input, and constants that are one tensor; where `first`
-    writes to it, `second` reads what was written. `outputs` makes the outputs of both into those of the whole.
+    Inputs of the same role and name (but nothing saved) are one input, and constants that are one tensor of the user's;
+    where `first` writes to it, `second` reads what was written. `outputs` makes the outputs of both into those of the
+    whole.
     """
     names = Names(v for v in _names(first))
-    same = {_key(i): i.value for i in first.inputs if i.role != "saved"}
+    same = {_key(i): i.value for i in first.inputs if _is_one(i)}
     written = dict(first.writes)
     became: dict[Value, Value] = dict(feeds)
     added: list[Input] = []
     for given in second.inputs:
         if given.value in became:
             continue
-        known = same.get(_key(given))
+        known = same.get(_key(given)) if _is_one(given) else None
         if known is not None:
             became[given.value] = written.get(known, known)
         else:
             became[given.value] = _renamed(given.value, names)
             added.append(replace(given, value=became[given.value]))
     nodes = [_moved(node, became, names) for node in second.nodes]
-    home = {i.value: same.get(_key(i), became[i.value]) for i in second.inputs}
+    home = {i.value: same.get(_key(i), became[i.value]) if _is_one(i) else became[i.value] for i in second.inputs}
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
     found = Program(
@@ -44,6 +46,11 @@ def joined(
     )  # fmt: skip
     check_memories(found)
     return found
+
+
+def _is_one(given: Input) -> bool:
+    """True if another input with its key is the same; what the recorded code makes of numbers is made each time."""
+    return given.role != "saved" and not (given.role == "constant" and is_lifted(given.source))
 
 
 def _key(given: Input) -> Any:

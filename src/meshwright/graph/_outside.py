@@ -17,11 +17,12 @@ from meshwright.layout import user_frame
 from meshwright.tensor import map_tensors, tensors_in
 
 from ._brought import meshes_of
-from ._cells import IDENTITIES
+from ._cells import FRESH, IDENTITIES
 from ._effects import is_view, writes_to
 from ._errors import CaptureError
 from ._node import Place
 from ._program import Program
+from ._recording import is_lifted
 from .torch_hooks import FakeMode, FakeTensor, Operator, faked, interception_off, memory_of, no_modes
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -80,7 +81,8 @@ def real_view(op: Operator, args: Any, kwargs: Any) -> Any:
 
 
 def _looks(op: Operator) -> bool:
-    return is_view(op) or op._schema.name.split("::")[1] in IDENTITIES
+    name = op._schema.name.split("::")[1]
+    return name not in FRESH and (is_view(op) or name in IDENTITIES)
 
 
 def _check_kept(x: Tensor, fake: Tensor) -> None:
@@ -97,8 +99,8 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
 
 def writes_outside(program: Program) -> bool:
     """True if the program writes a tensor that Python holds, and no module as a buffer."""
-    constants = {i.value for i in program.inputs if i.role == "constant"}
-    return any(x in constants for x, _ in program.writes)
+    outside = {i.value for i in program.inputs if i.role == "constant" and not is_lifted(i.source)}
+    return any(x in outside for x, _ in program.writes)
 
 
 def check_stages(program: Program) -> None:
