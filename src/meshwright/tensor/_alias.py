@@ -8,7 +8,7 @@ that made it; before it is used it is read again if its base was written to, aft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.layout import Spec, whole_of
 
 from ._convert import arranged, convert_local, owned
-from ._dist_tensor import DistTensor, FakeDistTensor, stamp
+from ._dist_tensor import DistTensor, FakeDistTensor, stamp, wants_grad
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
@@ -320,17 +320,33 @@ def _refresh(view: DistView) -> None:
     source = view._source
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
-    now = writes_to(source.base)
-    if now == source.version and source.counted and not is_unversioned(view):
+    if not is_behind(view):
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")
-    tracked = nullcontext() if source.tracked else torch.no_grad()
-    with torch.inference_mode() if view.is_inference() else tracked:
+    now = writes_to(source.base)
+    with _grad_mode(view):
         done = call_whole(source.func, source.args, source.kwargs)
         new = list(tensors_in(done.out))[source.at]
         write_into(view if view._seen else _data_of(view), stamp(new, _whole_spec_of(new, view)))
     source.version, view._agreed = now, writes_to(view)
+
+
+def is_behind(view: DistView) -> bool:
+    """True if the base of an outer view may have been written to since the view was read."""
+    source = view._source
+    return writes_to(source.base) != source.version or not source.counted or is_unversioned(view)
+
+
+def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
+    """Return the context in which an outer view is read again: `no_grad` at its next use must not lose its history."""
+    source = view._source
+    if view.is_inference():
+        return torch.inference_mode()
+    if not source.tracked:
+        return torch.no_grad()
+    with no_interception():
+        return torch.inference_mode(False) if wants_grad(source.base) else nullcontext()
 
 
 def check_writable(x: Tensor, reads: bool = False) -> None:
