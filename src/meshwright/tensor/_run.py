@@ -355,13 +355,23 @@ def in_order_of(given: Captured, run: Run) -> Run:
 
 
 def replaying(run: Run) -> Run:
-    """`run`, whose views autograd repeats as they were made."""
+    """`run`, whose views autograd repeats as they were made, with gradients in the memory order that kernels want."""
 
     def replayed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with view_replay():
-            return run(func, types, args, kwargs)
+            out = run(func, types, args, kwargs)
+        with no_interception():
+            for x in tensors_in(out):
+                if not x.numel() and x.grad_fn is not None:
+                    x.register_hook(_reordered)
+        return out
 
     return replayed
+
+
+def _reordered(grad: Tensor) -> Tensor:
+    """Return an empty gradient with contiguous strides: `contiguous()` of an expanded empty tensor changes nothing."""
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 def run_twin(node: Node, captured: Captured) -> Run | None:
