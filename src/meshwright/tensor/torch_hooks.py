@@ -505,6 +505,11 @@ def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, left
 
 
+def returns_dtype(op: Operator) -> bool:
+    """True if the integer that an operator returns is the number of a dtype; for Python its type is `int`."""
+    return any(str(getattr(r, "real_type", "")) == "ScalarType" for r in op._schema.returns)
+
+
 def written_arguments(op: Operator) -> list[Any]:
     """Return the arguments that an operator's schema marks as written."""
     return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
