@@ -360,13 +360,19 @@ def replaying(run: Run) -> Run:
     def replayed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with view_replay():
             out = run(func, types, args, kwargs)
-        with no_interception():
-            for x in tensors_in(out):
-                if not x.numel() and x.grad_fn is not None:
-                    x.register_hook(_reordered)
+        if torch.is_grad_enabled():
+            given = {id(t) for t in tensors_in((args, kwargs))}
+            _reorder_gradients([x for x in tensors_in(out) if id(x) not in given])
         return out
 
     return replayed
+
+
+def _reorder_gradients(made: Sequence[Tensor]) -> None:
+    with no_interception():
+        for x in made:
+            if not x.numel() and x.requires_grad:
+                x.register_hook(_reordered)
 
 
 def _reordered(grad: Tensor) -> Tensor:
