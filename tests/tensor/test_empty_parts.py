@@ -83,7 +83,8 @@ def test_the_gradient_of_weights_of_a_bag_is_right_with_fewer_columns_than_ranks
         weight, factors = mark(table.clone(), 1).requires_grad_(), mark(scale.clone(), 0).requires_grad_()
         bags = F.embedding_bag(ids, weight, torch.tensor([0, 4]), mode="sum", per_sample_weights=factors)
         bags.square().sum().backward()
-        assert weight.grad is not None and factors.grad is not None
+        assert weight.grad is not None
+        assert factors.grad is not None
         return [weight.grad, factors.grad]
 
     def on_rank() -> list[Tensor]:

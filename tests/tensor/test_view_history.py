@@ -40,7 +40,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "grad_fn": lambda v: v.grad_fn is not None,
     "is_leaf": lambda v: v.is_leaf,
     "output_nr": lambda v: v.output_nr,
-    "requires_grad by call": lambda v: torch.Tensor.requires_grad.__get__(v),  # pyright: ignore[reportAttributeAccessIssue]
+    "requires_grad by call": torch.Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
 }
 
 
