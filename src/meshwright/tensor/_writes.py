@@ -31,7 +31,7 @@ class _Life:
 
 
 def _life_of(x: Tensor) -> ref[_Life]:
-    held: dict[str, Any] = x.__dict__
+    held: Any = x.__dict__
     return ref(held.setdefault(_LIFE, _Life()))
 
 
