@@ -193,6 +193,42 @@ def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function
         mw.simulate(go, STYLES[style].ranks)
 
 
+class SavesArguments(torch.autograd.Function):
+    """A user's function of any tensors, whose backward pass reads its saved arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, scale)
+        return x @ w * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, w, scale), g = ctx.saved_tensors, grads[0]
+        return g @ w.T * scale, x.T @ g * scale, (g * (x @ w)).sum()
+
+
+@pytest.mark.parametrize("plain", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_saved_plain_argument_is_whole_in_the_backward_pass(style: str, plain: tuple[int, ...]) -> None:
+    from tests.engine.oracle import LayOut
+
+    def gradients(lay: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        values = [torch.randn(5, 4), torch.randn(4, 3), torch.tensor(0.5)]
+        given = [v.requires_grad_() if k in plain else lay(v, grad=True) for k, v in enumerate(values)]
+        y = SavesArguments.apply(*given)
+        assert isinstance(y, Tensor)
+        (first,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
+        (y.sum() + first.square().sum()).backward()
+        return [mw.unshard_dtensor(x.grad) if isinstance(x.grad, mw.DistTensor) else x.grad for x in given]
+
+    def plainly(value: Tensor, grad: bool) -> Tensor:
+        return value.requires_grad_(grad)
+
+    for found in mw.simulate(lambda: gradients(LayOut(STYLES[style])), STYLES[style].ranks):
+        torch.testing.assert_close(found, gradients(plainly))
+
+
 NAMED_BEFORE = """
 import torch
 

@@ -274,3 +274,33 @@ def test_views_of_one_no_grad_block_can_be_read_after_it(layout: str) -> None:
         return [w.tolist(), flat.tolist(), diagonal.tolist(), plain(w.grad if w.grad is not None else w).tolist()]
 
     assert mw.simulate(lambda: values(lay_on(2, layout)), 2) == [values(lambda x: x)] * 2
+
+
+SHARING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "set_": lambda x, y: x.set_(y),
+    "data taken": lambda x, y: x.data,
+    "data put": lambda x, y: setattr(x, "data", y),
+    "detached": lambda x, y: x.detach(),
+}
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_a_tensor_that_shares_memory_can_be_swapped(share: str) -> None:
+    def program(mark: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x, y, z = (mark(torch.full((4, 3), float(n))) for n in range(3))
+        other = SHARING[share](x, y)
+        torch.utils.swap_tensors(x, z)
+        y.add_(1)
+        x[1:].mul_(3)
+        z.sub_(4)
+        return [x, y, z] if other is None else [x, y, z, other]
+
+    want = program(lambda t: t)
+    mesh = mw.ProcessMesh(range(2), ["x"])
+    for place in (mw.Shard(0), mw.Shard(1)):
+
+        def on_rank(place: Any = place) -> list[Tensor]:
+            return [mw.unshard_dtensor(t) for t in program(lambda t: mw.shard_tensor(t, mesh, [place]))]
+
+        for found in mw.simulate(on_rank, 2):
+            torch.testing.assert_close(found, want)

@@ -97,3 +97,48 @@ def test_a_write_to_data_reaches_the_backward_pass_where_some_ranks_have_no_part
 
     for found in mw.simulate(on_rank, 4):
         torch.testing.assert_close(found, gradients(lambda t: t))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda w: w[1:],
+    "rows of rows": lambda w: w[1:][1:],
+    "inner view": lambda w: w[1:, :1],
+    "transposed, cut": lambda w: w.t()[:, 1:],
+    "flat": lambda w: w.view(-1)[2:],
+    "overlapping": lambda w: w.unfold(0, 2, 1),
+}
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda v: 0.0,
+    "linear": lambda v: (v * 1).sum(),
+    "saved": lambda v: (v.exp() * v).sum(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_was_saved_and_is_used_again_counts_as_on_one_device(view: str) -> None:
+    value = numbers(4, 2)
+
+    def gradient(write: str, use: str, mark: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor]) -> Any:
+        w = mark(value.clone()).requires_grad_()
+        v = VIEWS[view](w)
+        total = (v * v).sum()
+        with torch.no_grad():
+            WRITES[write](w)
+        total = total + USES[use](v)
+        try:
+            total.backward()
+        except RuntimeError as error:
+            return "raises" if "inplace" in str(error) else str(error)
+        assert w.grad is not None
+        return whole(w.grad).round(decimals=4).tolist()
+
+    cases = [(write, use) for write in WRITES for use in USES]
+    want = [gradient(*case, lambda t: t, lambda t: t) for case in cases]
+
+    def on_rank() -> list[Any]:
+        mesh = mw.ProcessMesh(range(2), ["x"])
+        return [gradient(*c, lambda t: mw.shard_tensor(t, mesh, [mw.Shard(0)]), mw.unshard_dtensor) for c in cases]
+
+    for found in mw.simulate(on_rank, 2):
+        for case, mine, goal in zip(cases, found, want, strict=True):
+            assert str(mine) == str(goal), case

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _forms_index as forms
 from ._forms import LocalCall
+from ._forms_empty import filled, trimmed
 from ._rule import Entry, Form, Rule
 from ._rules_dims import dims_at, names_of, written
 from ._rules_shape import slice_rule
@@ -208,8 +209,10 @@ def embedding_bag_rule(
     if sparse or mode == 2 or include_last_offset or weight.stride(-1) != 1:
         return None
 
-    def by_columns(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-        return torch.ops.aten.embedding_bag(*args, **kwargs)
+    def by_columns(call: LocalCall, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = filled(weight, sizes=[call.total(0, d) for d in range(2)])  # the gradient reads one column
+        out, *sides = torch.ops.aten.embedding_bag(weight, *args, **kwargs)
+        return trimmed(out, call.out_shape(0)), *sides
 
     text = f"v! d, i!, o!{', i!' if per_sample_weights is not None else ''} -> new d ; new ; new ; new"
     return Rule(text, forms={"d": by_columns})

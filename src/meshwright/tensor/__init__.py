@@ -4,6 +4,7 @@ from . import _collectives as _collectives
 from . import _compile as _compile
 from . import _constructors as _constructors
 from . import _dispatch as _dispatch
+from . import _padded_encoder as _padded_encoder
 from . import _questions as _questions
 from . import _sparse as _sparse
 from . import _transforms as _transforms

@@ -8,9 +8,10 @@ that made it; before it is used it is read again if its base was written to, aft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,13 +22,14 @@ from torch import Tensor
 from meshwright.layout import Spec, whole_of
 
 from ._convert import arranged, convert_local, owned
-from ._dist_tensor import DistTensor, FakeDistTensor, stamp
+from ._dist_tensor import DistTensor, FakeDistTensor, stamp, wants_grad
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
+from ._saved import note_again
 from ._tree import map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
-from ._writes import note_counter, writes_to
+from ._writes import note_counter, version_of, writes_to
 from .torch_hooks import is_dense, no_interception, shares_storage
 
 
@@ -39,6 +41,7 @@ class Source:
         single: False for one of several views of one autograd node: torch raises an error on a write to such a view.
         tracked: False for a view that was made under `torch.no_grad`, which gets no gradient from its base.
         counted: False if the base is the memory of a plain tensor, whose writes are not all counted.
+        shown: The version counter of the base at the call, which does not move with writes to `base.data`.
         ends: For a tensor that took over memory by `x.data = new`: True of the view if only the view uses this memory.
     """
 
@@ -51,7 +54,12 @@ class Source:
     single: bool = True
     tracked: bool = True
     counted: bool = True
+    shown: int = 0
     ends: Callable[[DistView], bool] | None = None
+
+    def is_read(self) -> None:
+        """Record that the view holds what the base holds now."""
+        self.version, self.shown = writes_to(self.base), version_of(self.base)
 
 
 class DistView(DistTensor):
@@ -87,7 +95,9 @@ class DistView(DistTensor):
             source = self._source
             base = deepcopy(source.base, memo)
             args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-            become_view(view, replace(source, base=base, args=args, kwargs=kwargs, version=writes_to(base)))
+            copied = replace(source, base=base, args=args, kwargs=kwargs)
+            copied.is_read()
+            become_view(view, copied)
         else:
             view._outside = deepcopy(self._outer, memo)
             _note(view._outer, _INNER, view)
@@ -105,9 +115,13 @@ def as_view(
         return x
     tracked = torch.is_grad_enabled()
     with no_interception():
-        local = x.clone() if _overlaps(x) else in_order(x, x._spec)
+        alone = torch.clone if _overlaps(x) else partial(in_order, spec=x._spec)
+        local = alone(x)
+        if local is not x:
+            note_again(local, x, alone)
         view = stamp(local if tracked else owned(local), x._spec)
-    return become_view(view, Source(base, func, args, kwargs, at, writes_to(base), single, tracked))
+    source = Source(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
+    return become_view(view, source)
 
 
 def become_view(x: DistTensor, source: Source) -> DistView:
@@ -320,17 +334,35 @@ def _refresh(view: DistView) -> None:
     source = view._source
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
-    now = writes_to(source.base)
-    if now == source.version and source.counted and not is_unversioned(view):
+    if not is_behind(view):
         return
     if not source.single:
         raise _several(source, "a view whose base, or another view of it, was written to")
-    tracked = nullcontext() if source.tracked else torch.no_grad()
-    with torch.inference_mode() if view.is_inference() else tracked:
+    is_shown = version_of(source.base) != source.shown
+    with _grad_mode(view) if is_shown else torch.no_grad():
         done = call_whole(source.func, source.args, source.kwargs)
         new = list(tensors_in(done.out))[source.at]
-        write_into(view if view._seen else _data_of(view), stamp(new, _whole_spec_of(new, view)))
-    source.version, view._agreed = now, writes_to(view)
+        target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
+        write_into(target, stamp(new, _whole_spec_of(new, view)))
+    source.is_read()
+    view._agreed = writes_to(view)
+
+
+def is_behind(view: DistView) -> bool:
+    """True if the base of an outer view may have been written to since the view was read."""
+    source = view._source
+    return writes_to(source.base) != source.version or not source.counted or is_unversioned(view)
+
+
+def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
+    """Return the context in which an outer view is read again: `no_grad` at its next use must not lose its history."""
+    source = view._source
+    if view.is_inference():
+        return torch.inference_mode()
+    if not source.tracked:
+        return torch.no_grad()
+    with no_interception():
+        return torch.inference_mode(False) if wants_grad(source.base) else nullcontext()
 
 
 def check_writable(x: Tensor, reads: bool = False) -> None:
@@ -396,7 +428,9 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
         below = None if places is None else _places_in_base(source, done, places)
         _write_back(base._outer, min(by, base, key=_visibility), below)
     if source.single:
-        source.version = _UNKNOWN if overlaps else writes_to(source.base)  # other elements of the view changed, too
+        source.is_read()
+        if overlaps:  # other elements of the view changed, too
+            source.version = source.shown = _UNKNOWN
     view._agreed = writes_to(view)
 
 

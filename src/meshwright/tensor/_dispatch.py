@@ -282,7 +282,7 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
                 "it may be this rank's part of a gradient, or a whole value: nothing tells which",
                 "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers, and "
                 "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass; in an "
-                "autograd.Function, save arguments, or wrap the function with mw.local_map",
+                "autograd.Function, ctx.save_for_backward an argument, or wrap the function with mw.local_map",
             )  # fmt: skip
 
 

@@ -24,10 +24,18 @@ from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
 from ._errors import CollectiveError, PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
-from ._local import spec_of
+from ._local import spec_of, whole_local
 from ._make import present
 from ._writes import version_of
-from .torch_hooks import bare_apply, interception, interception_on, no_interception, tell_functions
+from .torch_hooks import (
+    backward_running,
+    bare_apply,
+    interception,
+    interception_on,
+    is_dense,
+    no_interception,
+    tell_functions,
+)
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """A user's function → the same one, whose backward pass sees whole gradients."""
@@ -109,12 +117,21 @@ def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
     ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
-    ctx.meshwright_saved = _specs(getattr(ctx, "to_save", None) or ())
+    ctx.meshwright_saved = _specs_saved(args, getattr(ctx, "to_save", None) or ())
     type(ctx).saved_tensors = property(_saved)
 
 
+def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]:
+    """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
+    if backward_running() != -1:
+        return _specs(saved)
+    like = next(x._spec for x in args if isinstance(x, DistTensor))
+    given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
+    return [spec_of(x, like) if id(x) in given else spec for x, spec in zip(saved, _specs(saved), strict=True)]
+
+
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What was saved, each tensor as the distributed one that it was."""
+    """What was saved, each tensor as the distributed one that it was, and plain arguments as replicated ones."""
     base: Any = super(type(ctx), ctx)
     found: tuple[Any, ...] = base.saved_tensors
     return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
@@ -152,9 +169,9 @@ def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
 
 
 def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
-    """This rank's part of a gradient that a function gave."""
+    """This rank's part of a gradient that a function gave; the whole gradient of a plain argument."""
     if spec is None or not isinstance(grad, Tensor):
-        return grad
+        return whole_local(grad) if isinstance(grad, DistTensor) else grad
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
             f"the backward pass of {function.__name__}", f"a plain gradient of an argument that lies as {spec!r}",

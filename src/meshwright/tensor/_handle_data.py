@@ -30,8 +30,8 @@ _T: Any = Tensor
 
 
 _LOCAL = [
-    "requires_grad", "is_leaf", "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
-    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "output_nr", "_backward_hooks",
+    "device", "layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_mps",
+    "is_xpu", "is_mkldnn", "is_meta", "is_nested", "retains_grad", "_backward_hooks",
     "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
     "dtype", "volatile", "_cdata", "name", "is_hpu",
 ]  # fmt: skip

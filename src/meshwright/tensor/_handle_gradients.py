@@ -291,7 +291,6 @@ def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
         return plain_view(local)
 
 
-@handles(_T.grad_fn.__get__, numbers=False)
 def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     node = call_plain(func, types, args, kwargs or {})
     x = args[0]

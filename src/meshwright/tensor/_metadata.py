@@ -11,6 +11,7 @@ from torch import Tensor
 from ._dist_tensor import DistTensor
 from ._errors import MemoryAccessError
 from ._tree import leaves_in, tensors_in
+from .torch_hooks import Operator, returns_dtype
 
 _PLAIN = (bool, float, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
 """Types that never hold an address or a device."""
@@ -25,12 +26,13 @@ _NUMBERS: frozenset[Any] = frozenset([
     torch.numel,
 ])  # fmt: skip
 """C++ functions that return integers which are sizes, not addresses."""
+_OPERATORS = frozenset([*_COUNTS, *_COUNTED, "len", "stride"])
+"""Names of operators that do."""
 
 
 def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
     """Raise MemoryAccessError if `answer`, which `func` gave for a meta tensor, may be about memory or a device."""
-    counts = func in _NUMBERS or isinstance(func, FunctionType)
-    known = (*_PLAIN, int) if counts else _PLAIN
+    known = (*_PLAIN, int) if _is_about_shape(func) else _PLAIN
     wrong = next((leaf for leaf in leaves_in(answer) if not isinstance(leaf, known)), None)
     if wrong is None:
         return
@@ -39,3 +41,11 @@ def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
         getattr(func, "__name__", repr(func)), f"{x._spec!r}; the answer is a {type(wrong).__name__}",
         "it is about memory, and this rank holds only a part", "call it on x.to_local() or mw.unshard_dtensor(x)",
     )  # fmt: skip
+
+
+def _is_about_shape(func: Any) -> bool:
+    """True if integers that `func` returns are sizes or dtypes."""
+    if not isinstance(func, Operator):
+        return func in _NUMBERS or isinstance(func, FunctionType)
+    name = func._schema.name.partition("::")[2].removeprefix("sym_")
+    return name in _OPERATORS or returns_dtype(func)

@@ -19,6 +19,7 @@ from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
 from ._tree import map_leaves, map_tensors, tensors_in
+from ._use_all import using_all
 from .torch_hooks import Operator, no_interception, shares_storage, written_arguments
 
 
@@ -194,8 +195,9 @@ def _step(
     mesh = next(s.mesh for s in ins if s is not None)
     outs = tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in zip(layouts, results, strict=True))
     form = call.rule.forms[decision.form] if decision.form else None
-    if form is None and call.rule.guard is not None and any(leaves_nothing(s) for s in (*decision.ins, *outs)):
-        form = call.rule.guard
+    if any(leaves_nothing(s) for s in (*decision.ins, *outs)):
+        form = form or call.rule.guard
+        form = None if form is None else using_all(form)
     viewed = _broken_view(node, operands, ins, decision)
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ._absent import FakeAbsent
 from ._dist_tensor import DistTensor, FakeDistTensor
 from ._handle_gradients import grad_fn
+from ._view_history import answer_for_views
 from .torch_hooks import (
     FakeTensor,
     backward_running,
@@ -161,6 +162,7 @@ ANSWERS: dict[str, Any] = {
 
 for _name, _answer in ANSWERS.items():
     setattr(DistTensor, _name, _answer)
+answer_for_views()
 for _class in (FakeDistTensor, FakeAbsent):  # a fake tensor has a device of its own
     for _name in vars(FakeTensor).keys() & ANSWERS.keys():
         setattr(_class, _name, vars(FakeTensor)[_name])

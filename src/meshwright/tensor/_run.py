@@ -355,13 +355,29 @@ def in_order_of(given: Captured, run: Run) -> Run:
 
 
 def replaying(run: Run) -> Run:
-    """`run`, whose views autograd repeats as they were made."""
+    """`run`, whose views autograd repeats as they were made, with gradients in the memory order that kernels want."""
 
     def replayed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with view_replay():
-            return run(func, types, args, kwargs)
+            out = run(func, types, args, kwargs)
+        if torch.is_grad_enabled():
+            given = {id(t) for t in tensors_in((args, kwargs))}
+            _reorder_gradients([x for x in tensors_in(out) if id(x) not in given])
+        return out
 
     return replayed
+
+
+def _reorder_gradients(made: Sequence[Tensor]) -> None:
+    with no_interception():
+        for x in made:
+            if not x.numel() and x.requires_grad:
+                x.register_hook(_reordered)
+
+
+def _reordered(grad: Tensor) -> Tensor:
+    """Return an empty gradient with contiguous strides: `contiguous()` of an expanded empty tensor changes nothing."""
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 def run_twin(node: Node, captured: Captured) -> Run | None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
+from weakref import getweakrefs, ref
 
 import torch
 from torch import Tensor
@@ -60,12 +60,14 @@ def _drop(note: Any) -> None:
 class _Copy(_Note):
     """A converted operand, its source, and how often both had been written to.
 
-    `exact` is False for an operand of another algorithm than one device runs, which may save other tensors.
+    `exact` is False for an operand of another algorithm than one device runs, which may save other tensors. `follows`
+    is False for a copy of a view, which stays a view of the old memory when the source moves to other memory.
     """
 
-    __slots__ = ("before", "counted", "exact", "geometry", "how", "others", "storage", "version")
+    __slots__ = ("before", "counted", "exact", "follows", "geometry", "how", "others", "storage", "version")
     before: int
     exact: bool
+    follows: bool
     how: Conversion
 
     def look(self, source: Tensor) -> None:
@@ -94,7 +96,7 @@ class _Copy(_Note):
 
     def _convert_again(self, copy: Tensor) -> None:
         source, storage = self.source(), self.storage()
-        if source is not None and source.untyped_storage() is not storage:
+        if self.follows and source is not None and source.untyped_storage() is not storage:
             self.look(source)
             copy.data = plain_view(self.how(source.detach()))
         elif storage is not None and other_writes(storage, self.version) != self.others:
@@ -139,13 +141,38 @@ def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True)
     if copy is source or not _state.is_noting or isinstance(copy, FakeTensor):
         return
     note = _Copy(copy, _drop)
-    note.how, note.exact = how, exact
+    note.how, note.exact, note.follows = how, exact, True
     try:
         note.before = copy._version
         note.look(source)
     except RuntimeError:  # a sparse tensor, or a tensor of inference mode; asking first costs 0.4 µs in each call
         return
     _add(note)
+
+
+def note_again(copy: Tensor, of: Tensor, then: Conversion) -> None:
+    """Note `copy`, which is `then(of)`, where `of` is a view of a noted copy; call it with interception off."""
+    base = of if of._base is None else of._base
+    for note in getweakrefs(base):
+        if isinstance(note, _Copy):
+            again = _Copy(copy, _drop)
+            for name in ("counted", "exact", "geometry", "others", "source", "storage", "version"):
+                setattr(again, name, getattr(note, name))
+            again.before, again.how, again.follows = copy._version, _of_view(note.how, base, of, then), False
+            _add(again)
+
+
+def _of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
+    """Return what computes `then(view)` from a source of which `base`, with `view` in its memory, is `how(source)`."""
+    like, offset = (local_shape(base), _STRIDE(base)), _OFFSET(view) - _OFFSET(base)
+    shape, stride = local_shape(view), _STRIDE(view)
+
+    def converted(part: Tensor) -> Tensor:
+        new = how(part)
+        memory = torch.empty_strided(*like, dtype=new.dtype, device=new.device).copy_(new)
+        return then(memory.as_strided(shape, stride, offset))
+
+    return converted
 
 
 @contextmanager

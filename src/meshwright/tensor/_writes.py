@@ -16,6 +16,7 @@ from torch import Tensor
 from .torch_hooks import FakeTensor, no_interception
 
 _KEY = "_meshwright_counters"
+_LIFE = "_meshwright_life"
 _LIMIT = 32
 """Probes that a storage keeps: a program that takes `x.data` in each step would fill the memory with probes."""
 
@@ -23,23 +24,34 @@ _T: Any = Tensor
 _version: Any = _T._version.__get__
 
 
+class _Life:
+    """An object that lives as long as the tensor that has it: `torch.utils.swap_tensors` allows no other references."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _life_of(x: Tensor) -> ref[_Life]:
+    held: Any = x.__dict__
+    return ref(held.setdefault(_LIFE, _Life()))
+
+
 class _Counters:
     """The counters of one memory: the first one, those of other tensors, and the sum of the dropped ones."""
 
     def __init__(self, first: Tensor) -> None:
         self.first, self.dropped = counter_of(first), 0
-        self.others: list[tuple[ref[Tensor], Tensor]] = []
+        self.others: list[tuple[ref[_Life], Tensor]] = []
 
     def add(self, x: Tensor) -> None:
         if len(self.others) >= _LIMIT:
             self._drop()
-        self.others.append((ref(x), counter_of(x)))
+        self.others.append((_life_of(x), counter_of(x)))
 
     def _drop(self) -> None:
         """Keep the counters of living tensors, and the last ones of the others: a view may still move those."""
         half = len(self.others) // 2
-        for x, probe in self.others[:half]:
-            self.dropped += 0 if x() is not None else probe._version
+        for life, probe in self.others[:half]:
+            self.dropped += 0 if life() is not None else probe._version
         self.others = [pair for pair in self.others[:half] if pair[0]() is not None] + self.others[half:]
 
     def total(self) -> int:

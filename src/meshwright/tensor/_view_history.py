@@ -1,0 +1,65 @@
+"""Questions about the autograd history of a view that has memory of its own.
+
+On one device, a write to the base gives its views the history of the write at once. A DistView gets that history when
+it is read again. `requires_grad` looks at the base instead, which takes no communication. The other questions are
+about nodes of the graph, which exist only after the view was read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ._alias import DistView, is_behind
+from ._dist_tensor import DistTensor, wants_grad
+from ._registry import handles
+from .torch_hooks import interception_on, no_interception
+
+
+def _gains_history(view: DistView) -> bool:
+    """True if reading the view again gives it a gradient, because of a write to its base; without communication."""
+    source = view._outer._source
+    dtype = view._spec.dtype
+    if not (view._seen and source.tracked and (dtype.is_floating_point or dtype.is_complex)):
+        return False
+    base = source.base
+    if isinstance(base, DistView) and _gains_history(base):
+        return True
+    with no_interception():
+        return wants_grad(base) and is_behind(view._outer)
+
+
+def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
+    return own(view) or (interception_on() and _gains_history(view))
+
+
+def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:
+    if interception_on() and _gains_history(view):
+        view._read_again()
+    return own(view)
+
+
+_QUESTIONS: dict[str, Callable[[Callable[[Any], Any], DistView], Any]] = {
+    "requires_grad": _requires_grad,
+    "is_leaf": _of_graph,
+    "grad_fn": _of_graph,
+    "output_nr": _of_graph,
+}
+"""Attribute → `answer(own, view)`, where `own` answers for a tensor that is no view."""
+
+
+@handles(*[getattr(Tensor, name).__get__ for name in _QUESTIONS], numbers=False)
+def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return getattr(args[0], func.__self__.__name__)
+
+
+def answer_for_views() -> None:
+    """Have views answer questions about their history; call it when DistTensor has its answers."""
+    for name, answer in _QUESTIONS.items():
+        setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
+
+
+def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]) -> property:
+    return property(lambda view: answer(own.__get__, view), own.__set__)
