@@ -48,13 +48,21 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """A tensor's place in memory: its latest value, as of a version of the memory; `like` is one tensor that has it."""
+    """A tensor's place in memory: its latest value, as of a version of the memory; `like` is one tensor that has it.
+
+    `trained` is True once something that requires gradients was written: a tensor with numbers does not tell.
+    """
 
     value: Value
     memory: Memory
     like: Any
     version: int = 0
     view: View | None = None
+    trained: bool = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.trained or self.like.requires_grad
 
     def read(self, emit: Emit) -> Value:
         """The value now; a view of memory that was written to meanwhile is taken again."""
@@ -66,18 +74,18 @@ class Cell:
         self.version = self.memory.version
         return self.value
 
-    def write(self, value: Value, emit: Emit) -> None:
-        """Everything that looks at the same memory is to see `value` here."""
+    def write(self, value: Value, emit: Emit, trained: bool = False) -> None:
+        """Everything that looks at the same memory is to see `value` here, which requires gradients if `trained`."""
         chain: list[tuple[Cell, View, Value]] = []
         cell = self
         while cell.view is not None:
             chain.append((cell, cell.view, cell.view.base.read(emit)))
             cell = cell.view.base
         self.memory.version += 1
-        self.value, self.version = value, self.memory.version
+        self.value, self.version, self.trained = value, self.memory.version, self.trained or trained
         for child, view, base_value in chain:
             view.base.value = _put_back(child, view, base_value, emit)
-            view.base.version = self.memory.version
+            view.base.version, view.base.trained = self.memory.version, view.base.trained or trained
 
     def write_beside_gradients(self, value: Value, emit: Emit) -> None:
         """Write where no gradients are taken: other numbers, and the gradients that the tensor had before."""
@@ -86,7 +94,7 @@ class Cell:
             root = root.view.base
         before = root.read(emit)
         self.write(value, emit)
-        if root.like.requires_grad:
+        if root.requires_grad:
             with torch.enable_grad():
                 root.value = _kept_gradient(before, root.value, root.like, emit)
             self.memory.version += 1
@@ -98,7 +106,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
     if name in _THROUGH:
-        return _kept_gradient(base, value, like, emit) if like.requires_grad and name != "alias" else value
+        return _kept_gradient(base, value, like, emit) if view.base.requires_grad and name != "alias" else value
     if name in _SAME:
         op, args = _SAME[name](view)
         return emit(op, (value, *args), {}, like)

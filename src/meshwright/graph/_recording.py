@@ -209,10 +209,18 @@ class Recording:
         cell = self.cells.get(id(x))
         if cell is None:
             cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+            if cell is not None and self.above and not isinstance(x, FakeTensor):
+                cell = self._detached(x, cell)
             cell = self._seen_otherwise(x) if cell is None and self.above else cell
             if cell is not None:
                 self._bind(x, cell)
         return cell
+
+    def _detached(self, x: Tensor, base: Cell) -> Cell:
+        """`.data` of a tensor with numbers, which no operator tells of."""
+        detach = aten.detach.default
+        shown = self._node(detach, (base.read(self._node),), {}, x)
+        return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
 
     def _seen_otherwise(self, x: Tensor) -> Cell | None:
         """The view that an operator took inside, and keeps for its backward pass: a transposed weight, rows of rows."""
@@ -253,6 +261,7 @@ class Recording:
 
     def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
         values = self.tree_of(args), self.tree_of(kwargs)
+        trained = self.above and any(t.requires_grad for t in tensors_in((args, kwargs)))
         twin = _twin(op, args, kwargs) if list(written) == [0] else None
         if twin is aten.copy.default and self.above:
             new: list[Value] = [self._copied(args[0], values[0][1])]
@@ -268,7 +277,7 @@ class Recording:
             if self.above and not torch.is_grad_enabled():
                 cell.write_beside_gradients(v, self._node)
             else:
-                cell.write(v, self._node)
+                cell.write(v, self._node, trained)
         if _gives_arguments(op):
             for result, t in zip(tensors_in(out), written.values(), strict=True):
                 cell = self._find(t)

@@ -40,6 +40,10 @@ from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures
 WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
 
 
+_WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
+"""What torch says where the memory of a tensor without numbers is asked for."""
+
+
 def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     """`call(*args)` in such a setting, with errors of what cannot be captured."""
     try:
@@ -53,6 +57,15 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         raise CaptureError(
             f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
             "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+        ) from error  # fmt: skip
+    except RuntimeError as error:
+        found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
+        if found is None:
+            raise
+        raise CaptureError(
+            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "while a model is captured tensors have no memory that another one could be given",
+            "x.clone() in place of copy.copy, copy.deepcopy and set_; dense tensors",
         ) from error  # fmt: skip
     except AttributeError as error:
         if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
@@ -148,6 +161,8 @@ class Stage:
             self.outside.note(written_by(op, args, kwargs), self.recording.made)
             if self.outside.stands_in(op, (args, kwargs)):
                 return unobserved(self.outside.run)(op, args, kwargs)
+        if op is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return args[0].clone()  # each call makes it anew: a write must not change the constant
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # what it holds is not known before the program runs
         if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
