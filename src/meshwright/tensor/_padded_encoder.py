@@ -7,7 +7,6 @@ whether it would pack them. If so, the layers run on padded sequences and the pa
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -45,6 +44,18 @@ class _StandIn:
         raise _Reached(x.is_nested)
 
 
+class _WithoutNorm:
+    """An encoder without its last layer, which one device calls on the zeros."""
+
+    norm = None
+
+    def __init__(self, encoder: nn.TransformerEncoder) -> None:
+        self._encoder = encoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+
 def _packs(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, padding: Tensor) -> bool:
     """True if the encoder would pack the sequences on one device."""
     with no_interception():
@@ -71,9 +82,7 @@ def _encode(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, pa
         return own(encoder, src, mask, padding, is_causal)
     lengths = padded.logical_not().sum(1, keepdim=True)
     padded = torch.arange(padded.shape[1], device=padded.device) >= lengths  # packing keeps the first `lengths`
-    bare = copy(encoder)
-    bare._modules = {**encoder._modules, "norm": None}
-    out = own(bare, src, mask, padded, is_causal).masked_fill(padded.unsqueeze(-1), 0.0)
+    out = own(_WithoutNorm(encoder), src, mask, padded, is_causal).masked_fill(padded.unsqueeze(-1), 0.0)
     return out if encoder.norm is None else encoder.norm(out)
 
 
