@@ -94,3 +94,30 @@ def test_the_gradient_of_weights_of_a_bag_is_right_with_fewer_columns_than_ranks
     want = gradients(lambda t, _: t)
     for found in mw.simulate(on_rank, RANKS):
         torch.testing.assert_close(found, want)
+
+
+def test_a_view_whose_gradient_is_undefined_has_no_gradient() -> None:
+    class Unused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            return x + w
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None, grads[0]
+
+    def gradients(mark: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x, w = (mark(torch.ones(2, 3)).requires_grad_() for _ in range(2))
+        out = Unused.apply(x.view(2, 3, 1)[..., 0], w)
+        assert isinstance(out, Tensor)
+        (out.sum() + x.sum()).backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [x.grad, w.grad]
+
+    def on_rank() -> list[Tensor]:
+        return [mw.unshard_dtensor(g) for g in gradients(lambda t: mw.shard_tensor(t, MESH, [mw.Shard(0)]))]
+
+    want = gradients(lambda t: t)
+    for found in mw.simulate(on_rank, RANKS):
+        torch.testing.assert_close(found, want)

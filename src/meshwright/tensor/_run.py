@@ -375,9 +375,12 @@ def _reorder_gradients(made: Sequence[Tensor]) -> None:
                 x.register_hook(_reordered)
 
 
-def _reordered(grad: Tensor) -> Tensor:
-    """Return an empty gradient with contiguous strides: `contiguous()` of an expanded empty tensor changes nothing."""
-    return grad.clone(memory_format=torch.contiguous_format)
+def _reordered(grad: Tensor | None) -> Tensor | None:
+    """Return an empty gradient with contiguous strides: `contiguous()` of an expanded empty tensor changes nothing.
+
+    The engine has None for a gradient of zeros, such as that of a view whose values were all overwritten.
+    """
+    return None if grad is None else grad.clone(memory_format=torch.contiguous_format)
 
 
 def run_twin(node: Node, captured: Captured) -> Run | None:
