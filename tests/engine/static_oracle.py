@@ -50,10 +50,7 @@ def laid(module: nn.Module, style: Style) -> nn.Module:
     def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
         for key, value in list(layer.named_parameters(recurse=False)):
             if value.dim() == 2:
-                hooks = value._backward_hooks
                 setattr(layer, key, mw.shard_tensor(value, mesh, style.placements))
-                for hook in (hooks or {}).values():
-                    getattr(layer, key).register_hook(hook)
 
     def enter(inputs: Any, mesh: mw.ProcessMesh) -> Any:
         rows = [p if p == mw.Shard(0) else mw.Replicate() for p in style.placements]

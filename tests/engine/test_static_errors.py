@@ -177,7 +177,8 @@ NUMBERS = [
 OTHERS = [
     (trains_inside, CaptureError, "the step's own"), (reads_gradients, CaptureError, r"\.grad"),
     (asks_for_parts, CaptureError, "local_map"), (takes_parts, mw.MeshwrightError, "local_map"),
-    (brings_a_distributed_tensor, CaptureError, "register_buffer"), (brings_a_parameter, CaptureError, "nn.Parameter"),
+    (brings_a_distributed_tensor, CaptureError, "a buffer of a module"),
+    (brings_a_parameter, CaptureError, "a module of the model"),
     (writes_in_a_function, CaptureError, "returns a new tensor"),
 ]  # fmt: skip
 

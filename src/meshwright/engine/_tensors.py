@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.graph.guards import OWN
+from meshwright.graph import OWN
 from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.tensor import DistTensor, distribute, from_local, redistribute, whole
 

@@ -67,6 +67,7 @@ from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
 from .guards import (
+    OWN,
     Executed,
     Guards,
     class_text,
@@ -82,6 +83,7 @@ __all__ = [
     "EVERYWHERE",
     "HELD",
     "LOSS_SCALE",
+    "OWN",
     "AnyRewrite",
     "Capture",
     "CaptureError",

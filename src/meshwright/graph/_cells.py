@@ -45,6 +45,11 @@ class View:
     shown: Any
     at: int | None
 
+    @property
+    def detaches(self) -> bool:
+        """True for a view that gradients do not go through."""
+        return self.op._schema.name.split("::")[1] in ("detach", "data")
+
 
 @dataclass(slots=True, eq=False)
 class Cell:
@@ -85,6 +90,7 @@ class Cell:
         self.value, self.version, self.trained = value, self.memory.version, self.trained or trained
         for child, view, base_value in chain:
             view.base.value = _put_back(child, view, base_value, emit)
+            trained = trained and not view.detaches
             view.base.version, view.base.trained = self.memory.version, view.base.trained or trained
 
     def write_beside_gradients(self, value: Value, emit: Emit) -> None:
@@ -106,7 +112,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
     if name in _THROUGH:
-        return _kept_gradient(base, value, like, emit) if view.base.requires_grad and name != "alias" else value
+        return _kept_gradient(base, value, like, emit) if view.base.requires_grad and view.detaches else value
     if name in _SAME:
         op, args = _SAME[name](view)
         return emit(op, (value, *args), {}, like)

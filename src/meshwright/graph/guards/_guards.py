@@ -116,10 +116,10 @@ def steady(
 ) -> tuple[T, Executed]:
     """Return `run()`, and the code that ran, after making sure that every further call would do the same.
 
-    What the first call alone changes may stay, such as a cache: then a later call is returned, which gives the same as
-    the one before it. There is one call if it changed nothing that the roots hold, and is `known`: then an earlier call
-    of the same code gave the same, twice. Raises SideEffectError, after putting everything back, for a call that
-    changes something each time.
+    What the first call alone changes may stay: then the second call is returned. There is none if the first one changed
+    nothing that the roots hold, and is `known`: then an earlier call of the same code gave the same, twice. Raises
+    SideEffectError, after putting everything back, for a call that changes something each time, or if the first two are
+    not `alike`.
     """
     before = _Restored(roots)
     try:
@@ -134,16 +134,13 @@ def steady(
         if not settled and (not any(writes(code) for code in ran.installed()) or known(first, ran)):
             return first, ran
         second = _again(roots, run, ran, before, settled, asked)
-        if not settled or alike(first, second):
-            return second, ran
-        third = _again(roots, run, ran, before, settled, asked)
-        if not alike(second, third):
+        if settled and not alike(first, second):
             label, change = next(iter(settled.items()))
             raise side_effect(asked, label, *change)
     except BaseException:
         before.restore()
         raise
-    return third, ran
+    return second, ran
 
 
 def _again(
