@@ -52,13 +52,18 @@ class _State(threading.local):
 
 _state = _State()
 
-_CALLS = 4
-"""References to an argument that nothing else refers to: the caller's, that of two functions, and that of the count."""
+_CALLS = 2
+"""References to an argument that nothing else refers to, beside those of one function: the caller's and a setter's."""
+
+
+def _references(x: object) -> int:
+    """Return the references to an argument that nothing else refers to: one more while TorchDynamo runs functions."""
+    return sys.getrefcount(x)
 
 
 def is_temporary(new: Tensor) -> bool:
     """True if only the caller's expression refers to `new`, and only `new` uses its memory; for a property's setter."""
-    if sys.getrefcount(new) > _CALLS or type(new) is DistView or isinstance(new, FakeTensor):
+    if sys.getrefcount(new) > _CALLS + _references(object()) or type(new) is DistView or isinstance(new, FakeTensor):
         return False
     if sys.version_info >= (3, 14) and any(v is new for v in sys._getframe(2).f_locals.values()):
         return False  # a local variable is passed on without a reference of its own
