@@ -78,7 +78,7 @@ def trained(work: Job, how: str, style: Style, make: Make = sgd, steps: int = 3)
     return whole([losses, dict(module.state_dict()), list(optimizer.state.values()), torch.rand(2)])
 
 
-def eager(module: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def eager(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Any:
     def step(*batch: Any) -> Tensor:
         optimizer.zero_grad()
         loss = module(*batch)
@@ -88,6 +88,13 @@ def eager(module: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         return loss.detach()
 
     return step
+
+
+def step_of(net: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, static: bool) -> Any:
+    """Return the training step for a batch and its labels, as a program or in eager mode."""
+    if static:
+        return mw.to_static(net, None, loss, optimizer)
+    return eager(lambda x, labels: loss(net(x), labels), optimizer)
 
 
 def check(work: Job, style: Style, make: Make = sgd) -> None:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshwright as mw
 
+from .static_oracle import step_of
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -86,17 +88,10 @@ def _trained(name: str, by_hook: bool, static: bool) -> list[float]:
 
     if by_hook:
         net.weight.register_hook(lambda grad: grad * read.factor())
-    step = mw.to_static(net, None, loss, optimizer) if static else None
+    step = step_of(net, loss, optimizer, static)
     found: list[float] = []
     for at in range(4):
-        if step is None:
-            value = loss(net(x), y)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            value = step(x, y)
-        found.append(value.item())
+        found.append(step(x, y).item())
         read.change(at)
     return found
 
@@ -116,9 +111,11 @@ def test_a_change_of_a_distribution_is_seen() -> None:
 def _reads_states() -> None:
     net = nn.Linear(5, 3)
     optimizer = torch.optim.Adam(net.parameters())
-    step = mw.to_static(
-        net, None, lambda out, wanted: F.mse_loss(out, wanted) * (1 + len(optimizer.state)), optimizer
-    )  # fmt: skip
+
+    def loss(out: Tensor, wanted: Tensor) -> Tensor:
+        return F.mse_loss(out, wanted) * (1 + len(optimizer.state))
+
+    step = mw.to_static(net, None, loss, optimizer)
     step(torch.ones(8, 5), torch.ones(8, 3))
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 
+from .static_oracle import step_of
+
 
 def _sum_of_terms(net: Any, y: Tensor) -> Tensor:
     total = torch.tensor(0.0)
@@ -78,17 +80,8 @@ def _trained(act: Callable[[Any, Tensor], Tensor], mesh: mw.ProcessMesh | None) 
         mw.shard_layer(net, mesh)
         x, y = (mw.shard_tensor(t, mesh, [mw.Shard(0)]) for t in (x, y))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    step = None if mesh is None else mw.to_static(net, None, F.mse_loss, optimizer)
-    found: list[float] = []
-    for _ in range(3):
-        if step is None:
-            loss = F.mse_loss(net(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            loss = step(x, y)
-        found.append(loss.item())
+    step = step_of(net, F.mse_loss, optimizer, static=mesh is not None)
+    found = [step(x, y).item() for _ in range(3)]
     return found
 
 

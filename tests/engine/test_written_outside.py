@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 
+from .static_oracle import step_of
+
 STEPS = 4
 Kept = list[Tensor]
 
@@ -166,17 +168,10 @@ def _trained(place: str, mesh: mw.ProcessMesh | None) -> list[float]:
         mw.shard_layer(net, mesh)
         x, y = (mw.shard_tensor(t, mesh, [mw.Shard(0)]) for t in (x, y))
     optimizer = _optimizer(net, how)
-    step = None if mesh is None else mw.to_static(net, None, loss, optimizer)
+    step = step_of(net, loss, optimizer, static=mesh is not None)
     for at in range(STEPS):
         net.get_parameter("layer.weight").requires_grad_(at < STEPS - 1)
-        if step is None:
-            value = loss(net(x), y)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            value = step(x, y)
-        found += [value.item(), *kept.tolist()]
+        found += [step(x, y).item(), *kept.tolist()]
     return found
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 
+from .static_oracle import step_of
+
 
 class Net(nn.Module):
     def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
@@ -76,17 +78,8 @@ def _trained(act: Callable[[Any, Tensor], Tensor], mesh: mw.ProcessMesh | None) 
         net.layer.weight = weight  # pyright: ignore[reportAttributeAccessIssue] - a parameter stays one
         mw.shard_layer(net, mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    step = None if mesh is None else mw.to_static(net, None, F.mse_loss, optimizer)
-    found: list[float] = []
-    for _ in range(3):
-        if step is None:
-            loss = F.mse_loss(net(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            loss = step(x, y)
-        found.append(loss.item())
+    step = step_of(net, F.mse_loss, optimizer, static=mesh is not None)
+    found = [step(x, y).item() for _ in range(3)]
     return [*found, *(p.detach().sum().item() for p in net.parameters())]
 
 

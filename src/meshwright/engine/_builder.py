@@ -165,9 +165,13 @@ class Builder:
             called = () if model.loss is None else (model.loss,)
             steady = self._steady_calls()
             captured = capture(
-                model.network, lambda *leaves: model.call(self.mode, *leaves), batch, dynamic, None, called,
-                steady.__contains__,
-            )  # fmt: skip
+                model.network,
+                lambda *leaves: model.call(self.mode, *leaves),
+                batch,
+                dynamic,
+                others=called,
+                is_known=steady.__contains__,
+            )
             steady.add(captured.checksum)
         program = self._on_stages(spread(captured.program))
         check_stages(program)

@@ -25,7 +25,7 @@ from ._program import Program
 from ._recording import is_lifted
 from .torch_hooks import FakeMode, FakeTensor, Operator, faked, interception_off, memory_of, no_modes
 
-PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(slots=True)

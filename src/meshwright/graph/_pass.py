@@ -49,7 +49,7 @@ class Pass(ABC):
 
 
 def _door(program: Program) -> Any:
-    """What a program takes and gives, by types. Constants may come and go."""
+    """Return the types of the inputs, results and writes of a program; passes may add and remove constants."""
     types = map_values(type_text, (program.outputs, [v for _, v in program.writes]))
     return [(i.name, type_text(i.value)) for i in program.inputs if i.role != "constant"], types
 

@@ -41,7 +41,7 @@ WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bo
 
 
 _WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
-"""What torch says where the memory of a tensor without numbers is asked for."""
+"""Texts of torch's errors for code that asks for the memory of a fake tensor."""
 
 
 def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:

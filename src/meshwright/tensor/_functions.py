@@ -131,7 +131,7 @@ def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What was saved, each tensor as the distributed one that it was, and plain arguments as replicated ones."""
+    """Return the saved tensors: distributed ones with the specs that they had, plain arguments as replicated ones."""
     base: Any = super(type(ctx), ctx)
     found: tuple[Any, ...] = base.saved_tensors
     return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
