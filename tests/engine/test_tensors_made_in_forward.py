@@ -32,7 +32,8 @@ def _items(net: Any, y: Tensor) -> Tensor:
 
 
 def _of_numpy(net: Any, y: Tensor) -> Tensor:
-    return y * torch.from_numpy(np.ones(3, dtype=np.float32)).mul_(2) * torch.as_tensor([1.0, 2.0, 3.0]).add_(1)
+    ones = torch.from_numpy(np.ones(3, dtype=np.float32))
+    return y * (ones * 2).mul_(2) * torch.as_tensor([1.0, 2.0, 3.0]).add_(1) * torch.tensor(np.ones(3)).mul_(2).float()
 
 
 def _asked(net: Any, y: Tensor) -> Tensor:
@@ -89,3 +90,39 @@ def _trained(act: Callable[[Any, Tensor], Tensor], mesh: mw.ProcessMesh | None) 
 def test_each_call_makes_them_anew(act: Callable[[Any, Tensor], Tensor]) -> None:
     for found in mw.simulate(_trained, 2, act, mw.ProcessMesh([0, 1], ["dp"])):
         torch.testing.assert_close(found, _trained(act, None), rtol=1e-5, atol=1e-5)
+
+
+HELD = np.ones(3, dtype=np.float32)
+
+
+def _as_array(net: Any, y: Tensor) -> Tensor:
+    return y * torch.from_numpy(HELD).add_(1)
+
+
+def _as_tensor(net: Any, y: Tensor) -> Tensor:
+    part = torch.as_tensor(HELD)[1:]
+    part += y.mean()
+    return y
+
+
+def _as_buffer(net: Any, y: Tensor) -> Tensor:
+    return y * torch.frombuffer(bytearray(12), dtype=torch.float32).add_(1)
+
+
+def _as_capsule(net: Any, y: Tensor) -> Tensor:
+    return y * torch.from_dlpack(HELD).add_(1)
+
+
+@pytest.mark.parametrize(
+    ("act", "found"),
+    [
+        (_as_array, "memory of a NumPy array"),
+        (_as_tensor, "memory of a NumPy array"),
+        (_as_buffer, r"it calls torch.frombuffer\(\)"),
+        (_as_capsule, r"it calls torch._C._from_dlpack\(\)"),
+    ],
+)
+def test_writes_to_memory_of_others_are_refused(act: Callable[[Any, Tensor], Tensor], found: str) -> None:
+    with pytest.raises(mw.errors.CaptureError, match=found):
+        mw.simulate(_trained, 2, act, mw.ProcessMesh([0, 1], ["dp"]))
+    assert HELD.tolist() == [1, 1, 1]

@@ -34,14 +34,31 @@ class Outside:
 
     mode: FakeMode
     _written: set[Any] = field(default_factory=set[Any])
+    _arrays: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
     _fakes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, Any])
 
     def was_written(self, x: Tensor) -> bool:
         """True if the tensor looks at memory from outside that was written to."""
         return memory_of(x) in self._written
 
+    def lifted(self, x: Tensor) -> Tensor:
+        """Return a copy of a tensor that Python made of numbers: a write must not change the program's constant."""
+        copy = x.clone()
+        if not x.untyped_storage().resizable():
+            self._arrays[memory_of(copy)] = copy  # kept, so that no other tensor gets its memory
+        return copy
+
     def note(self, written: Mapping[Place, Tensor], inside: Callable[[Tensor], bool]) -> None:
-        """Note the tensors that an operator is about to write to, if they come from outside."""
+        """Note the tensors that an operator is about to write to, if they come from outside.
+
+        Raises CaptureError for a tensor in memory of NumPy.
+        """
+        if self._arrays and any(memory_of(x) in self._arrays for x in written.values()):
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", "a write to a tensor in memory of a NumPy array",
+                "a program does not know whether the array is made anew in each call, and would not change it",
+                "torch.tensor(array), which is a copy, or a tensor that is made outside of forward() and the loss",
+            )  # fmt: skip
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
 
     def stands_in(self, op: Operator, args: Any) -> bool:

@@ -162,7 +162,7 @@ class Stage:
             if self.outside.stands_in(op, (args, kwargs)):
                 return unobserved(self.outside.run)(op, args, kwargs)
         if op is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
-            return args[0].clone()  # each call makes it anew: a write must not change the constant
+            return self.outside.lifted(args[0])
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # what it holds is not known before the program runs
         if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):

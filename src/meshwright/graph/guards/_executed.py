@@ -123,17 +123,19 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCK = frozenset({*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "now", "utcnow", "today", "localtime", "gmtime"})
 _FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "read_bytes", "readlink"})
 _SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
+_MEMORIES = frozenset({"frombuffer", "_from_dlpack"})
+"""Functions of torch that give a tensor in memory of others, and no operator that a program could record."""
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
-_WATCHED = _CLOCK | _FILES | _SEEDS | _NUMBERS
+_WATCHED = _CLOCK | _FILES | _SEEDS | _MEMORIES | _NUMBERS
 _BETWEEN = (
     *("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py"),
-    *("random.py", "secrets.py", "uuid.py"),
+    *("random.py", "secrets.py", "uuid.py", "dlpack.py"),
 )
-"""Files of Python's library that call the system for their caller."""
+"""Files of Python's library and of torch that call the system for their caller."""
 
 
 def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
-    """Note a call of a function in C that reads numbers of a tensor, the clock, a file or a seed."""
+    """Note a call of a function in C that reads numbers of a tensor, the clock, a file, a seed or others' memory."""
     name, owner = function.__name__, getattr(function, "__self__", None)
     if isinstance(owner, Tensor):
         if name in _NUMBERS and type(owner) is Tensor:
@@ -142,7 +144,7 @@ def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.endswith(_BETWEEN):
         caller = caller.f_back
-    direct = caller is frame or name in _FILES | _SEEDS
+    direct = caller is frame or name in _FILES | _SEEDS | _MEMORIES
     if caller is None or not direct or name in _NUMBERS or is_installed_file(caller.f_code.co_filename):
         is_seed = name in _SEEDS and isinstance(owner, torch.Generator)
         if not is_seed:
