@@ -201,6 +201,24 @@ class Squared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0] * 3
 
 
+class Twice(torch.autograd.Function):
+    """A user's function that calls another one in its forward pass, and operators with gradients in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y = Squared.apply(x)
+        assert isinstance(y, Tensor)
+        return y + torch.arange(x.shape[-1]) * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            (x * torch.arange(x.shape[-1])).backward(grads[0])
+        return x.grad + grads[0] * torch.ones(x.shape[-1])
+
+
 squash = Squash.apply
 
 
@@ -209,6 +227,14 @@ class OwnFunction(Base):
     def between(self, x: Tensor) -> Tensor:
         y, z = Squash.apply(x, 3.0)
         return y + z.sin()
+
+
+@job()
+class FunctionInAFunction(Base):
+    def between(self, x: Tensor) -> Tensor:
+        y = Twice.apply(x)
+        assert isinstance(y, Tensor)
+        return y.tanh()
 
 
 @job()

@@ -229,6 +229,60 @@ def test_a_saved_plain_argument_is_whole_in_the_backward_pass(style: str, plain:
         torch.testing.assert_close(found, gradients(plainly))
 
 
+class Sorted(torch.autograd.Function):
+    """A user's function that is called in the backward pass of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.gather(-1, order.expand(x.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (order,) = ctx.saved_tensors
+        return grads[0].gather(-1, order.argsort(-1).expand(grads[0].shape)), None
+
+
+class Reversible(torch.autograd.Function):
+    """A layer that computes its input again in the backward pass, with tables that are made there."""
+
+    @staticmethod
+    def _layer(x: Tensor, w: Tensor) -> Tensor:
+        order = torch.arange(x.shape[-1] - 1, -1, -1).unsqueeze(0)
+        scale = (order % 3).float() + 1
+        return Sorted.apply(torch.tanh(x @ w) * scale, order)  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        out = x + Reversible._layer(x[:1].expand_as(x), w)
+        ctx.save_for_backward(out.detach(), x[:1].detach(), w)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        out, first, w = ctx.saved_tensors
+        with torch.enable_grad():
+            first, w = first.detach().requires_grad_(), w.detach().requires_grad_()
+            again = Reversible._layer(first.expand_as(out), w)
+            again.backward(grads[0])
+        with torch.no_grad():
+            ones = torch.ones(out.shape[-1]) + torch.arange(out.shape[-1]) * 0
+            late = torch.cat([first.grad, torch.zeros_like(out[1:])])
+            return grads[0] * ones + late, w.grad
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_backward_pass_may_make_plain_tensors(style: str) -> None:
+    def go(lay: Any) -> Any:
+        x, w = lay(torch.randn(5, 6), grad=True), lay(torch.randn(6, 6), grad=True)
+        y = Reversible.apply(Reversible.apply(x, w), w)
+        assert isinstance(y, Tensor)
+        y.square().mean().backward()
+        return y, x.grad, w.grad
+
+    check(go, STYLES[style])
+
+
 NAMED_BEFORE = """
 import torch
 

@@ -110,6 +110,7 @@ class Stage:
         self.path: list[str] = [""]
         self.asked: list[Tensor] = []
         self.outside = Outside(mode)
+        self.in_node = False
         recording.origin = self.origin
 
     def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
@@ -217,9 +218,19 @@ class Stage:
         return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
-        """A call that is recorded as one node; `shown` gives what it returns, of whole tensors."""
+        """A call that is recorded as one node; `shown` gives what it returns, of whole tensors.
+
+        Calls that it makes itself, as of a user's function inside another one, are part of the node.
+        """
+        if self.in_node:
+            return shown()
+        self.in_node = True
+        try:
+            with unrecorded(), self.mode:
+                out = shown()
+        finally:
+            self.in_node = False
         with unrecorded(), self.mode:
-            out = shown()
             if isinstance(op, Mark) and not isinstance(op, Arrival):
                 note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))
         with interception_off():

@@ -9,6 +9,7 @@ back a plain tensor, it is the part of what was saved.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from ._errors import CollectiveError, PlainInBackwardError
 from ._handle_gradients import alias_of, as_dual_local, dual_stamp
 from ._local import spec_of, whole_local
 from ._make import present
+from ._tree import tensors_in
 from ._writes import version_of
 from .torch_hooks import (
     backward_running,
@@ -42,6 +44,36 @@ _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
 _OPERATING = "torch.distributions."
 """Package of torch whose functions compute gradients by operators, as users' functions do."""
+
+
+class _Running(threading.local):
+    """The backward passes, by the engine's numbers, in which users' functions are given whole tensors."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+
+_running = _Running()
+
+
+def may_be_parts() -> bool:
+    """True inside a backward pass, where a plain tensor may be this rank's part of a gradient.
+
+    The backward pass of a user's function that kept distributed tensors alone has no parts: a plain tensor that it
+    makes is whole, as in a forward pass.
+    """
+    now = backward_running()
+    return now != -1 and now not in _running.passes
+
+
+@contextmanager
+def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
+    """Note that the running backward pass is in a user's function, if that is given no plain tensor."""
+    _running.passes.append(-1 if _has_plain(ctx, grads) else backward_running())
+    try:
+        yield
+    finally:
+        _running.passes.pop()
 
 
 def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +116,9 @@ def _on_whole(function: Any) -> Any:
 
     def backward(ctx: Any, *grads: Any) -> Any:
         ins, outs = ctx.meshwright
-        found = getattr(function, name)(ctx, *[_whole(g, spec) for g, spec in zip(grads, outs, strict=True)])
+        given = [_whole(g, spec) for g, spec in zip(grads, outs, strict=True)]
+        with _on_whole_tensors(ctx, given):
+            found = getattr(function, name)(ctx, *given)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(_part(function, g, spec) for g, spec in zip(found, ins, strict=False))
 
@@ -117,13 +151,15 @@ def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
     ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
-    ctx.meshwright_saved = _specs_saved(args, getattr(ctx, "to_save", None) or ())
+    saved = getattr(ctx, "to_save", None) or ()
+    ctx.meshwright_saved = specs = _specs_saved(args, saved)
+    ctx.meshwright_saves_plain = any(isinstance(x, Tensor) and s is None for x, s in zip(saved, specs, strict=True))
     type(ctx).saved_tensors = property(_saved)
 
 
 def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]:
     """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
-    if backward_running() != -1:
+    if may_be_parts():
         return _specs(saved)
     like = next(x._spec for x in args if isinstance(x, DistTensor))
     given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
@@ -135,6 +171,13 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     base: Any = super(type(ctx), ctx)
     found: tuple[Any, ...] = base.saved_tensors
     return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
+
+
+def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
+    """True if the function is given a plain gradient, or kept a plain tensor that was no argument."""
+    held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
+    plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
+    return plain or ctx.meshwright_saves_plain
 
 
 def _again(x: Any, spec: Spec | None) -> Any:

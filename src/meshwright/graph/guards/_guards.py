@@ -167,7 +167,8 @@ def _again(
 def _check_generators(before: _Restored, asked: str) -> None:
     moved = before.moved()
     if moved is not None:
-        raise side_effect(asked, f"the state of {moved}'s random generator", "another", "advanced")
+        what = f"the state of {moved}'s random generator"
+        raise side_effect(asked, what, "another", "advanced", _DRAWN)
 
 
 def _check_outside(ran: Executed, asked: str) -> None:
@@ -187,6 +188,7 @@ def _check_real(guards: Guards, asked: str) -> None:
                 raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers")
 
 
+_DRAWN = "random operators of torch, a tensor of the batch, or Strategy(full_graph=False), which runs this in Python"
 _BUFFER = "a buffer (register_buffer) that is changed by tensor operations"
 
 
