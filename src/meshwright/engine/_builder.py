@@ -52,7 +52,7 @@ from ._optimizer import refuse_master_weights
 from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
-from ._shared import SteadyCalls, completed_once, constants_of, is_shared, recorded_once, runner_once
+from ._shared import SteadyCalls, completed_once, constants_of, is_shared, numbers_of, recorded_once, runner_once
 from ._variants import Dynamic, sizes_of
 
 
@@ -76,6 +76,8 @@ class Compiled:
     """A checksum of all that decides which program a recording gives; None where no checksum tells."""
     captures: tuple[str, ...] = ()
     """Checksums of the calls that were captured for it."""
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Inputs that are constants of the captured calls, by their places; their numbers there."""
 
 
 @dataclass(slots=True)
@@ -123,15 +125,14 @@ class Builder:
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved, digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(constants_of(captured)), digest), saved.holds, captured.ran
         how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
         self.recordings += 1
         self._lay(captured, layouts)
-        shared = is_shared(program, constants_of(captured), alike)
-        found = replace(self._ready(program), shared=shared, digest=digest, captures=checksums([captured]))
-        return found, fits, captured.ran
+        ready = self._with_facts(self._ready(program), [captured], digest)
+        return ready, fits, captured.ran
 
     def _saved(self, digest: str | None, batch: Sequence[Any]) -> Saved | None:
         """The loaded or kept program with this digest that takes the batch."""
@@ -148,13 +149,14 @@ class Builder:
 
     def _loaded(self, saved: Saved, digest: str | None) -> Compiled:
         """A program of a file, ready to run."""
-        if saved.piped is not None:
-            found = self._ready_pipeline(saved.piped)
+        piped = saved.piped
+        if piped is not None:
+            found = self._ready_pipeline(piped)
         else:
             strategy = self.model.strategy
             lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
             found = self._ready(saved.program, lowered)
-        return replace(found, shared=saved.shared, digest=digest, captures=saved.captures)
+        return replace(found, shared=saved.shared, digest=digest, captures=saved.captures, constants=saved.constants)
 
     def _captured(
         self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
@@ -228,10 +230,11 @@ class Builder:
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
         sizes = sizes_of(list(leaves_in(batch)))
         digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
+        constants = [x for each in (captured, *others) for x in constants_of(each)]
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved, digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(constants), digest), saved.holds, captured.ran
         self.recordings += 1
         with self.phases.phase("record"):
             found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
@@ -242,10 +245,18 @@ class Builder:
             found = found.after(lambda part: apply_passes(part, passes))
         ready = self._ready_pipeline(found)
         check_stages(ready.program)
-        constants = [x for each in (captured, *others) for x in constants_of(each)]
-        shared = is_shared(ready.program, constants, self._records_alike)
-        ready = replace(ready, shared=shared, digest=digest, captures=checksums([captured, *others]))
-        return ready, fits, captured.ran
+        return self._with_facts(ready, [captured, *others], digest), fits, captured.ran
+
+    def _with_facts(self, ready: Compiled, captured: Sequence[Capture], digest: str | None) -> Compiled:
+        """The compiled program with what its captured calls tell of it."""
+        constants = [x for each in captured for x in constants_of(each)]
+        return replace(
+            ready,
+            shared=is_shared(ready.program, constants, self._records_alike),
+            digest=digest,
+            captures=checksums(captured),
+            constants=numbers_of(ready.program, constants),
+        )
 
     def _ready_pipeline(self, found: Piped) -> Compiled:
         """A pipeline's step, each part compiled where the strategy asks for it."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from meshwright.comm import current
 from meshwright.graph import (
@@ -51,14 +53,30 @@ class Saved:
     """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
 
     It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
+    `constants` maps the inputs of the program that are constants of the captured call to their numbers there.
     """
 
     program: Program
     holds: Callable[[Sequence[Any]], bool]
     shared: bool
     kernels: Path | None = None
-    piped: Piped | None = None
+    table: Mapping[str, Any] | None = None
     captures: tuple[str, ...] = ()
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def piped(self) -> Piped | None:
+        """The step of a pipeline. Raises what Python raises for a table of another form."""
+        return None if self.table is None else taken_from(self.program, self.table)
+
+    def of_call(self, constants: Sequence[Tensor]) -> Saved:
+        """Return the program that reads the constants of a captured call: Python may write to them between steps."""
+        if not self.constants:
+            return self
+        inputs = list(self.program.inputs)
+        for at, number in self.constants.items():
+            inputs[at] = replace(inputs[at], source=constants[number])
+        return replace(self, program=replace(self.program, inputs=tuple(inputs)))
 
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
@@ -124,6 +142,7 @@ def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back:
         "holds": variant.holds.as_data(),
         "kernels": list(_saved_kernels(place, name, program)) if kernels and found.table is None else [],
         "pipeline": found.table,
+        "constants": sorted(found.constants.items()),
     }
 
 
@@ -172,9 +191,13 @@ def saved_of(place: Path, row: Row) -> Saved:
     """Return the program of a row. Raises ProgramFileError for a file that holds none."""
     name, table = checked_name(row["file"]), row["pipeline"]
     program = load_program(place / name, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
-    piped = None if table is None else taken_from(program, table)
     kernels = _kernels(place, row["kernels"], name)
-    return Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, piped, captures_of(row))
+    constants = {int(at): int(number) for at, number in row["constants"]}
+    if any(program.inputs[at].role != "constant" for at in constants):
+        raise ValueError(f"{constants} are no constants of the program")
+    found = Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants)
+    _ = found.piped  # raises for a table of another form
+    return found
 
 
 def captures_of(row: Row) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from ._model import Model
 from ._setting import first_marks
 
 KIND = "meshwright programs"
-FORMAT = 6
+FORMAT = 7
 
 
 def index_path(folder: Path, rank: int) -> Path:

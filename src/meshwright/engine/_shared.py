@@ -147,6 +147,13 @@ def constants_of(captured: Capture) -> tuple[Tensor, ...]:
     return tuple(i.source for i in captured.program.inputs if i.role == "constant")
 
 
+def numbers_of(program: Program, constants: Sequence[Tensor]) -> dict[int, int]:
+    """Return the inputs of a program that are `constants` of the captured call: place → number of the constant."""
+    numbers = {id(x): number for number, x in enumerate(constants)}
+    places = ((at, numbers.get(id(given.source))) for at, given in enumerate(program.inputs))
+    return {at: number for at, number in places if number is not None}
+
+
 def _with_constants(found: _Recorded, mine: Sequence[Tensor]) -> Program:
     """The program with this rank's own constants in the place of the other's."""
     became = {id(x): y for x, y in zip(found.constants, mine, strict=True)}

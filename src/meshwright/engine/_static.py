@@ -197,7 +197,14 @@ class DistModel:
         dynamic = {} if self._is_of_one_size else open_sizes
         self._marks = self._marks or first_marks(self.network)
         before = self.recordings
-        found, fits, ran = self._builder.build(batch, dynamic, key)
+        try:
+            found, fits, ran = self._builder.build(batch, dynamic, key)
+        except (CaptureError, TypeError):
+            if not dynamic:
+                raise
+            dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
+            found, fits, ran = self._builder.build(batch, dynamic, key)
+            self._variants.fixed.add(key)
         variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
         self._variants.add(key, leaves, variant)
         if self.recordings > before:

@@ -40,6 +40,8 @@ class Variants(Generic[T]):
     most: int
     exact: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
+    fixed: set[Any] = field(default_factory=set[Any])
+    """The keys of calls for which no program can leave sizes open."""
 
     @property
     def count(self) -> int:
@@ -71,6 +73,8 @@ class Variants(Generic[T]):
                 "recording takes time: a model has at most Strategy(max_programs=…) programs",
                 "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
             )  # fmt: skip
+        if key in self.fixed:
+            return {}
         skeleton = (key, tuple(map(kind_of, leaves)))
         found: dict[int, set[int]] = {}
         for variant in (v for v in self.known.get(skeleton, ()) if v.setting.holds()):

@@ -21,6 +21,7 @@ from meshwright.tensor import DistTensor, map_leaves
 
 from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
+from ._folded import folded
 from ._interception import check_hooks
 from ._meaning import meaning_or_none
 from ._node import Value
@@ -124,12 +125,16 @@ def _checksum(program: Program, ran: Executed) -> str | None:
 
 
 def _same(first: Capture, second: Capture) -> bool:
-    """True when the programs have the same text, and constants of the same numbers."""
+    """True when the programs have the same text and constants of the same numbers, once constants are computed.
+
+    What the first pass keeps, such as a table, is an attribute or a new buffer for the second one.
+    """
     one, other = first.program, second.program
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
-    return numbered(one.text(where=True)) == numbered(other.text(where=True)) and all(
-        torch.equal(a, b) for a, b in pairs
-    )
+    if numbered(one.text(where=True)) == numbered(other.text(where=True)):
+        return all(torch.equal(a, b) for a, b in pairs)
+    old = {slot.name for slot in first.slots}
+    return folded(one).equals(folded(other, {s.name: s.tensor for s in second.slots if s.name not in old}))
 
 
 def _captured(

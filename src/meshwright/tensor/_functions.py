@@ -151,7 +151,7 @@ def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
     ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
-    saved = getattr(ctx, "to_save", None) or ()
+    saved: Sequence[Any] = getattr(ctx, "to_save", None) or ()
     ctx.meshwright_saved = specs = _specs_saved(args, saved)
     ctx.meshwright_saves_plain = any(isinstance(x, Tensor) and s is None for x, s in zip(saved, specs, strict=True))
     type(ctx).saved_tensors = property(_saved)

@@ -1,0 +1,143 @@
+"""Tables that a forward pass computes once and keeps, in a dict, an attribute, a global or a buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+
+from .static_oracle import step_of
+
+TABLES: dict[int, Tensor] = {}
+
+
+class Net(nn.Module):
+    """A linear layer, and a mask that `mask` computes or finds."""
+
+    mask: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept, self.one = nn.Linear(4, 4), dict[int, Any](), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ij,bjk->bik", self.mask(x), self.layer(x))
+
+
+class InADict(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.kept:
+            self.kept[n] = torch.tril(torch.ones(n, n))
+        return self.kept[n]
+
+
+class InATuple(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.kept:
+            angles = torch.outer(torch.arange(n).float(), torch.linspace(1, 2, n))
+            self.kept[n] = angles.cos(), angles.sin().to(x.dtype)
+        cos, sin = self.kept[n]
+        return cos + 2 * sin
+
+
+class AsAnAttribute(Net):
+    one: Any
+
+    def mask(self, x: Tensor) -> Tensor:
+        if self.one is None or len(self.one) != x.shape[1]:
+            self.one = torch.full((x.shape[1], x.shape[1]), 0.5).cumsum(0)
+        return self.one
+
+
+class InAGlobal(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in TABLES:
+            TABLES[n] = torch.eye(n) * 2 + 1
+        return TABLES[n]
+
+
+class InABuffer(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(x.shape[1], x.shape[1]).triu(), persistent=False)
+        return self.table  # pyright: ignore[reportReturnType]
+
+
+LENGTHS = (3, 3, 5, 3, 5, 4)
+
+
+def _trained(kind: type[Net], ranks: int, lengths: tuple[int, ...], written: bool = False) -> list[float]:
+    TABLES.clear()
+    torch.manual_seed(0)
+    net = kind()
+    mesh = mw.ProcessMesh(list(range(ranks)), ["dp"]) if ranks else None
+    if mesh is not None:
+        mw.shard_layer(net, mesh)
+    step = step_of(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.01), static=ranks > 0)
+    found: list[float] = []
+    for at, n in enumerate(lengths):
+        if written and at == 2:
+            net.kept[n].mul_(2)
+        batch = torch.randn(4, n, 4), torch.randn(4, n, 4)
+        if mesh is not None:
+            batch = tuple(mw.shard_tensor(x, mesh, [mw.Shard(0)]) for x in batch)
+        found.append(step(*batch).item())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [InADict, InATuple, AsAnAttribute, InAGlobal])
+def test_a_table_is_made_once_for_each_length(kind: type[Net], ranks: int) -> None:
+    wanted = _trained(kind, 0, LENGTHS)
+    for found in mw.simulate(_trained, ranks, kind, ranks, LENGTHS):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_may_be_a_buffer() -> None:
+    wanted = _trained(InABuffer, 0, (3, 3, 3))
+    for found in mw.simulate(_trained, 2, InABuffer, 2, (3, 3, 3)):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_kept_program_reads_the_tables_of_now(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_PROGRAMS", str(tmp_path))
+    wanted = _trained(InADict, 0, (3, 3, 3), written=True)
+    for _ in range(2):  # the second model finds the first one's program
+        (found,) = mw.simulate(_trained, 1, InADict, 1, (3, 3, 3), written=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class FirstCallApart(Net):
+    """What the first call computes, later ones do not."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        first, self.one = self.one is None, True
+        return torch.eye(3) * (2 if first else 1)
+
+
+class OfTheBatch(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        if self.one is None:
+            self.one = x.detach().std()
+        return torch.eye(3) * self.one
+
+
+@pytest.mark.parametrize("kind", [FirstCallApart, OfTheBatch])
+def test_other_first_calls_are_refused(kind: type[Net]) -> None:
+    def go() -> Any:
+        net = kind()
+        with pytest.raises(mw.errors.CaptureError, match="one was None|one was 'another'"):
+            mw.to_static(net, None, F.mse_loss, torch.optim.SGD(net.parameters()))(
+                torch.randn(4, 3, 4), torch.randn(4, 3, 4)
+            )
+        return net.one
+
+    assert mw.simulate(go, 1) == [None]
