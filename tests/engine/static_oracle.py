@@ -94,7 +94,7 @@ def step_of(net: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.
     """Return the training step for a batch and its labels, as a program or in eager mode."""
     if static:
         return mw.to_static(net, None, loss, optimizer)
-    return eager(lambda x, labels: loss(net(x), labels), optimizer)
+    return eager(lambda *batch: loss(net(*batch[:-1]), batch[-1]), optimizer)
 
 
 def check(work: Job, style: Style, make: Make = sgd) -> None:

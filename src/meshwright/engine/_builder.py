@@ -42,7 +42,7 @@ from meshwright.layout import Spec
 from meshwright.passes import data_axes, shards
 from meshwright.tensor import leaves_in, stages_of
 
-from ._apart import without_inputs
+from ._apart import check_apart, without_inputs
 from ._digest import checksums, digest_of
 from ._inputs import Fetch, fetch_of, lay_as_captured
 from ._kept_programs import Kept
@@ -66,6 +66,7 @@ class Compiled:
 
     program: Program
     run: Run
+    inputs: tuple[Input, ...]
     fetch: tuple[Fetch, ...]
     writes: tuple[int, ...]
     table: Mapping[str, Any] | None = None
@@ -78,6 +79,17 @@ class Compiled:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Inputs that are constants of the captured calls, by their places; their numbers there."""
+    may_overlap: bool = True
+    """True until it is known that what the program writes shares no memory with what it reads."""
+
+    def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Raise StaticError if what the program writes shares memory; a batch that is written is looked at each time.
+
+        `given` are the tensors and numbers for its inputs, some of them copies of the `leaves` of the batch.
+        """
+        held = [leaves[i.source] if i.role == "batch" else x for i, x in zip(self.inputs, given, strict=True)]
+        check_apart(self.inputs, held, self.writes)
+        self.may_overlap = any(self.inputs[at].role == "batch" for at in self.writes)
 
 
 @dataclass(slots=True)
@@ -274,7 +286,8 @@ class Builder:
         slots = model.slots()
         fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in run.inputs)
         program, table = found.end_to_end()
-        return Compiled(program, run, fetch, tuple(at[x] for x in run.writes), table, found.again is None)
+        writes = tuple(at[x] for x in run.writes)
+        return Compiled(program, run, tuple(run.inputs), fetch, writes, table, found.again is None)
 
     def _ready(self, program: Program, lowered: Program | None = None) -> Compiled:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
@@ -289,6 +302,7 @@ class Builder:
         return Compiled(
             program,
             runner_once(current(), lowered),
+            program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
         )

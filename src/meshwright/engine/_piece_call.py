@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.graph import Piece, Program, Run
 from meshwright.tensor import leaves_in, local_parts, map_leaves, stamp
 
+from ._apart import check_apart
 from ._errors import StaticError
 from ._inputs import Fetch
 
@@ -50,6 +51,8 @@ class Compiled:
     asks: tuple[int, ...]
     """Which inputs of the forward pass get gradients."""
     form: Form
+    may_overlap: bool = True
+    """True until it is known that what the piece writes shares no memory with what it reads."""
 
 
 @contextmanager
@@ -66,6 +69,11 @@ def run_piece(found: Compiled, leaves: Sequence[Any]) -> Any:
     """What the module gives, as part of the caller's autograd graph."""
     with local_parts(), autocast_off():
         given = [fetch(leaves) for fetch in found.fetch]
+        if found.may_overlap:
+            forward = found.piece.forward
+            written = {x for x, _ in forward.writes}
+            check_apart(forward.inputs, given, [at for at, i in enumerate(forward.inputs) if i.value in written])
+            found.may_overlap = False
         flat = _Piece.apply(found, *given)
         specs = [None if s is None else s.of_part(x.shape) for x, s in zip(flat, found.piece.specs, strict=True)]
     return found.form.put_together([x if s is None else stamp(x, s) for x, s in zip(flat, specs, strict=True)])

@@ -23,9 +23,9 @@ from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
 from ._folded import folded
 from ._interception import check_hooks
+from ._late_writes import check_late_writes
 from ._meaning import meaning_or_none
 from ._node import Value
-from ._outside import check_memories
 from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
@@ -160,7 +160,7 @@ def _captured(
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
-    check_memories(program, [s.tensor for s in slots])
+    check_late_writes(program, recording.detached_writes)
     return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open), tuple(stage.asked))
 
 

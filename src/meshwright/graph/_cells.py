@@ -69,6 +69,16 @@ class Cell:
     def requires_grad(self) -> bool:
         return self.trained or self.like.requires_grad
 
+    @property
+    def root(self) -> Cell:
+        """The cell of the tensor that this one is a view of, or of a view of; the cell itself without a view."""
+        return self if self.view is None else self.view.base.root
+
+    @property
+    def is_detached(self) -> bool:
+        """True for a view that gradients do not go through, and for views of it."""
+        return self.view is not None and (self.view.detaches or self.view.base.is_detached)
+
     def read(self, emit: Emit) -> Value:
         """The value now; a view of memory that was written to meanwhile is taken again."""
         if self.version != self.memory.version and self.view is not None:
@@ -95,9 +105,7 @@ class Cell:
 
     def write_beside_gradients(self, value: Value, emit: Emit) -> None:
         """Write where no gradients are taken: other numbers, and the gradients that the tensor had before."""
-        root = self
-        while root.view is not None:
-            root = root.view.base
+        root = self.root
         before = root.read(emit)
         self.write(value, emit)
         if root.requires_grad:

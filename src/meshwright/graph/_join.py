@@ -8,7 +8,6 @@ from typing import Any
 
 from ._infer import Names
 from ._node import Node, Value, map_values
-from ._outside import check_memories
 from ._program import Input, Program
 from ._recording import is_lifted
 
@@ -40,12 +39,10 @@ def joined(
     home = {i.value: same.get(_key(i), became[i.value]) if _is_one(i) else became[i.value] for i in second.inputs}
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
-    found = Program(
+    return Program(
         (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
         first.rank, {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
     )  # fmt: skip
-    check_memories(found)
-    return found
 
 
 def _is_one(given: Input) -> bool:

@@ -6,8 +6,7 @@ stand for such a tensor: what it will hold is not known, and Python cannot read 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from ._errors import CaptureError
 from ._node import Place
 from ._program import Program
 from ._recording import is_lifted
-from .torch_hooks import FakeMode, FakeTensor, Operator, faked, interception_off, memory_of, no_modes
+from .torch_hooks import FakeMode, FakeTensor, Operator, faked, memory_of, no_modes
 
 PLAIN = (Tensor, nn.Parameter)
 
@@ -128,27 +127,6 @@ def check_stages(program: Program) -> None:
             "each rank holds it, and only the ranks of the module that writes it would see the write",
             "a buffer (register_buffer), which lies where the module does",
         )  # fmt: skip
-
-
-def check_memories(program: Program, kept: Sequence[Tensor] = ()) -> None:
-    """Raise CaptureError for a constant that looks at memory of another input which is written to.
-
-    `kept` are parameters and buffers, which an optimizer writes.
-    """
-    constants = {i.value: i.source for i in program.inputs if i.role == "constant" and type(i.source) in PLAIN}
-    with interception_off():
-        memories = {v: memory_of(x) for v, x in constants.items()}
-        held = {memory_of(x) for x in kept if type(x) in PLAIN}
-    written = {memories[x] for x, _ in program.writes if x in memories}
-    seen = Counter(memories.values())
-    for v, x in constants.items():
-        at = memories[v]
-        if at in held or (at in written and seen[at] > 1):
-            raise CaptureError(
-                "to capture the forward pass", f"a tensor of shape {tuple(x.shape)} in memory of another one",
-                "one of them is written to, and a program would not change the other",
-                "a view that is taken in forward() or in the loss, of the tensor that is written to",
-            )  # fmt: skip
 
 
 def check_buffers(step: Program, buffers: Mapping[int, str]) -> None:

@@ -40,7 +40,7 @@ from ._draft import Draft
 from ._errors import CaptureError
 from ._loss_scale import scale_input
 from ._node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
-from ._outside import Outside, check_buffers, check_memories, real_view, takes_view
+from ._outside import Outside, check_buffers, real_view, takes_view
 from ._program import Input, Program
 from ._rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ._recording import Recording, written_by
@@ -248,7 +248,6 @@ class Recorder(Modes):
             rank=self.carrier.rank,
             specs=self.recording.specs(),
         )
-        check_memories(program)
         return Draft(program).finish()
 
     def _check_ranks(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
@@ -18,6 +18,7 @@ from ._cells import FRESH, IDENTITIES, Cell, Memory, View, functional
 from ._effects import draws, writes_to
 from ._errors import CaptureError
 from ._infer import Names, as_values, stem_of
+from ._late_writes import DetachedWrite
 from ._node import Node, OnCopy, Op, Origin, Place, Value, values_in
 from ._numbers import Numbers
 from ._program import Input, Role
@@ -72,6 +73,7 @@ class Recording:
     origin: Callable[[], Origin] = Origin
     above: bool = False
     forgets: bool = False
+    detached_writes: list[DetachedWrite] = field(default_factory=list[DetachedWrite])
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
@@ -260,6 +262,8 @@ class Recording:
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
 
     def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
+        if self.above:
+            self._note_detached(written.values())
         values = self.tree_of(args), self.tree_of(kwargs)
         trained = self.above and any(t.requires_grad for t in tensors_in((args, kwargs)))
         twin = _twin(op, args, kwargs) if list(written) == [0] else None
@@ -283,6 +287,13 @@ class Recording:
                 cell = self._find(t)
                 if cell is not None and result is not t:  # a fake tensor in the place of a real one
                     self._bind(result, cell)
+
+    def _note_detached(self, written: Iterable[Tensor]) -> None:
+        """Note writes through `.data` and detached views."""
+        for t in written:
+            cell = self._find(t)
+            if cell is not None and cell.is_detached:
+                self.detached_writes.append(DetachedWrite(cell.root.value, len(self.nodes), user_frame() or ""))
 
     def _copied(self, x: Tensor, value: Value) -> Value:
         """What `x` holds after `value` is copied into it: `aten.copy` has no gradient."""

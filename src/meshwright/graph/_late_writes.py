@@ -1,0 +1,70 @@
+"""Writes through `.data` to a tensor that an earlier operator saved for its backward pass.
+
+On one device such a backward pass reads what was written. A program keeps the value that the operator saw, so its
+gradients would be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ._effects import is_view
+from ._errors import CaptureError
+from ._node import Node, Value
+from ._program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedWrite:
+    """A write past autograd: the value before it, how many nodes came before it, and the user's line."""
+
+    before: Value
+    nodes: int
+    where: str
+
+
+def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None:
+    """Raise CaptureError for a write after which a backward pass would read another value than the operator saw."""
+    for write in writes:
+        node = _reader(program, write)
+        if node is not None:
+            raise CaptureError(
+                f"to capture {write.where or 'the forward pass'}",
+                f"a write through .data or detach() to a tensor that {node.op} at {node.origin.where} reads",
+                f"the backward pass of {node.op} would read what was written, and a program keeps what it saw",
+                "the write before the operator, or after the backward pass (between steps)",
+            )  # fmt: skip
+
+
+def _reader(program: Program, write: DetachedWrite) -> Node | None:
+    """Return the node before the write whose backward pass reads the written memory."""
+    earlier, live = program.nodes[: write.nodes], _with_gradients(program)
+    shown = _views(earlier, write.before)
+    for node in earlier:
+        if live.isdisjoint(node.outs):
+            continue
+        read = program.reads_back[node]
+        values = [v for v in node.ins if v.is_tensor]
+        if any(values[at] in shown for at in read.ins if at < len(values)):
+            return node
+    return None
+
+
+def _views(nodes: Sequence[Node], value: Value) -> set[Value]:
+    """Return the value and all views of it."""
+    found = {value}
+    for node in nodes:
+        if is_view(node.op) and node.ins and node.ins[0] in found:
+            found.update(node.outs)
+    return found
+
+
+def _with_gradients(program: Program) -> set[Value]:
+    """Return the values that a gradient comes to from the results."""
+    live = program.trained & set(program.results)
+    found = set(live)
+    for node in reversed(program.nodes):
+        if node.origin.grad and not found.isdisjoint(node.outs) and not str(node.op).startswith("aten.detach"):
+            found |= program.trained & set(node.ins)
+    return found

@@ -1,0 +1,99 @@
+"""Writes through `.data` behind an operator that saved the tensor: refused where a gradient would be another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+
+from .static_oracle import step_of
+
+
+class Net(nn.Module):
+    """Two linear layers; `between` may write to a parameter, a buffer, an attribute or a value."""
+
+    gate: Tensor
+    between: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("gate", torch.ones(4))
+        self.held = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(self.a(x))
+
+
+class Parameter(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = self.b(x)
+        self.b.weight.data.mul_(0.5)
+        return out
+
+
+class RowOfAParameter(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = x @ self.b.weight.t()
+        self.b.weight.detach()[0].zero_()
+        return out
+
+
+class Buffer(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = x * self.gate
+        self.gate.data.mul_(0.5)
+        return out
+
+
+class Attribute(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = x * self.held
+        self.held.data.mul_(0.5)
+        return out
+
+
+class Activation(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = x * x.cos()
+        x.data.mul_(0.5)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Parameter, RowOfAParameter, Buffer, Attribute, Activation])
+def test_a_write_that_a_backward_pass_would_read_is_refused(kind: type[Net]) -> None:
+    with pytest.raises(mw.errors.CaptureError, match=r"a write through .data or detach\(\)"):
+        mw.simulate(_trained, 1, kind, True)
+
+
+class Before(Net):
+    def between(self, x: Tensor) -> Tensor:
+        self.b.weight.data.mul_(0.5)
+        return self.b(x)
+
+
+class Unread(Net):
+    """The backward pass of an addition reads no operand, and that of the argmax has no gradient."""
+
+    def between(self, x: Tensor) -> Tensor:
+        out = x + self.gate + (x @ self.b.weight).argmax(-1, keepdim=True)
+        self.gate.data.mul_(0.5)
+        self.b.weight.data.mul_(0.5)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Before, Unread])
+def test_other_writes_have_the_numbers_of_one_device(kind: type[Net]) -> None:
+    torch.testing.assert_close(mw.simulate(_trained, 1, kind, True), [_trained(kind, False)], rtol=1e-5, atol=1e-6)
+
+
+def _trained(kind: type[Net], static: bool) -> list[float]:
+    torch.manual_seed(0)
+    net, x, y = kind(), torch.randn(4, 4), torch.randn(4, 4)
+    step = step_of(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), static=static)
+    return [step(x, y).item() for _ in range(3)]
