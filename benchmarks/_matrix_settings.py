@@ -149,7 +149,7 @@ def _cut_sequences(model: nn.Module, setting: Setting) -> None:
         return args, {k: mw.reshard(x, setting.mesh, places) if _is_hidden(x) else x for k, x in kwargs.items()}
 
     for part in model.modules():
-        for layer in part if isinstance(part, nn.ModuleList) else ():
+        for layer in filter(None, part) if isinstance(part, nn.ModuleList) else ():
             layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 

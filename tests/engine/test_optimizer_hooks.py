@@ -33,6 +33,7 @@ BEFORE: dict[str, Hook] = {
     "clips gradients of the groups": lambda net, known, o: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 0.05),
     "scales one gradient": lambda net, known, _: known[0].grad.mul_(0.5),
     "sets a gradient": lambda net, known, _: setattr(net.last.weight, "grad", torch.sign(known[2].grad)),
+    "adds a weight to its gradient": lambda net, known, _: known[2].grad.add_(net.last.weight, alpha=0.1),
     "decays weights": lambda net, known, _: torch._foreach_mul_(known, 0.9),
 }
 AFTER: dict[str, Hook] = {

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.tensor import map_tensors
 
@@ -36,6 +37,15 @@ class _StandIn:
         _fake_of(self).grad = value
 
 
+class _Replaced(TorchFunctionMode):
+    """Replaces parameters among arguments first: a fake gradient before them would take the call."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _StandIn) for kind in types):
+            args, kwargs = map_tensors(_fake_of, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 def _fake_of(x: Any) -> Any:
     return getattr(x, "__dict__", {}).get(_FAKE, x)
 
@@ -54,7 +64,8 @@ def standing_for(pairs: Iterable[tuple[Tensor, Tensor]]) -> Generator[None]:
             given.append((real, type(real)))
             setattr(real, _FAKE, fake)
             real.__class__ = _standing(type(real))
-        yield
+        with _Replaced():
+            yield
     finally:
         for real, kind in given:
             real.__class__ = kind
