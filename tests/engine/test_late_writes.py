@@ -97,3 +97,14 @@ def _trained(kind: type[Net], static: bool) -> list[float]:
     net, x, y = kind(), torch.randn(4, 4), torch.randn(4, 4)
     step = step_of(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), static=static)
     return [step(x, y).item() for _ in range(3)]
+
+
+class Assigned(Net):
+    def between(self, x: Tensor) -> Tensor:
+        self.gate.data = self.gate.data * 0.9 + x.detach().mean(0) * 0.1
+        return x * self.gate
+
+
+def test_an_assignment_of_data_says_what_to_write() -> None:
+    with pytest.raises(mw.errors.CaptureError, match=r"an assignment x.data = y(.|\n)*x.copy_\(y\)"):
+        mw.simulate(_trained, 1, Assigned, True)

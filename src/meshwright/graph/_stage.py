@@ -206,6 +206,12 @@ class Stage:
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
         """True for what is asked of constants; raises CaptureError where the answer will be another one."""
+        if op._schema.name == "aten::_has_compatible_shallow_copy_type":
+            raise CaptureError(
+                f"to capture {user_frame() or 'the forward pass'}", "an assignment x.data = y",
+                "x would look at the memory of y from then on, and a program keeps the memory of its tensors",
+                "x.copy_(y), under torch.no_grad() for a parameter",
+            )  # fmt: skip
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
         behind = [self.recording.constants_behind(v) for v in values]
         written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
