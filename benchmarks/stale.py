@@ -5,8 +5,8 @@
 
 Every kind is trained eagerly on one device, and statically on one simulated rank; some also statically on two ranks
 with a sharded batch. Then it is trained once more with a new static model after each change, which finds the programs
-that the earlier ones kept, and once more with one static model, which finds those programs. Losses, parameters and buffers must be equal. A kind may be refused by a MeshwrightError
-instead.
+that the earlier ones kept, and once more with one static model, which finds those programs. Losses, parameters and
+buffers must be equal. A kind may be refused by a MeshwrightError instead.
 `_stale_kinds` has the table of kinds. A kind that does not change the eager numbers is an error of the kind.
 """
 

@@ -134,10 +134,23 @@ class OfTheBatch(Net):
 def test_other_first_calls_are_refused(kind: type[Net]) -> None:
     def go() -> Any:
         net = kind()
-        with pytest.raises(mw.errors.CaptureError, match="one was None|one was 'another'"):
+        with pytest.raises(mw.errors.CaptureError, match=r"one was (None|'another')"):
             mw.to_static(net, None, F.mse_loss, torch.optim.SGD(net.parameters()))(
                 torch.randn(4, 3, 4), torch.randn(4, 3, 4)
             )
         return net.one
 
     assert mw.simulate(go, 1) == [None]
+
+
+def test_programs_of_many_lengths_count_once() -> None:
+    lengths = (*range(2, 9), *range(2, 9))
+
+    def go() -> list[float]:
+        strategy = mw.Strategy(max_programs=len(set(lengths)))
+        torch.manual_seed(0)
+        net = InADict()
+        step = mw.to_static(net, None, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.01), strategy)
+        return [step(torch.randn(4, n, 4), torch.randn(4, n, 4)).item() for n in lengths]
+
+    torch.testing.assert_close(mw.simulate(go, 1), [_trained(InADict, 0, lengths)], rtol=1e-5, atol=1e-6)

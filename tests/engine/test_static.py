@@ -202,7 +202,7 @@ class Squared(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """A user's function that calls another one in its forward pass, and operators with gradients in its backward pass."""
+    """A function that calls another one in its forward pass, and operators with gradients in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class DistModel:
             dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
             found, fits, ran = self._builder.build(batch, dynamic, key)
             self._variants.fixed.add(key)
-        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran))
+        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran), found.digest)
         self._variants.add(key, leaves, variant)
         if self.recordings > before:
             self._builder.kept.add(self._builder.model, self._marks, variant)

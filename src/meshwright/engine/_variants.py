@@ -15,19 +15,25 @@ from ._setting import Setting
 
 T = TypeVar("T")
 Sizes = tuple[tuple[int, ...], ...]
+MOST_SETTINGS = 4
+"""Settings that are kept for one program: a later one is compared with the call's again."""
 Dynamic = Mapping[int, frozenset[int]]
 """Leaf of the batch → its dims whose sizes may change."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant(Generic[T]):
-    """A program, the sizes it was recorded for, the dims that may have others, when it takes those, and its setting."""
+    """A program, the sizes it was recorded for, the dims that may have others, when it takes those, and its setting.
+
+    Variants with one `digest` have the same program, in other settings.
+    """
 
     program: T
     sizes: Sizes
     dynamic: Dynamic
     holds: Callable[[Sequence[Any]], bool]
     setting: Setting
+    digest: str | None = None
 
     def takes(self, sizes: Sizes, leaves: Sequence[Any]) -> bool:
         return fits_sizes(self.sizes, self.dynamic, sizes) and self.holds(leaves)
@@ -45,8 +51,9 @@ class Variants(Generic[T]):
 
     @property
     def count(self) -> int:
-        """How many programs were recorded."""
-        return sum(len(found) for found in self.known.values())
+        """How many different programs were recorded."""
+        found = [v for variants in self.known.values() for v in variants]
+        return len({v.digest for v in found if v.digest}) + sum(not v.digest for v in found)
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """The program that takes the batch in the setting of now, if one does; `key` must be equal beside sizes."""
@@ -63,16 +70,7 @@ class Variants(Generic[T]):
         return None
 
     def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
-        """The dims that the next program should leave open: those in which batches of this kind differ.
-
-        Raises StaticError when there are as many programs as there may be.
-        """
-        if self.count >= self.most:
-            raise StaticError(
-                f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which takes it",
-                "recording takes time: a model has at most Strategy(max_programs=…) programs",
-                "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
-            )  # fmt: skip
+        """The dims that the next program should leave open: those in which batches of this kind differ."""
         if key in self.fixed:
             return {}
         skeleton = (key, tuple(map(kind_of, leaves)))
@@ -85,10 +83,31 @@ class Variants(Generic[T]):
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
     def add(self, key: Any, leaves: Sequence[Any], variant: Variant[T]) -> None:
-        """A program that was recorded for this batch."""
+        """A program that was recorded for this batch; of those that are the same, the oldest are forgotten.
+
+        Raises StaticError if there are more different programs than there may be.
+        """
+        self._check_count(leaves, variant)
         skeleton = (key, tuple(map(kind_of, leaves)))
-        self.known.setdefault(skeleton, []).append(variant)
+        known = self.known.setdefault(skeleton, [])
+        same = [v for v in known if v.digest is not None and v.digest == variant.digest]
+        for old in same[: max(0, len(same) + 1 - MOST_SETTINGS)]:
+            known.remove(old)
+            for found in self.exact.values():
+                found[:] = [v for v in found if v is not old]
+        known.append(variant)
         self.exact.setdefault((skeleton, sizes_of(leaves)), []).append(variant)
+
+
+    def _check_count(self, leaves: Sequence[Any], variant: Variant[T]) -> None:
+        known = {v.digest for variants in self.known.values() for v in variants}
+        is_new = variant.digest is None or variant.digest not in known
+        if is_new and self.count >= self.most:
+            raise StaticError(
+                f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which takes it",
+                "recording takes time: a model has at most Strategy(max_programs=…) programs",
+                "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
+            )  # fmt: skip
 
 
 def fits_sizes(known: Sizes, dynamic: Dynamic, sizes: Sizes) -> bool:
