@@ -154,3 +154,30 @@ def test_programs_of_many_lengths_count_once() -> None:
         return [step(torch.randn(4, n, 4), torch.randn(4, n, 4)).item() for n in lengths]
 
     torch.testing.assert_close(mw.simulate(go, 1), [_trained(InADict, 0, lengths)], rtol=1e-5, atol=1e-6)
+
+
+class Outer(nn.Module):
+    """A module that asks for a number, so that the module in it is a piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = InADict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * 2 if y.mean().item() > 100 else y
+
+
+def test_a_piece_may_keep_tables() -> None:
+    lengths = (3, 5, 3, 5, 4, 3)
+
+    def go(static: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = Outer()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        strategy = mw.Strategy(full_graph=False)
+        step: Any = mw.to_static(net, None, F.mse_loss, optimizer, strategy) if static else None
+        step = step or step_of(net, F.mse_loss, optimizer, static=False)
+        return [step(torch.randn(4, n, 4), torch.randn(4, n, 4)).item() for n in lengths]
+
+    torch.testing.assert_close(mw.simulate(go, 1, True), [go(False)], rtol=1e-5, atol=1e-6)

@@ -178,12 +178,25 @@ class Pieces:
         if found is None:
             dynamic = known.variants.open_sizes(key, leaves)
             dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are made for known sizes
-            with _unhooked(), self._bare(self._placed):
-                captured, form = self._captured(known.network, args, dynamic)
-                found = self._made(type(known.network).__name__, captured, form, leaves)
-            lay_as_captured(captured, None)
-            setting = Setting.of(Roots(known.network), captured.ran)
-            known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
+            try:
+                found = self._made_for(known, key, args, leaves, dynamic)
+            except (CaptureError, TypeError):
+                if not dynamic:
+                    raise
+                found = self._made_for(known, key, args, leaves, {})
+                known.variants.fixed.add(key)
+        return found
+
+    def _made_for(
+        self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
+    ) -> Compiled:
+        """The programs for the call, recorded now."""
+        with _unhooked(), self._bare(self._placed):
+            captured, form = self._captured(known.network, args, dynamic)
+            found = self._made(type(known.network).__name__, captured, form, leaves)
+        lay_as_captured(captured, None)
+        setting = Setting.of(Roots(known.network), captured.ran)
+        known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
         return found
 
     def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Form]:

@@ -98,7 +98,6 @@ class Variants(Generic[T]):
         known.append(variant)
         self.exact.setdefault((skeleton, sizes_of(leaves)), []).append(variant)
 
-
     def _check_count(self, leaves: Sequence[Any], variant: Variant[T]) -> None:
         known = {v.digest for variants in self.known.values() for v in variants}
         is_new = variant.digest is None or variant.digest not in known
