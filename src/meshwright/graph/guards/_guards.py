@@ -185,10 +185,11 @@ def _check_real(guards: Guards, asked: str) -> None:
     for slot in guards.slots:
         for key, value in slot.values():
             if issubclass(type(value), FakeTensor):  # not isinstance, which may run code of the value
-                raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers")
+                raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers", _KEPT)
 
 
 _DRAWN = "random operators of torch, a tensor of the batch, or Strategy(full_graph=False), which runs this in Python"
+_KEPT = "a table that is computed in __init__ or anew in each call, or a buffer that tensor operations write to"
 _BUFFER = "a buffer (register_buffer) that is changed by tensor operations"
 
 
