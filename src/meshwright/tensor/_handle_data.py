@@ -314,9 +314,10 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     )  # fmt: skip
 
 
-def _squeezed_dims(x: Tensor, dim: Any = None) -> tuple[int, ...]:
-    """The dims that `squeeze` takes away: those of the whole tensor decide, a part may be one long too."""
-    listed = range(x.ndim) if dim is None or not x.ndim else (dim,) if isinstance(dim, int) else dim
+def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
+    """Return the dims that `squeeze` removes: the whole tensor decides, because a part may have size 1, too."""
+    asked = dim if dim is not None else dims[0] if len(dims) == 1 else dims or None
+    listed = range(x.ndim) if asked is None or not x.ndim else (asked,) if isinstance(asked, int) else asked
     return tuple(d for d in listed if x.shape[d] == 1)
 
 
