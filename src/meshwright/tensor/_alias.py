@@ -173,7 +173,7 @@ def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
     views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
     if views or inner:
-        with no_interception():
+        with no_interception(), torch.enable_grad():  # torch raises an error on writes to views made without
             old: Any = stamp(x.view_as(x), x._spec)
         if isinstance(x, DistView):
             _stand_in(old, x)
@@ -188,6 +188,24 @@ def leave_memory(x: DistTensor) -> None:
     if type(x) is DistView:
         _forget(x)
         end_view(x)
+
+
+def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
+    """Make `x` the view that `view` is of `x`; `swap` exchanges both, so that `view` becomes the base, in old memory."""
+    _forget(view)
+    others = _noted(x, _VIEWS)
+    moved: Any = x
+    try:
+        swap()
+    except BaseException:
+        for other in others:
+            _note(x, _VIEWS, other)
+        raise
+    for other in (*others, moved):
+        source = other._source
+        source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
+        source.base = view
+        _note(view, _VIEWS, other)
 
 
 def _stand_in(old: DistTensor, x: DistView) -> None:
