@@ -44,7 +44,7 @@ LAYOUTS: list[tuple[tuple[int, ...], int, Any]] = [
     ((), 2, mw.Replicate()),
     ((1, 6), 1, mw.Shard(0)),
 ]
-Outcome = list[tuple[int, ...]]
+Outcome = list[int]
 """One number for each result that is a tensor: 1 if it is the argument itself, 2 if it shares its memory, else 0."""
 
 
@@ -139,7 +139,8 @@ def test_the_gradient_of_a_leaf_that_a_call_returns_is_that_of_the_leaf(
         x = mw.shard_tensor(_numbers(shape).double(), mesh, [placement]).requires_grad_()
         y = CASTS[cast](x)
         (y * 2).sum().backward()
-        assert y.is_leaf and x.grad is not None
+        assert y.is_leaf
+        assert x.grad is not None
         return x.grad.sum().item()
 
     assert mw.simulate(program, ranks) == [2.0 * torch.Size(shape).numel()] * ranks

@@ -26,7 +26,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor | None]] = {
     "none": lambda x: None,
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
-    "parameter": lambda x: nn.Parameter(x),
+    "parameter": nn.Parameter,
     "slice": lambda x: x[:1],
     "flat": lambda x: x.view(-1),
 }

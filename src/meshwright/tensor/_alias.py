@@ -30,7 +30,7 @@ from ._saved import note_again
 from ._tree import map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
-from .torch_hooks import is_dense, no_interception, shares_storage
+from .torch_hooks import is_dense, keep_bits, no_interception, shares_storage
 
 
 @dataclass(slots=True)
@@ -118,6 +118,7 @@ def as_view(
         alone = torch.clone if _overlaps(x) else partial(in_order, spec=x._spec)
         local = alone(x)
         if local is not x:
+            local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
             note_again(local, x, alone)
         view = stamp(local if tracked else owned(local), x._spec)
     source = Source(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
@@ -191,7 +192,7 @@ def leave_memory(x: DistTensor) -> None:
 
 
 def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
-    """Make `x` the view that `view` is of `x`; `swap` exchanges both, so that `view` becomes the base, in old memory."""
+    """Make `x` the view that `view` is of `x`; `swap` exchanges both, so that `view` becomes the base."""
     _forget(view)
     others = _noted(x, _VIEWS)
     moved: Any = x

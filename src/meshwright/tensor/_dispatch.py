@@ -320,7 +320,7 @@ def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: Pro
 def _plan_by_rules(func: Any, args: Any, kwargs: Any, given: Captured, mesh: ProcessMesh) -> tuple[Run, bool]:
     """Return what `make_plan` returns for a call whose operators have rules."""
     tensors = list(tensors_in((args, kwargs)))
-    if returns_arguments(given, tensors) and not any(isinstance(x, (str, torch.device)) for x in leaves_in((args, kwargs))):
+    if returns_arguments(given, args, kwargs):
         given = replace(given, nodes=())
     captured = given
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}

@@ -39,6 +39,7 @@ _LOCAL = [
 _LOCAL_CALLS: list[Any] = [
     Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
     Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, same_kind,
+    Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
 ]  # fmt: skip
 
 
@@ -321,6 +322,25 @@ def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     return tuple(d for d in listed if x.shape[d] == 1)
 
 
+_ATEN: Any = torch.ops.aten
+
+
+@handles(
+    *(Tensor.resolve_conj, torch.resolve_conj, _ATEN.resolve_conj.default),
+    *(Tensor.resolve_neg, torch.resolve_neg, _ATEN.resolve_neg.default),
+)
+def _resolve(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return a copy if the conj or neg bit is set, else the tensor itself; only the local part has such bits."""
+    x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    with no_interception():
+        out = func(x)
+        if out is x:
+            return x
+        spec = x._spec.new
+        out = arranged(out, spec)
+    return absent(out, spec) if x._away else stamp(out, spec)
+
+
 def _real_axes(spec: Spec) -> set[str]:
     """Return the axes that divide or repeat the tensor; an axis of size 1 does neither."""
     return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
@@ -339,8 +359,11 @@ def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
         exchange_with_view(x, new, partial(_swap, x, new, name))
     else:
         _swap(x, new.clone(), name)  # a view of `x` would keep it
-    x.__dict__.update(held)
-    return x.requires_grad_() if is_graded_leaf else x
+    for key, value in held.items():
+        setattr(x, key, value)
+    if is_graded_leaf:
+        x.requires_grad_()
+    return x
 
 
 def _check_movable(x: DistTensor, name: str) -> None:
@@ -371,7 +394,7 @@ def _is_shared_anywhere(x: DistTensor) -> bool:
         return bool(convert_local(here, spec, whole_spec(spec)).item())
 
 
-def _swap(x: DistTensor, new: DistTensor, name: str) -> None:
+def _swap(x: DistTensor, new: Tensor, name: str) -> None:
     """Exchange all but the identity of two tensors."""
     try:
         swap_tensors(x, new)

@@ -18,7 +18,7 @@ from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
-from ._tree import map_leaves, map_tensors, tensors_in
+from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ._use_all import using_all
 from .torch_hooks import Operator, no_interception, shares_storage, written_arguments
 
@@ -420,15 +420,17 @@ def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool
     return all(any(shares_storage(r, t) for t in plain) for r in results)
 
 
-def returns_arguments(captured: Captured, tensors: Sequence[Tensor]) -> bool:
-    """True if the call only returns some of its arguments `tensors`, as `x.float()` of a float32 tensor does.
+def returns_arguments(captured: Captured, args: Any, kwargs: Any) -> bool:
+    """True if the call only returns some of its arguments, as `x.float()` of a float32 tensor does.
 
-    A meta tensor tells nothing about devices, so all arguments have to be on one.
+    A meta tensor tells nothing about devices: the call may name none, and all its tensors have to be on one.
     """
     known, results = {id(t) for t in captured.inputs}, [id(r) for r in tensors_in(captured.out)]
     if not results or not known.issuperset(results) or any(is_written(node.op) for node in captured.nodes):
         return False
-    return len({t.device for t in tensors}) == 1
+    if any(isinstance(x, (str, torch.device)) for x in leaves_in((args, kwargs))):
+        return False
+    return len({t.device for t in tensors_in((args, kwargs))}) == 1
 
 
 def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
