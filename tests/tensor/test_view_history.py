@@ -34,6 +34,8 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "no_grad": lambda x, w: torch.no_grad()(x.copy_)(w),
     "data": lambda x, w: x.data.copy_(w),
     "numbers": lambda x, w: x.fill_(2.0),
+    "requires_grad_": lambda x, w: x.requires_grad_(),
+    "requires_grad_ and a write": lambda x, w: torch.no_grad()(x.requires_grad_().copy_)(w),
 }
 QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "requires_grad": lambda v: v.requires_grad,
@@ -76,3 +78,17 @@ def test_one_rank_may_ask_whether_a_view_requires_a_gradient() -> None:
         return row.requires_grad if current().rank == 0 else None
 
     assert mw.simulate(program, 2) == [True, None]
+
+
+@pytest.mark.parametrize("write", ["nothing", "copy", "requires_grad_"])
+def test_a_view_made_without_grad_requires_grad_as_its_base_does(write: str) -> None:
+    def answers(mark: Callable[[Tensor], Tensor]) -> list[bool]:
+        x, w = mark(torch.zeros(4, 3)), mark(torch.ones(4, 3)).requires_grad_()
+        outer = x[1:]
+        with torch.no_grad():
+            views = [x[1], outer[1], x[2:][1], x[1:, 1:], x[1].detach()]
+        WRITES[write](x, w)
+        return [v.requires_grad for v in views]
+
+    want = answers(torch.Tensor.clone)
+    assert mw.simulate(lambda: answers(lambda t: mw.shard_tensor(t, MESH, [mw.Shard(0)])), 2) == [want, want]

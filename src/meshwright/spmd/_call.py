@@ -38,11 +38,12 @@ class Call:
 
 
 def describe(
-    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], alternative: Rule | None = None
+    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], alternative: Rule | None = None, ones: bool = False
 ) -> Call | None:
     """The call `op(*args, **kwargs)` by its rule, or by an alternative of that; None when there is no rule for it.
 
     Arguments are global: tensors may be on the meta device, only their shapes and dtypes are looked at.
+    With `ones`, dims of size one have factors, too.
     Raises RuleError when shapes do not fit, which an operator that runs would not have accepted either.
     """
     rule = alternative or find_rule(op, args, kwargs)
@@ -57,7 +58,7 @@ def describe(
     written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
     names = [a.name for a in schema_of(op).arguments]
     mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
-    bound = bind(rule, shapes, numbers, terms)
+    bound = bind(rule, shapes, numbers, terms, ones)
     bound = _written_in_place(bound) if mutated else bound
     bound = bound if all(isfinite(abs(c)) for c in scales) else replace(bound, products=())
     return Call(bound.rule, bound, places, mutated)

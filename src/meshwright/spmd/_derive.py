@@ -29,7 +29,8 @@ that joins its terms."""
 class Bound:
     """A rule bound to the shapes of a call: every dim of every operand as factors with numbers.
 
-    `ins[i][d]` lists the factors of dim d of operand i, outermost first; it is empty for a dim of size one.
+    `ins[i][d]` lists the factors of dim d of operand i, outermost first; it is empty for a dim of size one, unless the
+    rule was bound with `ones`.
     `fixed` operands are there as plain numbers, or not at all; they hold no dims. `affine` tells that a plain number
     is added, so that no term may pass. `pending` operands may be pending sums, and `fillable` ones a value on one rank
     and zeros on the others: see `_terms.py`.
@@ -74,11 +75,13 @@ def bind(
     shapes: Sequence[tuple[int, ...] | None],
     numbers: Sequence[int] = (),
     terms: Passing | None = None,
+    ones: bool = False,
 ) -> Bound:
     """Return `rule` for operands of these shapes; None stands for an operand that is absent or a plain number.
 
     `numbers` are the operands given as plain numbers; `terms` are the operands that may be pending sums, all if it is
-    None. Raises RuleError where shapes do not fit the rule.
+    None. With `ones`, a dim of size one that no operand broadcasts has a factor, so that it may stay sharded.
+    Raises RuleError where shapes do not fit the rule.
     """
     equation = rule.equation
     names: dict[str, int] = {}
@@ -90,10 +93,10 @@ def bind(
     _check_products(expanded, shapes, names, sizes, rule)
     ellipsis = sorted((n for n in names if n.startswith(ELLIPSIS)), key=lambda n: -int(n[3:]))
     ins = tuple(
-        tuple(_number(term, size, names, sizes) for term, size in zip(dims, shape or (), strict=True))
+        tuple(_number(term, size, names, sizes, ones) for term, size in zip(dims, shape or (), strict=True))
         for dims, shape in zip(expanded, shapes, strict=True)
     )
-    outs = tuple(_result(o, ellipsis, names, sizes) for o in equation.results)
+    outs = tuple(_result(o, ellipsis, names, sizes, ones) for o in equation.results)
     whole = frozenset(
         at
         for n, at in names.items()
@@ -185,24 +188,28 @@ def _literal(name: str) -> int | None:
     return int(size) if found and size.isdigit() else None
 
 
-def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the factors of one dim; a dim of size one that is broadcast has none, factors of size one vanish."""
+def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int], ones: bool) -> tuple[int, ...]:
+    """Return the numbers of the factors of one dim.
+
+    A dim of size one that is broadcast has none, and neither has any other dim of size one without `ones`.
+    """
     numbers = tuple(names[n] for n in term.names)
     if len(numbers) == 1:
-        return numbers if sizes[numbers[0]] == size and size != 1 else ()
+        return numbers if sizes[numbers[0]] == size and (ones or size != 1) else ()
     return tuple(n for n in numbers if sizes[n] != 1)
 
 
 def _result(
-    operand: Operand, ellipsis: Sequence[str], names: dict[str, int], sizes: list[int]
+    operand: Operand, ellipsis: Sequence[str], names: dict[str, int], sizes: list[int], ones: bool
 ) -> tuple[tuple[int, ...], ...]:
     dims: list[tuple[int, ...]] = []
     for term in operand:
         if term.names == (ELLIPSIS,):
-            dims += [(names[n],) if sizes[names[n]] != 1 else () for n in ellipsis]
+            dims += [(names[n],) if ones or sizes[names[n]] != 1 else () for n in ellipsis]
         else:
             _appear(term, names, sizes)
-            dims.append(tuple(names[n] for n in term.names if n in names and sizes[names[n]] != 1))
+            keeps = ones and len(term.names) == 1
+            dims.append(tuple(names[n] for n in term.names if n in names and (keeps or sizes[names[n]] != 1)))
     return tuple(dims)
 
 

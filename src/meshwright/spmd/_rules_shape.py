@@ -74,6 +74,9 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
             f"sizes whose product is {prod(old)}, or one of them -1",
         )  # fmt: skip
     left, right = common_factors(old, new)
+    ones = ([d for d, n in enumerate(sizes) if n == 1] for sizes in (old, new))
+    for k, (before, after) in enumerate(zip(*ones, strict=False)):
+        left[before], right[after] = [f"one{k}"], [f"one{k}"]
     return f"{' '.join(map(grouped, left))} -> {' '.join(map(grouped, right))}"
 
 
@@ -168,14 +171,15 @@ def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
         return x.squeeze(gone)
 
     stays = [names[d] for d in listed if d not in gone]
-    return Rule(f"{written(names)} -> {' '.join(kept)}", forms=dict.fromkeys(stays, squeeze))
+    return Rule(f"{written(names, gone)} -> {' '.join(kept)}", forms=dict.fromkeys(stays, squeeze))
 
 
 def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
     """Dims that grow out of one, and dims put in front, are whole."""
     names, extra = names_of(x), len(size) - x.dim()
     kept = [n if s in (-1, m) else f"new{n}" for n, m, s in zip(names, x.shape, size[extra:], strict=True)]
-    return Rule(f"{written(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
+    grown = [d for d, n in enumerate(names) if kept[d] != n]
+    return Rule(f"{written(names, grown)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
 
 
 def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
@@ -250,9 +254,11 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     if not lengths:
         return None
     names, (at,) = names_of(x), dims_at(dim, x.dim())
-    if len(set(lengths)) > 1 or lengths[0] < 2 or len(lengths) < 2:
-        out = " ".join(f"new{d}" if d == at and len(lengths) > 1 else n for d, n in enumerate(names))
-        return Rule(f"{written(names, (at,) if len(lengths) > 1 else ())} -> {' ; '.join([out] * len(lengths))}")
+    if len(lengths) == 1:
+        return Rule(f"{written(names)} -> {written(names)}", forms={names[at]: _one_piece(at)})
+    if len(set(lengths)) > 1 or lengths[0] < 2:
+        out = " ".join(f"new{d}" if d == at else n for d, n in enumerate(names))
+        return Rule(f"{written(names, (at,))} -> {' ; '.join([out] * len(lengths))}")
     outer, inner = sized("c", len(lengths)), sized("p", lengths[0])
     before = [f"({outer}! {inner})" if d == at else n for d, n in enumerate(names)]
     after = " ".join(inner if d == at else n for d, n in enumerate(names))
@@ -261,6 +267,11 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
         return x.unflatten(at, (len(lengths), x.shape[at] // len(lengths))).unbind(at)
 
     return Rule(f"{' '.join(before)} -> {' ; '.join([after] * len(lengths))}", forms={inner: pieces})
+
+
+def _one_piece(at: int) -> Form:
+    """Return the form of a call that makes one piece of the whole tensor: its length is not that of the local part."""
+    return lambda call, x, *args, **kwargs: x.split(max(x.shape[at], 1), at)
 
 
 def apart(entry: Callable[..., Rule | None]) -> Entry:

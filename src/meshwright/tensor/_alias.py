@@ -30,7 +30,7 @@ from ._saved import note_again
 from ._tree import map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
-from .torch_hooks import is_dense, no_interception, shares_storage
+from .torch_hooks import is_dense, keep_bits, no_interception, shares_storage
 
 
 @dataclass(slots=True)
@@ -118,6 +118,7 @@ def as_view(
         alone = torch.clone if _overlaps(x) else partial(in_order, spec=x._spec)
         local = alone(x)
         if local is not x:
+            local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
             note_again(local, x, alone)
         view = stamp(local if tracked else owned(local), x._spec)
     source = Source(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
@@ -173,7 +174,7 @@ def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
     views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
     if views or inner:
-        with no_interception():
+        with no_interception(), torch.enable_grad():  # torch raises an error on writes to views made without
             old: Any = stamp(x.view_as(x), x._spec)
         if isinstance(x, DistView):
             _stand_in(old, x)
@@ -188,6 +189,24 @@ def leave_memory(x: DistTensor) -> None:
     if type(x) is DistView:
         _forget(x)
         end_view(x)
+
+
+def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
+    """Make `x` the view that `view` is of `x`; `swap` exchanges both, so that `view` becomes the base."""
+    _forget(view)
+    others = _noted(x, _VIEWS)
+    moved: Any = x
+    try:
+        swap()
+    except BaseException:
+        for other in others:
+            _note(x, _VIEWS, other)
+        raise
+    for other in (*others, moved):
+        source = other._source
+        source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
+        source.base = view
+        _note(view, _VIEWS, other)
 
 
 def _stand_in(old: DistTensor, x: DistView) -> None:

@@ -19,7 +19,7 @@ from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._dist_tensor import wants_grad
 from ._places import is_backward, keep_place
-from .torch_hooks import FakeTensor, bare_apply, bare_backward, forward_mode, no_interception, unwritten
+from .torch_hooks import FakeTensor, bare_apply, bare_backward, forward_mode, keep_bits, no_interception, unwritten
 
 
 class Move:
@@ -69,7 +69,12 @@ class Move:
 
     def now(self, x: Tensor) -> Tensor:
         """The conversion without a gradient; `x` itself when nothing has to be done."""
-        return x if self.is_relabel else current().convert(self.plan, x)
+        return x if self.is_relabel else self._converted(x)
+
+    def _converted(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            return current().convert(self.plan, x)
+        return keep_bits(partial(current().convert, self.plan), x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's part after the conversion of its part `x`; call it with interception off."""
@@ -83,9 +88,9 @@ class Move:
         if self.is_relabel:
             return x
         if not grad_on:
-            return current().convert(self.plan, x)
+            return self._converted(x)
         with torch.no_grad():
-            return owned(current().convert(self.plan, x))
+            return owned(self._converted(x))
 
     @cached_property
     def rare(self) -> Callable[[Tensor], Tensor] | None:
@@ -168,6 +173,10 @@ def owned(x: Tensor) -> Tensor:
     """`x` as no view of anything, so that it may be written to; it keeps its memory."""
     if not x._is_view():
         return x
+    return keep_bits(_on_same_memory, x)
+
+
+def _on_same_memory(x: Tensor) -> Tensor:
     new = x.new_empty(0)
     with unwritten(new):
         return new.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

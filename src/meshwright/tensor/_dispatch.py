@@ -50,6 +50,7 @@ from ._plan import (
     may_alias,
     numbers_decide,
     plan_call,
+    returns_arguments,
     writes_overlapping,
     written_inputs,
 )
@@ -318,7 +319,10 @@ def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: Pro
 
 def _plan_by_rules(func: Any, args: Any, kwargs: Any, given: Captured, mesh: ProcessMesh) -> tuple[Run, bool]:
     """Return what `make_plan` returns for a call whose operators have rules."""
-    captured, tensors = given, list(tensors_in((args, kwargs)))
+    tensors = list(tensors_in((args, kwargs)))
+    if returns_arguments(given, args, kwargs):
+        given = replace(given, nodes=())
+    captured = given
     specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
     found = plan_call(captured, specs, mesh)
     if isinstance(found, Captured):
@@ -428,7 +432,7 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
     if isinstance(found, Inline):
         return run_inline(found, captured), False
     if not captured.nodes:
-        return run_identity(captured), False
+        return run_identity(captured, args), False
     if found is captured.nodes:
         return run_graph(captured), False
     return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import swap_tensors
 
-from meshwright.layout import Product, Spec
+from meshwright.layout import Layout, Product, Spec
 
 from ._absent import absent
-from ._alias import DistView, counted_with, detached_view, leave_memory
+from ._alias import DistView, counted_with, detached_view, exchange_with_view, leave_memory
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError, OperationError
@@ -23,7 +24,7 @@ from ._saved import unnoted
 from ._shared_data import is_temporary, put_data
 from ._tree import map_tensors
 from ._writes import note_counter, version_of
-from .torch_hooks import call_plain, interception_on, no_interception, same_kind
+from .torch_hooks import call_plain, interception_on, no_interception, same_kind, tensors_on_storage
 
 _T: Any = Tensor
 """Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
@@ -38,6 +39,7 @@ _LOCAL = [
 _LOCAL_CALLS: list[Any] = [
     Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
     Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, same_kind,
+    Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
 ]  # fmt: skip
 
 
@@ -282,7 +284,6 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if x._viewing or not isinstance(new, DistTensor):
         return NotImplemented
     if not x._away and _real_axes(new._spec) != _real_axes(x._spec):
-        new = new.clone()  # a view of `x` would keep it
         return _moved_into(x, new, name)
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
     if x._away:
@@ -314,10 +315,30 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     )  # fmt: skip
 
 
-def _squeezed_dims(x: Tensor, dim: Any = None) -> tuple[int, ...]:
-    """The dims that `squeeze` takes away: those of the whole tensor decide, a part may be one long too."""
-    listed = range(x.ndim) if dim is None or not x.ndim else (dim,) if isinstance(dim, int) else dim
+def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
+    """Return the dims that `squeeze` removes: the whole tensor decides, because a part may have size 1, too."""
+    asked = dim if dim is not None else dims[0] if len(dims) == 1 else dims or None
+    listed = range(x.ndim) if asked is None or not x.ndim else (asked,) if isinstance(asked, int) else asked
     return tuple(d for d in listed if x.shape[d] == 1)
+
+
+_ATEN: Any = torch.ops.aten
+
+
+@handles(
+    *(Tensor.resolve_conj, torch.resolve_conj, _ATEN.resolve_conj.default),
+    *(Tensor.resolve_neg, torch.resolve_neg, _ATEN.resolve_neg.default),
+)
+def _resolve(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return a copy if the conj or neg bit is set, else the tensor itself; only the local part has such bits."""
+    x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    with no_interception():
+        out = func(x)
+        if out is x:
+            return x
+        spec = x._spec.new
+        out = arranged(out, spec)
+    return absent(out, spec) if x._away else stamp(out, spec)
 
 
 def _real_axes(spec: Spec) -> set[str]:
@@ -325,15 +346,56 @@ def _real_axes(spec: Spec) -> set[str]:
     return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
 
 
-def _moved_into(x: DistTensor, new: Tensor, name: str) -> DistTensor:
-    """`x` itself with the value, the memory and the past of `new`, which could not share the memory of `x`."""
+def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
+    """Return `x` with the value, the memory and the history of `new`, which cannot share the memory of `x`.
+
+    If other tensors use the memory of `x`, then `x` becomes a view of a tensor that keeps this memory.
+    """
+    _check_movable(x, name)
     with no_interception():
-        is_view = x._is_view()
+        is_graded_leaf = x.requires_grad and x.is_leaf
+    held: dict[str, Any] = {k: v for k, v in x.__dict__.items() if not k.startswith("_") or k == "_is_param"}
+    if isinstance(new, DistView) and _is_shared_anywhere(x):
+        exchange_with_view(x, new, partial(_swap, x, new, name))
+    else:
+        _swap(x, new.clone(), name)  # a view of `x` would keep it
+    for key, value in held.items():
+        setattr(x, key, value)
+    if is_graded_leaf:
+        x.requires_grad_()
+    return x
+
+
+def _check_movable(x: DistTensor, name: str) -> None:
+    """Raise OperationError if `x` cannot move to other memory."""
+    with no_interception():
+        is_view, is_graded_leaf = x._is_view(), x.requires_grad and x.is_leaf
+        has_grad = is_graded_leaf and x.grad is not None
     if is_view:
         raise OperationError(
             name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",
             f"x = x.{name[:-1]}(...), which makes a new tensor",
         )  # fmt: skip
+    if is_graded_leaf and (torch.is_grad_enabled() or has_grad):
+        raise OperationError(
+            name, f"{x._spec!r}, a leaf that requires grad" + (" and has a gradient" if has_grad else ""),
+            "autograd allows no write in place to a leaf, and its gradient has the old shape",
+            f"call {name} under torch.no_grad() and after x.grad = None",
+        )  # fmt: skip
+
+
+def _is_shared_anywhere(x: DistTensor) -> bool:
+    """Return True if another tensor uses the memory of `x` on some rank of its mesh; all of these make the call."""
+    mesh = x._spec.mesh
+    with no_interception():
+        here = torch.tensor([float(tensors_on_storage(x) > 1)], device=x.device)
+    spec = Spec(mesh, Layout(((),), tuple((axis, "max") for axis in mesh.dim_names)), (1,), here.dtype)
+    with torch.no_grad():
+        return bool(convert_local(here, spec, whole_spec(spec)).item())
+
+
+def _swap(x: DistTensor, new: Tensor, name: str) -> None:
+    """Exchange all but the identity of two tensors."""
     try:
         swap_tensors(x, new)
     except RuntimeError as error:
@@ -342,4 +404,3 @@ def _moved_into(x: DistTensor, new: Tensor, name: str) -> DistTensor:
             "the parts have to move, and the others would keep the memory that they share",
             f"x = x.{name[:-1]}(...), which makes a new tensor",
         ) from error  # fmt: skip
-    return x

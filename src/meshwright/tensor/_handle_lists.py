@@ -14,7 +14,7 @@ from ._registry import handles
 def _broadcast_tensors(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if len(args) == 1 and not isinstance(args[0], Tensor) else args
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
-    return tuple(t.expand(shape) for t in tensors)
+    return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
 
 
 @handles(Tensor.__getitem__, Tensor.__setitem__)

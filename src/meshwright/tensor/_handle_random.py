@@ -57,7 +57,7 @@ def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
     refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
-    if not train or not 0 < p < 1 or refused:
+    if not train or not 0 < p < 1 or refused or not x.numel():
         return NotImplemented
     ones = [1] * (x.dim() - channels)
     mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)

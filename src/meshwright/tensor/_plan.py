@@ -18,7 +18,7 @@ from ._context import Context, context
 from ._convert import Move, move
 from ._decide import Decision, decide
 from ._local_call import OnRank
-from ._tree import map_leaves, map_tensors, tensors_in
+from ._tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ._use_all import using_all
 from .torch_hooks import Operator, no_interception, shares_storage, written_arguments
 
@@ -109,8 +109,9 @@ def plan_node(
 
     `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
     """
+    ones = any(map(_shards_one, specs.values())) and _is_view(node)
     try:
-        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)))
+        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), ones=ones)
     except RuleError:
         return None
     if call is None or _writes_elsewhere(node, call):
@@ -132,6 +133,18 @@ def plan_node(
     if step is None or not call.rule.alternatives:
         return step
     return replace(step, context=ask if taken else "gather")
+
+
+def _shards_one(spec: Spec) -> bool:
+    """True if a dim of size 1 is sharded. Operators gather such a dim, except those whose results are views."""
+    return any(dim and isinstance(n, int) and n == 1 for n, dim in zip(spec.shape, spec.layout.dims, strict=True))  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic
+
+
+def _is_view(node: Node) -> bool:
+    """True if a result is an operand, or a view of one, and the operator writes to nothing."""
+    if is_written(node.op):
+        return False
+    return any(shares_storage(x, r) for x in tensors_in((node.args, node.kwargs)) for r in tensors_in(node.out))
 
 
 def _decided(call: Call, ins: Sequence[Spec | None]) -> Decision | None:
@@ -405,6 +418,19 @@ def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool
         return False
     plain = [t for t, flag in zip(captured.inputs, flags, strict=True) if not flag]
     return all(any(shares_storage(r, t) for t in plain) for r in results)
+
+
+def returns_arguments(captured: Captured, args: Any, kwargs: Any) -> bool:
+    """True if the call only returns some of its arguments, as `x.float()` of a float32 tensor does.
+
+    A meta tensor tells nothing about devices: the call may name none, and all its tensors have to be on one.
+    """
+    known, results = {id(t) for t in captured.inputs}, [id(r) for r in tensors_in(captured.out)]
+    if not results or not known.issuperset(results) or any(is_written(node.op) for node in captured.nodes):
+        return False
+    if any(isinstance(x, (str, torch.device)) for x in leaves_in((args, kwargs))):
+        return False
+    return len({t.device for t in tensors_in((args, kwargs))}) == 1
 
 
 def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:

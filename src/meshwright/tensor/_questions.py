@@ -151,6 +151,8 @@ ANSWERS: dict[str, Any] = {
     "element_size": _element_size,
     "get_device": _called(Tensor.get_device),
     "is_inference": _called(Tensor.is_inference),
+    "is_conj": _called(Tensor.is_conj),
+    "is_neg": _called(Tensor.is_neg),
     "grad_fn": property(_grad_fn),
     "requires_grad_": _requires_grad_,
     "detach": _detach,

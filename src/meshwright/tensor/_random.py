@@ -174,7 +174,7 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
-    if not train or p == 0:
+    if not train or p == 0 or not x.numel():
         return x
     if inplace:
         return x.copy_(dropout(func, types, (x, p), {}))

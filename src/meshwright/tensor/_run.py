@@ -297,8 +297,10 @@ def _real(captured: Captured, args: Any, kwargs: Any) -> Callable[[Any], Any]:
     return lambda tree: map_tensors(lambda t: known[id(t)], tree)
 
 
-def run_identity(captured: Captured) -> Run:
-    """The call returned arguments of its own."""
+def run_identity(captured: Captured, args: Any) -> Run:
+    """Return the run of a call that returns arguments of its own."""
+    if isinstance(captured.out, Tensor) and captured.inputs[0] is captured.out and args and isinstance(args[0], Tensor):
+        return lambda func, types, args, kwargs: args[0]
     return lambda func, types, args, kwargs: _real(captured, args, kwargs)(captured.out)
 
 

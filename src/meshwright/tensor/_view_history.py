@@ -1,8 +1,8 @@
 """Questions about the autograd history of a view that has memory of its own.
 
 On one device, a write to the base gives its views the history of the write at once. A DistView gets that history when
-it is read again. `requires_grad` looks at the base instead, which takes no communication. The other questions are
-about nodes of the graph, which exist only after the view was read again.
+it is read again. `requires_grad` looks at the base instead, as torch does, which takes no communication. The other
+questions are about nodes of the graph, which exist only after the view was read again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from .torch_hooks import interception_on, no_interception
 def _gains_history(view: DistView) -> bool:
     """True if reading the view again gives it a gradient, because of a write to its base; without communication."""
     source = view._outer._source
-    dtype = view._spec.dtype
-    if not (view._seen and source.tracked and (dtype.is_floating_point or dtype.is_complex)):
+    if not (source.tracked and _may_require_grad(view)):
         return False
     base = source.base
     if isinstance(base, DistView) and _gains_history(base):
@@ -31,8 +30,16 @@ def _gains_history(view: DistView) -> bool:
         return wants_grad(base) and is_behind(view._outer)
 
 
+def _may_require_grad(view: DistView) -> bool:
+    dtype = view._spec.dtype
+    return view._seen and (dtype.is_floating_point or dtype.is_complex)
+
+
 def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
-    return own(view) or (interception_on() and _gains_history(view))
+    """True also for a view whose base requires grad, even if the view was made before, or under `torch.no_grad`."""
+    if own(view):
+        return True
+    return interception_on() and _may_require_grad(view) and view._outer._source.base.requires_grad
 
 
 def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:

@@ -247,6 +247,26 @@ is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_leg
 """True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
 
 
+def keep_bits(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return `run(x)`, of a function that only moves or copies elements, with the conj and neg bits of `x`.
+
+    With its conj bit set, a tensor reads the conjugates of what its memory holds; `x.conj()` sets this bit and copies
+    nothing. The function gets a tensor without such bits. Call it with interception off.
+    """
+    is_conj, is_neg = x.is_conj(), x.is_neg()
+    if not (is_conj or is_neg):
+        return run(x)
+    neg_view: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_neg_view")  # noqa: B009 - not in torch's stubs
+    x = x.conj() if is_conj else x
+    out = run(neg_view(x) if is_neg else x)
+    if torch.is_grad_enabled() and out.requires_grad:
+        out = neg_view(out) if is_neg else out
+        return out.conj() if is_conj else out
+    getattr(torch._C, "_set_conj")(out, is_conj)  # noqa: B009 - not in torch's stubs
+    getattr(torch._C, "_set_neg")(out, is_neg)  # noqa: B009 - not in torch's stubs
+    return out
+
+
 _INTO = {
     eager_transforms: ("_wrap_for_grad",),
     functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
