@@ -131,6 +131,12 @@ def scales_microbatches() -> None:
     mw.train(mw.microbatched(net, None, mesh, 2, scaler=scaler), sgd, [], mw.Training(1, show=False))
 
 
+def lays_two_layouts() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    net[1].weight.data = net[0].weight.data
+    mw.parallelize(net, None, PAIR, mw.Parallelism({"0": mw.ColwiseParallel(axis="x")}))
+
+
 def steps_what_was() -> None:
     layer = torch.nn.Linear(2, 2)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -238,6 +244,7 @@ CASES: list[Case] = [
     ("no first values", lambda: mw.materialize(torch.nn.Embedding.from_pretrained(torch.empty(2, 2, device="meta")),
                                                init=lambda m: setattr(m, "weight", torch.nn.Parameter(m.weight + 1))),
      engine.MaterializeError, "in place"),
+    ("one memory in two layouts", on_ranks(lays_two_layouts, 2), engine.SharedMemoryError, "lay both alike"),
     ("an optimizer made before the marks", on_ranks(steps_what_was, 2), engine.TrainingError, "behind the marks"),
     ("no steps", lambda: mw.Training(0), engine.TrainingError, "steps=100"),
     ("checkpoints nowhere", lambda: mw.Training(1, save_every=1), engine.TrainingError, "folder="),

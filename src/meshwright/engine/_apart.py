@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.graph import Input, Pass
 from meshwright.passes import InPlace
+from meshwright.tensor import shared_memory
 
 from ._errors import StaticError
 
@@ -34,38 +34,18 @@ def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collecti
 
     A parameter or a state is written at the end of a step, so that another tensor may read its memory.
     """
-    spans = sorted((_span(x), at) for at, x in enumerate(given) if isinstance(x, Tensor) and _has_memory(x))
-    open_spans: list[tuple[int, int]] = []
-    for (start, end), at in spans:
-        open_spans = [span for span in open_spans if span[0] > start]
-        for _, other in open_spans:
-            if _is_unclear(inputs, written, at, other) and _share_elements(given[at], given[other]):
-                raise _shared(*sorted((inputs[at], inputs[other]), key=lambda i: i.role != "batch"))
-        open_spans.append((end, at))
-
-
-def _has_memory(x: Tensor) -> bool:
-    return x.numel() > 0 and x.device.type != "meta" and bool(x.untyped_storage().data_ptr())
+    places = sorted((at for at, x in enumerate(given) if isinstance(x, Tensor)), key=lambda at: at not in written)
+    groups, pairs = shared_memory([given[at] for at in places], sum(at in written for at in places))
+    for shared in (*groups, *pairs):
+        for one, other in combinations([places[number] for number in shared], 2):
+            if _is_unclear(inputs, written, one, other):
+                raise _shared(*sorted((inputs[one], inputs[other]), key=lambda i: i.role != "batch"))
 
 
 def _is_unclear(inputs: Sequence[Input], written: Collection[int], one: int, other: int) -> bool:
     """True if a write to one of two overlapping inputs may show in what the step reads or writes of the other."""
     both = one in written and other in written
     return both or any(at in written and inputs[at].role not in ("parameter", "state") for at in (one, other))
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    return bool(torch.isin(_bytes_of(a), _bytes_of(b)).any())
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """Return the addresses of the bytes of a tensor."""
-    found = torch.arange(x.element_size()) + x.data_ptr()
-    for n, step in zip(x.shape, x.stride(), strict=True):
-        found = (found.unsqueeze(-1) + torch.arange(n) * step * x.element_size()).flatten()
-    return found
 
 
 def _shared(one: Input, other: Input) -> StaticError:

@@ -52,6 +52,7 @@ from ._optimizer import refuse_master_weights
 from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
+from ._refuse_call import refuse_shared_laid
 from ._shared import SteadyCalls, completed_once, constants_of, is_shared, numbers_of, recorded_once, runner_once
 from ._variants import Dynamic, sizes_of
 
@@ -197,7 +198,9 @@ class Builder:
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
                 layouts = completed_once(current(), program, {**uncut, **given})
         forward = with_layouts(program, layouts)
-        return replace(captured, program=apply_passes(forward, strategy.passes_on("captured"))), layouts
+        captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
+        refuse_shared_laid(captured)
+        return captured, layouts
 
     def _steady_calls(self) -> SteadyCalls:
         """Return the calls that were captured before for a program that is there."""

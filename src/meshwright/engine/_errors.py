@@ -8,6 +8,7 @@ MeshwrightError
 ├── DifferenceError     a model on a mesh does not give the numbers of one device
 ├── NonFiniteGradientError   gradients of which no update can be made
 ├── MaterializeError    a tensor on the meta device that nothing gives values to
+├── SharedMemoryError   tensors of a module share memory, and their parts on a mesh could not
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
 
@@ -46,6 +47,10 @@ class NonFiniteGradientError(MeshwrightError, ArithmeticError):
 
 class MaterializeError(MeshwrightError, ValueError):
     """A tensor on the meta device that nothing gives values to."""
+
+
+class SharedMemoryError(MeshwrightError, RuntimeError):
+    """Tensors of a module share memory, and their parts on a mesh could not."""
 
 
 class StaticError(MeshwrightError):

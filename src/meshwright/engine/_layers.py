@@ -13,6 +13,7 @@ from meshwright.layout import ProcessMesh
 from meshwright.tensor import DistTensor, TraceError
 
 from ._mesh import resolve_mesh
+from ._module_memory import memory_kept
 from ._tensors import shard_tensor
 
 ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
@@ -35,11 +36,24 @@ def shard_layer(
     """`layer` with its parameters and buffers on the mesh; returns the same module.
 
     `shard_fn(name, submodule, mesh)` marks the parameters of each submodule; what it leaves plain is replicated.
-    A tensor that several modules share stays shared, and lies as it was marked last.
+    A tensor that several modules share stays shared, and lies as it was marked last. Different tensors on the very same
+    memory, as after `a.data = b.data`, stay on one memory if they get one layout. Raises SharedMemoryError if they get
+    different layouts, or if one is a part of the other.
     `input_fn(inputs, mesh)` and `output_fn(outputs, mesh)` see what goes in and what comes out of `layer`.
     """
     mesh = resolve_mesh(process_mesh)
     _check_python(layer)
+    with memory_kept(layer, f"shard_layer of {type(layer).__name__}"):
+        _lay_modules(layer, mesh, shard_fn)
+    if input_fn is not None:
+        layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
+    if output_fn is not None:
+        layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
+    return layer
+
+
+def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
+    """Lay the parameters and buffers of every module; those that were one tensor before are one tensor after it."""
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
         _follow(module, became)
@@ -53,11 +67,6 @@ def shard_layer(
                 became[id(old)] = (old, new)
     for module in layer.modules():
         _follow(module, became)
-    if input_fn is not None:
-        layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
-    if output_fn is not None:
-        layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
-    return layer
 
 
 def _check_python(layer: nn.Module) -> None:

@@ -15,6 +15,7 @@ from meshwright.tensor import DistTensor
 
 from ._around_step import MASTER, AroundStep, HostMemory
 from ._errors import StaticError, StrategyError
+from ._module_memory import refuse_shared_parameters
 from ._sharding import ShardingStage, ShardingStage1, ShardingStage2, ShardingStage3
 from ._tensors import shard_tensor
 
@@ -130,6 +131,8 @@ def _around(optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: 
             f"mw.shard_optimizer({type(optimizer).__name__}, ...)", "an optimizer whose step is prepared already",
             "what is done around a step is said once", "one call: shard_fn, master_weights and offload together",
         )  # fmt: skip
+    asked = f"shard_optimizer of {type(optimizer).__name__} with master_weights or offload"
+    refuse_shared_parameters((p for group in optimizer.param_groups for p in group["params"]), asked)
     return AroundStep(master_weights, HostMemory() if offload else None, stage)
 
 

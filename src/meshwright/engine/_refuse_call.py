@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import dispatch_modes, saving_is_hooked
-from meshwright.tensor import local_parts, sharing_views
+from meshwright.graph import Capture, dispatch_modes, saving_is_hooked
+from meshwright.tensor import DistTensor, flush, local_parts, shared_memory, sharing_views
 
 from ._errors import StaticError
 
@@ -33,6 +33,7 @@ def refuse_call(optimizer: Optimizer | None) -> None:
             "a program saves no tensors for autograd, so that the hooks would not run",
             "Strategy(recompute=...) or Strategy(release=...) to save memory, or the call outside the hooks",
         )  # fmt: skip
+    flush()
     with local_parts():
         left = any(_GRADIENT(p) is not None for group in optimizer.param_groups for p in group["params"])
     if left:
@@ -54,3 +55,23 @@ def refuse_shared(network: nn.Module) -> None:
                 "a program reads and writes this rank's part, and the other tensor would not see the writes",
                 f"make one parameter of both, as in head.weight = embedding.weight, or write {name}.data = y.clone()",
             )  # fmt: skip
+
+
+def refuse_shared_laid(captured: Capture) -> None:
+    """Raise StaticError if a parameter or buffer that the program lays anew shares memory with another one."""
+    given = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
+
+    def is_laid(name: str, x: Tensor) -> bool:
+        spec = given[name].spec
+        return spec is not None and not (isinstance(x, DistTensor) and x.spec is spec)
+
+    laid = {slot.name: is_laid(slot.name, slot.tensor) for slot in captured.slots}
+    slots = sorted(captured.slots, key=lambda slot: not laid[slot.name])
+    groups, pairs = shared_memory([slot.tensor for slot in slots], sum(laid.values()))
+    for one, other, *_ in (*groups, *pairs):
+        names = slots[one].name, slots[other].name
+        raise StaticError(
+            "dist_model(...)", f"{names[0]} and {names[1]}, which share memory",
+            "on a mesh each gets parts of its own, and a write to one would not reach the other",
+            f"make one tensor of both, as in {names[1]} = {names[0]}, or write {names[1]}.data.clone() for one",
+        )  # fmt: skip

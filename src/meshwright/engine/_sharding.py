@@ -17,6 +17,7 @@ from meshwright.layout import MeshError, Spec
 from meshwright.passes import sharded
 from meshwright.tensor import DistTensor, lay, place
 
+from ._module_memory import refuse_shared_parameters
 from ._regather import Regather
 from ._stand_in import stand_in
 
@@ -94,6 +95,7 @@ def _cut(optimizer: Optimizer, axes: Axes, least: int, asked: ShardingStage) -> 
     names = (axes,) if isinstance(axes, str) else axes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = {p: _cut_of(p, names, least, asked) for p in parameters}
+    refuse_shared_parameters(parameters, repr(asked))
     return {p: spec for p, spec in found.items() if spec is not _spec(p)}
 
 

@@ -16,6 +16,7 @@ from meshwright.pipeline import StageError
 from meshwright.tensor import DistTensor, StageOrder
 
 from ._layers import ShardFn, shard_layer
+from ._module_memory import memory_kept
 from ._stage_entry import Entry
 from ._stand_in import stand_in
 from ._tensors import shard_tensor
@@ -57,22 +58,20 @@ def split_pipeline(
     layers = _layers(model)
     starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
     _check(starts, layers, way, stages)
-    chunk, shared = 0, _Shared()
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
+    shared, homes = _Shared(), dict[str, ProcessMesh]()
+    with memory_kept(model, f"split_pipeline of {type(model).__name__}"):
+        for name, chunk in zip(layers, accumulate(int(name in starts) for name in layers), strict=True):
+            begins = name in starts
+            home = homes[name] = mesh[axis, way[chunk]]
+            same = begins and chunk > 0 and way[chunk] == way[chunk - 1]
+            part = model.get_submodule(name)
+            with shared.kept(part):
+                shard_layer(part, home, shard_fn)
+            if begins or _holds(part):
+                Entry(order, home, batch, same).put_on(part)
+        _lay_between(model, homes, shared, shard_fn)
     _keep_order(model, order)
-    homes: dict[str, ProcessMesh] = {}
-    for name in layers:
-        begins = name in starts
-        chunk += begins
-        home = mesh[axis, way[chunk]]
-        same = begins and chunk > 0 and way[chunk] == way[chunk - 1]
-        part = model.get_submodule(name)
-        with shared.kept(part):
-            shard_layer(part, home, shard_fn)
-        if begins or _holds(part):
-            Entry(order, home, batch, same).put_on(part)
-        homes[name] = home
-    _lay_between(model, homes, shared, shard_fn)
     return model
 
 

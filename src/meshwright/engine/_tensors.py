@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from meshwright.graph import OWN
 from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
-from meshwright.tensor import DistTensor, distribute, from_local, redistribute, whole
+from meshwright.tensor import (
+    DistTensor,
+    captured_whole,
+    distribute,
+    flush,
+    from_local,
+    local_parts,
+    place,
+    redistribute,
+    whole,
+)
 
 from ._left_behind import note_laid
 from ._mesh import resolve_mesh
@@ -28,9 +38,9 @@ def shard_tensor(
 ) -> DistTensor:
     """A tensor that every rank has whole, laid over `mesh`: one placement per mesh axis, padded with `Replicate()`.
 
-    `data` may be anything `torch.as_tensor` takes. A leaf stays a leaf and an `nn.Parameter` a parameter; use
-    `reshard` to move a tensor within a computation. Raises PlacementError for a placement that the tensor or the
-    mesh cannot have.
+    `data` may be anything `torch.as_tensor` takes. A leaf stays a leaf, with its gradient, and an
+    `nn.Parameter` a parameter; use `reshard` to move a tensor within a computation. Raises PlacementError for a
+    placement that the tensor or the mesh cannot have.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -42,12 +52,26 @@ def shard_tensor(
     if (dtype is not None and dtype != x.dtype) or device is not None:
         x = x.to(device=device, dtype=dtype)
     out = _laid_again(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
+    if out is not x:
+        _take_gradient(x, out)
     if requires_grad is not None:
         out.requires_grad_(requires_grad)
     if isinstance(data, nn.Parameter) and out is not data:
         note_laid(data, out)
         _take_over(data, out)
     return out
+
+
+def _take_gradient(old: Tensor, new: DistTensor) -> None:
+    """Give a leaf the gradient of the one that it stands for, in its own layout; a captured tensor has none."""
+    if captured_whole(old) is not None:
+        return
+    flush()
+    with local_parts():
+        found = old.is_leaf and new.is_leaf and old.grad is not None
+    if found:
+        assert old.grad is not None
+        new.grad = place(old.grad.detach(), new.mesh, new.spec.dual().layout)
 
 
 def _take_over(old: nn.Parameter, new: Tensor) -> None:

@@ -20,6 +20,7 @@ from meshwright.search import MeshPlan, SearchError
 from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
 
 from ._auto import MOST, fastest, machines_of
+from ._module_memory import ModuleMemory
 
 CUTS_ALONE = "a script is laid out in cuts alone, without ZeRO, recomputation or a batch in pieces"
 
@@ -79,13 +80,19 @@ class _Planner:
 
     def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
         """The module becomes what its plan says; gives how its inputs lie, by their numbers."""
+        memory = ModuleMemory(module, f"to lay {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
         plan = self._cuts(program)
         if current().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)
+        specs: dict[Tensor, Spec] = {}
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             whole = Spec(plan.mesh, replicated(x.dim()), x.shape, x.dtype)
-            lay(x, plan.layouts.get(name, whole))
+            specs[x] = plan.layouts.get(name, whole)
+        memory.check(lambda slot: specs[slot.tensor])
+        for x, spec in specs.items():
+            lay(x, spec)
+        memory.tie()
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
 
     def _cuts(self, program: Program) -> MeshPlan:

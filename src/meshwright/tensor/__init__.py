@@ -32,6 +32,7 @@ from ._functions import functions_told
 from ._handle_values import largest_anywhere, not_finite_anywhere
 from ._make import SPLIT, Arrival, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
+from ._memory_overlap import shared_memory
 from ._pending import bucket_of, flush
 from ._places import in_backward, place_of_gradient, places_kept
 from ._random import Source, drawing_by, random_source
@@ -102,6 +103,7 @@ __all__ = [
     "recording",
     "recording_parts",
     "redistribute",
+    "shared_memory",
     "sharing_views",
     "stages_of",
     "stamp",

@@ -64,6 +64,11 @@ def _view_of(grad: Tensor, local: Tensor, spec: Spec) -> Tensor:
     return view
 
 
+def has_assigned(x: Tensor) -> bool:
+    """True if the gradient of `x` may be an assigned one that is a copy."""
+    return id(x) in _state.leaves
+
+
 class gradients_kept_up:  # entered in every step: a class is faster than a generator
     """Inside, a backward pass runs: assigned gradients are read again before it, and written back after it."""
 

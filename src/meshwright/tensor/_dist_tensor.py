@@ -147,17 +147,16 @@ class DistTensor(Tensor):
         if found is None:
             self._read_again()
             is_param = self.__dict__.get("_is_param")
+            grad = None if is_param else self.grad
             with no_interception():
                 local = self._copied_part(memo).requires_grad_(self.requires_grad)
-                grad = None if is_param else self.grad
             found = stamp(local, self._spec.new if is_param else self._spec)
             if self._away:
                 found.__class__ = type(self)
             if is_param:
                 found._is_param = True
             if grad is not None:
-                with no_interception():
-                    found.grad = grad.detach().clone()
+                found.grad = grad.__deepcopy__(memo)
             memo[id(self)] = found
             if not is_param:
                 self._copy_source(found, memo)

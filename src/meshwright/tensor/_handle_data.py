@@ -15,16 +15,25 @@ from meshwright.layout import Layout, Product, Spec
 
 from ._absent import absent
 from ._alias import DistView, counted_with, detached_view, exchange_with_view, leave_memory
+from ._assigned import has_assigned
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import MemoryAccessError, OperationError
 from ._local import spec_of, whole_local, whole_spec, write_into
+from ._pending import flush
 from ._registry import handles
 from ._saved import unnoted
 from ._shared_data import is_temporary, put_data
 from ._tree import map_tensors
 from ._writes import note_counter, version_of
-from .torch_hooks import call_plain, interception_on, no_interception, same_kind, tensors_on_storage
+from .torch_hooks import (
+    call_plain,
+    interception_on,
+    no_interception,
+    offer_call,
+    same_kind,
+    tensors_on_storage,
+)
 
 _T: Any = Tensor
 """Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
@@ -136,18 +145,31 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
     """
     if x.dtype != source.dtype or x._viewing or source._viewing:
         return False
+    grad = _gradient_of(x)
     leave_memory(x)
     with no_interception():
         _T.data.__set__(x, plain_view(source))
         note_counter(source, x)
     held: Any = x.__dict__
     held.pop("_shared", None)
+    if grad is None or source._spec.layout == x._spec.layout or grad.shape != source.shape:
+        x._spec = source._spec
+        return True
+    x.grad = None
     x._spec = source._spec
+    x.grad = grad  # in the new layout
     return True
+
+
+def _gradient_of(x: DistTensor) -> Tensor | None:
+    """Return `x.grad`, which from now on has its own spec, whatever becomes of `x`; None for a computed tensor."""
+    return x.grad if x.is_leaf else None
 
 
 def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
     """Return the spec of `x` after it takes over data with the spec `have`."""
+    if have.shape != x._spec.shape or have.dtype != x._spec.dtype:
+        flush()  # a gradient of the old shape and dtype could not be added later
     if have.shape == x._spec.shape:
         return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
     with no_interception():
@@ -285,6 +307,7 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not x._away and _real_axes(new._spec) != _real_axes(x._spec):
         return _moved_into(x, new, name)
+    _gradient_of(x)
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
     if x._away:
         pass
@@ -346,6 +369,27 @@ def _real_axes(spec: Spec) -> set[str]:
     return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
 
 
+def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
+    """Add up pending gradients before `torch.utils.swap_tensors`: they are kept by the Python object of their leaf.
+
+    Raises OperationError for a view that is a copy, because its base refers to the Python object.
+    """
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, DistTensor)]
+    if found:
+        flush()
+    for x in found:
+        if x._viewing or has_assigned(x):
+            raise OperationError(
+                "torch.utils.swap_tensors", f"{x._spec!r}, {'a view' if x._viewing else 'whose gradient is a view'}",
+                "the view has memory of its own on this rank, and its base refers to this very object",
+                "swap x.clone(), or write x.copy_(y)" if x._viewing else "set x.grad = None first",
+            )  # fmt: skip
+    return NotImplemented
+
+
+offer_call(torch.utils, "swap_tensors", _swapped)
+
+
 def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
     """Return `x` with the value, the memory and the history of `new`, which cannot share the memory of `x`.
 
@@ -370,7 +414,7 @@ def _check_movable(x: DistTensor, name: str) -> None:
     """Raise OperationError if `x` cannot move to other memory."""
     with no_interception():
         is_view, is_graded_leaf = x._is_view(), x.requires_grad and x.is_leaf
-        has_grad = is_graded_leaf and x.grad is not None
+    has_grad = _gradient_of(x) is not None
     if is_view:
         raise OperationError(
             name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",

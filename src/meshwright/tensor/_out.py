@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def _targets_of(op: Operator) -> list[str]:
 def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
     """Write the results of the call without `out=` into the targets; NotImplemented if the call itself has to run.
 
-    Raises OperationError if a target has another shape than its result, before any target is written.
+    A plain target of another shape is resized, as on one device. Raises OperationError if a distributed target has
+    another shape than its result, before any target is written.
     """
     plain = _without_targets(func)
     if plain is None:
@@ -43,6 +45,8 @@ def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[s
     _check_shapes(func, targets, results)
     _check_gradients(func, targets, results)
     for target, result in zip(targets, results, strict=True):
+        if target.shape != result.shape:
+            _resize(target, result)
         target.copy_(_plain_if(target, result))
     if _gives_nothing(func, kwargs[names[0]]):
         return None
@@ -91,6 +95,20 @@ def _gives_nothing(func: Any, target: Any) -> bool:
 def _plain_if(target: Tensor, result: Tensor) -> Tensor:
     """Return the result as `target.copy_` takes it: whole and plain for a plain target."""
     return result if isinstance(target, DistTensor) or not isinstance(result, DistTensor) else whole_local(result)
+
+
+def _resize(target: Tensor, result: Tensor) -> None:
+    """Give a plain target the shape and the strides of its result, with the warning of one device."""
+    if target.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not "
+            f"match the required output shape {list(result.shape)}. Pass an output without elements, or "
+            "of this shape",
+            stacklevel=4,
+        )
+    target.resize_(result.shape)
+    if isinstance(result, DistTensor) and result._spec.is_dense:
+        target.as_strided_(result.shape, result._spec.full_strides)
 
 
 def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -1,0 +1,212 @@
+"""Memory that tensors of a module share: it stays shared when the module is laid on a mesh, or an error is raised.
+
+On one device, a write to one of two tensors on the same memory changes both. Laid on a mesh, each tensor gets parts in
+new memory. Two cases differ:
+
+    the very same elements, one layout    the parts share memory, too, as by `q.data = p.data`
+    anything else                         no parts could share memory as the wholes do, so SharedMemoryError is raised
+
+A tensor that several modules have as one object needs none of this: it is laid once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, shared_memory
+
+from ._errors import SharedMemoryError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+          "_forward_hooks_always_called")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """A place where a module has a tensor: the path, the table, and the tensor before the module was laid."""
+
+    path: str
+    table: dict[str, Any]
+    key: str
+    tensor: Tensor
+    is_held: bool
+    """True for a parameter or buffer, False for another attribute, which is laid only if it shares memory."""
+
+    @property
+    def now(self) -> Any:
+        return self.table.get(self.key)
+
+
+@contextmanager
+def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
+    """Inside, `model` is laid on a mesh; what shared all of its memory before shares it after it.
+
+    Raises SharedMemoryError for tensors of the model that share memory otherwise, before anything is changed. If their
+    layouts differ after it, the modules get back what they had, and SharedMemoryError is raised.
+    """
+    memory = ModuleMemory(model, asked)
+    kept = _contents(model) if memory.is_shared else []
+    try:
+        yield
+        memory.check(lambda slot: _spec(slot.now))
+    except SharedMemoryError:
+        for table, content in kept:
+            table.clear()
+            table.update(content)
+        raise
+    memory.tie()
+
+
+class ModuleMemory:
+    """The tensors of a module that share memory.
+
+    Raises SharedMemoryError if they share it in a way that parts cannot.
+    """
+
+    def __init__(self, model: nn.Module, asked: str) -> None:
+        self._asked = asked
+        slots = sorted(_slots(model), key=lambda slot: not slot.is_held)
+        objects = list({id(slot.tensor): slot.tensor for slot in slots}.values())
+        held = len({id(slot.tensor) for slot in slots if slot.is_held})
+        groups, pairs = shared_memory(objects, held)
+        self._of = _by_tensor(slots) if groups or pairs or _attributes_of_held(slots) else {}
+        self._pairs = [(self._slots_of(objects[a])[0], self._slots_of(objects[b])[0]) for a, b in pairs]
+        self._groups = [[s for at in group for s in self._slots_of(objects[at])] for group in groups]
+        grouped = {id(slot.tensor) for group in self._groups for slot in group}
+        self._groups += [group for key, group in self._of.items() if key not in grouped and _is_mixed(group)]
+        self._check_before()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if some tensors of the module share memory."""
+        return bool(self._groups or self._pairs)
+
+    def _slots_of(self, tensor: Tensor) -> list[_Slot]:
+        return self._of[id(tensor)]
+
+    def _check_before(self) -> None:
+        for one, other in self._pairs:
+            if any(slot.is_held and not isinstance(slot.tensor, DistTensor) for slot in (one, other)):
+                raise self._partly(one, other)
+        for group in self._groups:
+            computed = next((s for s in group if not s.is_held and not s.tensor.is_leaf), None)
+            if computed is not None and group[0].tensor is not computed.tensor:
+                raise SharedMemoryError(
+                    self._asked, f"{computed.path}, computed from {group[0].path} and on the same memory",
+                    "it has a gradient history that begins at the tensor from before",
+                    f"compute {computed.path} in forward(), or use {computed.path}.detach()",
+                )  # fmt: skip
+
+    def check(self, spec_of: Callable[[_Slot], Spec | None]) -> None:
+        """Raise SharedMemoryError if tensors with the same elements get different layouts."""
+        for one, other in self._pairs:
+            if any(slot.now is not slot.tensor for slot in (one, other)):
+                raise self._partly(one, other)
+        for group in self._groups:
+            first = spec_of(group[0])
+            for slot in group[1:]:
+                follows = not slot.is_held and slot.now is slot.tensor
+                spec = first if follows else spec_of(slot)
+                if first is not None and spec is not first:
+                    raise SharedMemoryError(
+                        self._asked, f"{group[0].path} gets {first!r}, and {slot.path} gets {spec!r}",
+                        "both share one memory, and parts of different layouts cannot",
+                        f"lay both alike; or {_apart(group[0], slot)}",
+                    )  # fmt: skip
+
+    def tie(self) -> None:
+        """Give the laid tensors of each group one memory."""
+        for group in self._groups:
+            if not isinstance(group[0].now, DistTensor):
+                continue
+            became: dict[int, Any] = {id(group[0].tensor): group[0].now}
+            for slot in group:
+                if id(slot.tensor) not in became:
+                    became[id(slot.tensor)] = _on_memory(group[0].now, slot)
+                if not slot.is_held:
+                    slot.table[slot.key] = became[id(slot.tensor)]
+
+    def _partly(self, one: _Slot, other: _Slot) -> SharedMemoryError:
+        shapes = [tuple(slot.tensor.shape) for slot in (one, other)]
+        return SharedMemoryError(
+            self._asked, f"{one.path} of shape {shapes[0]} and {other.path} of shape {shapes[1]} share some elements",
+            "on a mesh each would have parts of its own, and a write to one would not reach the other",
+            _apart(one, other),
+        )  # fmt: skip
+
+
+def refuse_shared_parameters(parameters: Iterable[Tensor], asked: str) -> None:
+    """Raise SharedMemoryError if two of the parameters share memory, before each gets memory of its own."""
+    found = list({id(p): p for p in parameters}.values())
+    groups, pairs = shared_memory(found, len(found))
+    numbers = next((tuple(group[:2]) for group in groups), None) or next(iter(pairs), None)
+    if numbers is not None:
+        one, other = (found[at] for at in numbers)
+        raise SharedMemoryError(
+            asked, f"parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} that share memory",
+            "each would be updated in memory of its own, and the other one would not see the update",
+            "make one parameter of both, as in head.weight = embedding.weight, or write p.data = p.data.clone()",
+        )  # fmt: skip
+
+
+def _slots(model: nn.Module) -> Iterable[_Slot]:
+    for path, module in model.named_modules():
+        tables = ((module._parameters, True), (module._buffers, True), (module.__dict__, False))
+        for table, is_held in tables:
+            for key, x in table.items():
+                if isinstance(x, Tensor):
+                    yield _Slot(f"{path}.{key}" if path else key, table, key, x, is_held)
+
+
+def _by_tensor(slots: Sequence[_Slot]) -> dict[int, list[_Slot]]:
+    found: dict[int, list[_Slot]] = {}
+    for slot in slots:
+        found.setdefault(id(slot.tensor), []).append(slot)
+    return found
+
+
+def _attributes_of_held(slots: Sequence[_Slot]) -> bool:
+    """True if an attribute is the same object as a parameter or buffer."""
+    held = {id(slot.tensor) for slot in slots if slot.is_held}
+    return any(not slot.is_held and id(slot.tensor) in held for slot in slots)
+
+
+def _is_mixed(group: Sequence[_Slot]) -> bool:
+    return group[0].is_held and not group[-1].is_held
+
+
+def _contents(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the tables of the modules that laying changes, each with a copy."""
+    tables: list[dict[str, Any]] = []
+    for module in model.modules():
+        tables += [module.__dict__, module._parameters, module._buffers]
+        tables += [vars(module)[name] for name in _HOOKS if name in vars(module)]
+    return [(table, dict(table)) for table in tables]
+
+
+def _spec(x: Any) -> Spec | None:
+    return x.spec if isinstance(x, DistTensor) else None
+
+
+def _on_memory(first: Tensor, slot: _Slot) -> Tensor:
+    """Return the tensor of a slot on the memory of `first`: the laid one, or a new one for an attribute."""
+    with torch.no_grad():
+        if not slot.is_held:
+            return first.data.requires_grad_(slot.tensor.requires_grad)
+        if not shared_memory([first, slot.now], 1)[0]:
+            slot.now.data = first.data
+        return slot.now
+
+
+def _apart(one: _Slot, other: _Slot) -> str:
+    """Return how to write two tensors that share no memory, or one tensor."""
+    if one.is_held and other.is_held:
+        return f"make one tensor of both, as in {one.path} = {other.path}, or write {other.path}.data.clone() for one"
+    return f"take the view of {one.path} in forward(), or write {other.path} = {other.path}.clone()"
