@@ -23,6 +23,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda x: x[1].detach(),
     "detached base": lambda x: x.detach()[1],
     "data": lambda x: x[1].data,
+    "halves": lambda x: x.view(torch.float16)[1],
+    "row of halves": lambda x: x[1].view(torch.float16),
     "integers": lambda x: x.view(torch.int32)[1],
 }
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.tensor import RAN_WHOLE
 
 LAYOUTS: list[list[Any]] = [[mw.Replicate()], [mw.Shard(0)], [mw.Shard(1)], [mw.Partial()]]
 
@@ -130,6 +131,7 @@ def test_a_distributed_number_may_be_a_size_of_a_plain_view() -> None:
         assert flat.resize_as_(like) is flat
         return flat.tolist(), tuple(flat.resize_as_(like[:2]).shape), tuple(flat.resize_(count, 2).shape)
 
+    RAN_WHOLE.clear()
     with pytest.warns(mw.RanWholeWarning):
         assert mw.simulate(on_rank, 2) == [([1.0, 1, 2, 4, 4, 5], (2,), (2, 2))] * 2
 

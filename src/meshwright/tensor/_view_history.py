@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._alias import DistView, is_behind
 from ._dist_tensor import DistTensor, wants_grad
 from ._registry import handles
+from ._tree import leaves_in
 from .torch_hooks import interception_on, no_interception
 
 
@@ -31,8 +33,15 @@ def _gains_history(view: DistView) -> bool:
 
 
 def _may_require_grad(view: DistView) -> bool:
-    dtype = view._spec.dtype
-    return view._seen and (dtype.is_floating_point or dtype.is_complex)
+    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
+    source, dtype = view._outer._source, view._spec.dtype
+    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if view._outside is not None:
+        with no_interception():
+            if not view._is_view():
+                return False
+    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
 
 
 def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
