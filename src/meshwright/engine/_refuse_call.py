@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Capture, dispatch_modes, saving_is_hooked
+from meshwright.graph import Capture, dispatch_modes, saving_is_hooked, slots_of
 from meshwright.tensor import DistTensor, flush, local_parts, shared_memory, sharing_views
 
 from ._errors import StaticError
@@ -57,8 +57,11 @@ def refuse_shared(network: nn.Module) -> None:
             )  # fmt: skip
 
 
-def refuse_shared_writes(captured: Capture, trains: bool) -> None:
-    """Raise StaticError if two parameters or buffers share memory, and the program writes or lays one of them."""
+def refuse_shared_writes(captured: Capture, trains: bool, network: nn.Module | None = None) -> None:
+    """Raise StaticError if two parameters or buffers share memory, and the program writes or lays one of them.
+
+    `network` is the whole model, if only a part of it was captured.
+    """
     given = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
     written = {value for value, _ in captured.program.writes}
 
@@ -67,13 +70,15 @@ def refuse_shared_writes(captured: Capture, trains: bool) -> None:
         is_laid = spec is not None and not (isinstance(x, DistTensor) and x.spec is spec)
         return is_laid or given[name].value in written or (trains and x.requires_grad)
 
-    changed = {slot.name: is_changed(slot.name, slot.tensor) for slot in captured.slots}
-    slots = sorted(captured.slots, key=lambda slot: not changed[slot.name])
-    groups, pairs = shared_memory([slot.tensor for slot in slots], sum(changed.values()))
+    changed = [slot for slot in captured.slots if is_changed(slot.name, slot.tensor)]
+    others = slots_of(network) if network is not None else captured.slots
+    slots = list({id(slot.tensor): slot for slot in (*changed, *others)}.values())
+    groups, pairs = shared_memory([slot.tensor for slot in slots], len(changed))
     for one, other, *_ in (*groups, *pairs):
         names = slots[one].name, slots[other].name
         raise StaticError(
             "dist_model(...)", f"{names[0]} and {names[1]}, which share memory",
             "a program has an input for each of them, and a write to one would not reach the other",
-            f"make one tensor of both, as in {names[1]} = {names[0]}, or write {names[1]}.data.clone() for one",
+            f"make one tensor of both, as in {names[1]} = {names[0]}, or write "
+            f"{names[1]}.data = {names[1]}.data.clone()",
         )  # fmt: skip
