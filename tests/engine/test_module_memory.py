@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.engine import unmarked
 
 PAIR = mw.ProcessMesh([0, 1], ["tp"])
 
@@ -238,5 +239,28 @@ def test_tensors_without_memory_are_laid() -> None:
         net[1].weight = net[0].weight
         mw.shard_layer(net, PAIR)
         assert net[1].weight is net[0].weight
+
+    mw.simulate(on_rank, 2)
+
+
+def test_unmarked_modules_keep_shared_memory_or_are_refused() -> None:
+    losses, _ = steps(Tied, None)
+
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        net = Tied()
+        x, y = torch.randn(6, 4), torch.randn(6, 4)
+        optimizer, found = torch.optim.SGD(net.parameters(), 0.5), list[float]()
+        with unmarked():
+            try:
+                for _ in range(3):
+                    loss = F.mse_loss(net(x), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(loss.item())
+            except mw.errors.SharedMemoryError:
+                return
+        assert found == pytest.approx(losses, rel=1e-4)
 
     mw.simulate(on_rank, 2)

@@ -208,5 +208,6 @@ def _on_memory(first: Tensor, slot: _Slot) -> Tensor:
 def _apart(one: _Slot, other: _Slot) -> str:
     """Return how to write two tensors that share no memory, or one tensor."""
     if one.is_held and other.is_held:
-        return f"make one tensor of both, as in {one.path} = {other.path}, or write {other.path}.data.clone() for one"
+        clone = f"{other.path}.data = {other.path}.data.clone()"
+        return f"make one tensor of both, as in {one.path} = {other.path}, or write {clone}"
     return f"take the view of {one.path} in forward(), or write {other.path} = {other.path}.clone()"

@@ -42,6 +42,7 @@ from ._in_pieces import refuse_of_the_whole
 from ._inputs import fetch_of, lay_as_captured
 from ._piece_call import Compiled, Form, autocast_off, run_piece
 from ._piece_checks import check_arguments_left_alone, check_mappings, check_plain, form_of_call
+from ._refuse_call import refuse_shared_laid
 from ._setting import Roots, Setting
 from ._strategy import MixedPrecision, Strategy
 from ._variants import Dynamic, Variant, Variants, sizes_of
@@ -194,6 +195,7 @@ class Pieces:
         with _unhooked(), self._bare(self._placed):
             captured, form = self._captured(known.network, args, dynamic)
             found = self._made(type(known.network).__name__, captured, form, leaves)
+        refuse_shared_laid(captured, self.root)
         lay_as_captured(captured, None)
         setting = Setting.of(Roots(known.network), captured.ran)
         known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))

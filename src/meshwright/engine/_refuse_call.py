@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Capture, dispatch_modes, saving_is_hooked
+from meshwright.graph import Capture, dispatch_modes, saving_is_hooked, slots_of
 from meshwright.tensor import DistTensor, flush, local_parts, shared_memory, sharing_views
 
 from ._errors import StaticError
@@ -57,21 +57,26 @@ def refuse_shared(network: nn.Module) -> None:
             )  # fmt: skip
 
 
-def refuse_shared_laid(captured: Capture) -> None:
-    """Raise StaticError if a parameter or buffer that the program lays anew shares memory with another one."""
+def refuse_shared_laid(captured: Capture, network: nn.Module | None = None) -> None:
+    """Raise StaticError if a parameter or buffer that the program lays anew shares memory with another one.
+
+    `network` is the whole model, if only a part of it was captured.
+    """
     given = {i.name: i for i in captured.program.inputs if i.role in ("parameter", "buffer")}
 
     def is_laid(name: str, x: Tensor) -> bool:
         spec = given[name].spec
         return spec is not None and not (isinstance(x, DistTensor) and x.spec is spec)
 
-    laid = {slot.name: is_laid(slot.name, slot.tensor) for slot in captured.slots}
-    slots = sorted(captured.slots, key=lambda slot: not laid[slot.name])
-    groups, pairs = shared_memory([slot.tensor for slot in slots], sum(laid.values()))
+    laid = [slot for slot in captured.slots if is_laid(slot.name, slot.tensor)]
+    others = slots_of(network) if network is not None else captured.slots
+    slots = list({id(slot.tensor): slot for slot in (*laid, *others)}.values())
+    groups, pairs = shared_memory([slot.tensor for slot in slots], len(laid))
     for one, other, *_ in (*groups, *pairs):
         names = slots[one].name, slots[other].name
         raise StaticError(
             "dist_model(...)", f"{names[0]} and {names[1]}, which share memory",
             "on a mesh each gets parts of its own, and a write to one would not reach the other",
-            f"make one tensor of both, as in {names[1]} = {names[0]}, or write {names[1]}.data.clone() for one",
+            f"make one tensor of both, as in {names[1]} = {names[0]}, or write "
+            f"{names[1]}.data = {names[1]}.data.clone()",
         )  # fmt: skip

@@ -7,6 +7,7 @@ that made it; before it is used it is read again if its base was written to, aft
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -22,7 +23,7 @@ from torch import Tensor
 from meshwright.layout import Spec, whole_of
 
 from ._convert import arranged, convert_local, owned
-from ._dist_tensor import DistTensor, FakeDistTensor, stamp, wants_grad
+from ._dist_tensor import DistTensor, FakeDistTensor, is_leaf, stamp, wants_grad
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
@@ -174,7 +175,7 @@ def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
     views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
     if views or inner:
-        with no_interception(), torch.enable_grad():  # torch raises an error on writes to views made without
+        with no_interception(), torch.enable_grad():  # torch forbids writes to the base of a view of a `no_grad` block
             old: Any = stamp(x.view_as(x), x._spec)
         if isinstance(x, DistView):
             _stand_in(old, x)
@@ -363,8 +364,24 @@ def _refresh(view: DistView) -> None:
         new = list(tensors_in(done.out))[source.at]
         target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
         write_into(target, stamp(new, _whole_spec_of(new, view)))
+        with no_interception():
+            _reread.with_history |= wants_grad(view)
     source.is_read()
     view._agreed = writes_to(view)
+
+
+class _Reread(threading.local):
+    """True once a view of this rank that has a gradient history was read again."""
+
+    with_history = False
+
+
+_reread = _Reread()
+
+
+def any_reread_with_history() -> bool:
+    """True if a view of this rank that has a gradient history was read again: the copy goes backward only once."""
+    return _reread.with_history
 
 
 def is_behind(view: DistView) -> bool:
@@ -381,7 +398,10 @@ def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
     if not source.tracked:
         return torch.no_grad()
     with no_interception():
-        return torch.inference_mode(False) if wants_grad(source.base) else nullcontext()
+        if wants_grad(source.base):
+            return torch.inference_mode(False)
+        is_own_leaf = wants_grad(view) and is_leaf(view)  # by `view.requires_grad_()`: the base gives it no history
+    return torch.no_grad() if is_own_leaf else nullcontext()
 
 
 def check_writable(x: Tensor, reads: bool = False) -> None:

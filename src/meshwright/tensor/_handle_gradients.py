@@ -13,6 +13,7 @@ from meshwright.comm import current
 from meshwright.layout import Spec, replicated
 
 from ._absent import absent
+from ._alias import any_reread_with_history
 from ._assigned import assign, gradients_kept_up
 from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
@@ -105,8 +106,22 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
     keep = create if keep is None else keep
     with gradients_kept_up():
         with deferring(not inputs and not create):
-            run_backward(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
+            _run_engine(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
         flush_read()
+
+
+def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
+    """Run the engine; raises OperationError for a second pass through the copy of a view, where one device has none."""
+    try:
+        return run_backward(*args, **how)
+    except RuntimeError as error:
+        if any_reread_with_history() and "backward through the graph a second time" in str(error):
+            raise OperationError(
+                "a second backward pass", "a view whose base was written to, and which was read again",
+                "the view has memory of its own on this rank, and the copy that read it again goes backward once",
+                "pass retain_graph=True to the first backward pass, or make the view again after the write",
+            ) from error  # fmt: skip
+        raise
 
 
 @handles(torch.autograd.grad)
@@ -123,7 +138,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
     create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
     zeros = bool(given.get("materialize_grads", False))
-    grads = run_backward(
+    grads = _run_engine(
         outputs, seeds, create if keep is None else keep, create, tuple(inputs),
         allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
     )  # fmt: skip
