@@ -441,7 +441,8 @@ def _is_shared_anywhere(x: DistTensor) -> bool:
 def _swap(x: DistTensor, new: Tensor, name: str) -> None:
     """Exchange all but the identity of two tensors."""
     try:
-        swap_tensors(x, new)
+        with no_interception():  # a view may be exchanged here
+            swap_tensors(x, new)
     except RuntimeError as error:
         raise OperationError(
             name, f"{x._spec!r}, which other tensors or the autograd graph refer to",
