@@ -71,6 +71,31 @@ class InABuffer(Net):
         return self.table  # pyright: ignore[reportReturnType]
 
 
+class OfABuffer(Net):
+    """Tables of angles, made of a buffer of frequencies."""
+
+    rates: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rates", 1.0 / torch.arange(1, 7).float())
+
+    def mask(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if self.one is None or len(self.one[0]) != n:
+            angles = torch.outer(torch.arange(n, device=x.device, dtype=self.rates.dtype), self.rates[:n])
+            self.one = angles.cos(), angles.sin()
+        return self.one[0] - self.one[1]
+
+
+class OfAShape(Net):
+    def mask(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.kept:
+            self.kept[n] = torch.ones_like(x[0]).new_ones(n, n).tril()
+        return self.kept[n]
+
+
 LENGTHS = (3, 3, 5, 3, 5, 4)
 
 
@@ -94,7 +119,7 @@ def _trained(kind: type[Net], ranks: int, lengths: tuple[int, ...], written: boo
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [InADict, InATuple, AsAnAttribute, InAGlobal])
+@pytest.mark.parametrize("kind", [InADict, InATuple, AsAnAttribute, InAGlobal, OfABuffer, OfAShape])
 def test_a_table_is_made_once_for_each_length(kind: type[Net], ranks: int) -> None:
     wanted = _trained(kind, 0, LENGTHS)
     for found in mw.simulate(_trained, ranks, kind, ranks, LENGTHS):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, map_leaves
+from meshwright.tensor import DistTensor, map_leaves, whole
 
 from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
-from ._folded import folded
+from ._folded import computed, folded
 from ._interception import check_hooks
 from ._late_writes import check_late_writes
 from ._meaning import meaning_or_none
@@ -30,7 +30,7 @@ from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
-from .guards import Executed, code_text, steady
+from .guards import Executed, Passes, code_text, steady
 from .torch_hooks import FakeMode, ShapeEnv
 
 
@@ -63,6 +63,8 @@ class Capture:
     """The code that ran, of the forward pass and of what is recorded of it."""
     checksum: str | None = None
     """Of the first pass and the code that ran in it; None where one pass was enough."""
+    recording: Recording | None = field(repr=False, default=None)
+    """Tells which value a tensor of the pass has; None once it is over."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -111,10 +113,13 @@ def capture(
         checksum = None if is_known is None else _checksum(first.program, ran)
         return checksum is not None and is_known is not None and is_known(checksum)
 
-    found, ran = steady(roots, lambda: _captured(module, call, batch, dynamic or {}, most), _same, known, asked)
+    def run() -> Capture:
+        return _captured(module, call, batch, dynamic or {}, most)
+
+    found, ran = steady(roots, run, Passes(_same, known, _numbers_of), asked)
     ran.asked += found.asked
     ran.before_update()
-    return replace(found, ran=ran, checksum=checksum)
+    return replace(found, ran=ran, checksum=checksum, recording=None)
 
 
 def _checksum(program: Program, ran: Executed) -> str | None:
@@ -133,8 +138,21 @@ def _same(first: Capture, second: Capture) -> bool:
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
     if numbered(one.text(where=True)) == numbered(other.text(where=True)):
         return all(torch.equal(a, b) for a, b in pairs)
-    old = {slot.name for slot in first.slots}
-    return folded(one).equals(folded(other, {s.name: s.tensor for s in second.slots if s.name not in old}))
+    return folded(one, buffers_of(first)).equals(folded(other, buffers_of(second)))
+
+
+def buffers_of(captured: Capture) -> dict[str, Tensor]:
+    """Return the buffers of the captured model by name."""
+    return {slot.name: slot.tensor for slot in captured.slots if not slot.is_parameter}
+
+
+def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return whole tensors for those that Python keeps of a pass; None if they depend on parameters or the batch."""
+    recording = first.recording
+    assert recording is not None
+    values = [recording.value_of(x) for x in kept]
+    known = computed(first.program, buffers_of(first))
+    return [whole(known[v]) for v in values] if all(v in known for v in values) else None
 
 
 def _captured(
@@ -161,7 +179,8 @@ def _captured(
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
     check_late_writes(program, recording.detached_writes)
-    return Capture(program, slots, mode, stage.sizes.values, tuple(stage.sizes.open), tuple(stage.asked))
+    opened, asked = tuple(stage.sizes.open), tuple(stage.asked)
+    return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording)
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -1,23 +1,24 @@
 """Programs in which everything is computed that is made of constants alone: for the comparison of two passes.
 
 A forward pass may fill a cache the first time, such as a table of angles by the length of a sequence. The first pass
-makes the table by operators, and in the second one it is a constant. Folded, both are the same program.
+makes the table by operators, and in the second one it is a constant. Folded, both are the same program. Buffers that
+the program does not write count as constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._effects import is_pure
-from ._node import Node, Value, map_values, values_in
+from ._effects import is_needed, is_pure
+from ._node import Node, Value, map_values, name_of, tensor_dtype, values_in
 from ._program import Input, Program
 from ._text import numbered
-from .torch_hooks import Operator, interception_off
+from .torch_hooks import Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +31,40 @@ class Folded:
     def equals(self, other: Folded) -> bool:
         """True if the programs are the same, with the same numbers."""
         pairs = zip(self.constants, other.constants, strict=False)
-        return self.text == other.text and all(torch.equal(a, b) for a, b in pairs)
+        return self.text == other.text and all(not a.is_meta and torch.equal(a, b) for a, b in pairs)
 
 
-def folded(program: Program, new_buffers: Mapping[str, Tensor] | None = None) -> Folded:
-    """Return the program with its constant values computed; `new_buffers`, by name, count as constants.
+def folded(program: Program, buffers: Mapping[str, Tensor]) -> Folded:
+    """Return the program with its constant values computed; `buffers` are those of the model by name.
 
     Raises what an operator raises that cannot be computed now.
     """
-    known = _constants(program, new_buffers or {})
-    nodes: list[Node] = []
-    with interception_off(), torch.no_grad():
-        for node in program.nodes:
-            if _is_constant(node, known):
-                _bind(node.out, _computed(node, known), known)
-            else:
-                nodes.append(node)
-    given = [i for i in program.inputs if i.value not in known]
-    read = [v for v in _read(nodes, program) if v in known]
-    given += [Input(v, "constant", "") for v in dict.fromkeys(read)]
+    known = computed(program, buffers)
+    left = [node for node in program.nodes if not node.outs or any(v not in known for v in node.outs)]
+    nodes = _needed(left, program)
+    read = dict.fromkeys(v for v in _read(nodes, program) if v in known)
+    given = [i for i in program.inputs if i.value not in known] + [Input(v, "constant", "") for v in read]
     bare = Program(tuple(given), tuple(nodes), program.outputs, program.writes)
-    constants = tuple(known[v] for v in dict.fromkeys(read) if isinstance(known[v], Tensor))
+    constants = tuple(known[v] for v in read if isinstance(known[v], Tensor))
     return Folded(numbered(_renamed(bare).text(where=True)), constants)
 
 
-def _constants(program: Program, new_buffers: Mapping[str, Tensor]) -> dict[Value, Any]:
+def computed(program: Program, buffers: Mapping[str, Tensor]) -> dict[Value, Any]:
+    """Return the values that are made of constants and buffers alone."""
+    known = _constants(program, buffers)
+    with torch.no_grad():
+        for node in program.nodes:
+            if _is_constant(node, known):
+                _bind(node.out, _computed(node, known), known)
+    return known
+
+
+def _constants(program: Program, buffers: Mapping[str, Tensor]) -> dict[Value, Any]:
     written = {v for v, _ in program.writes}
     found: dict[Value, Any] = {}
     for given in program.inputs:
-        source = new_buffers.get(given.name) if given.role == "buffer" else given.source
-        held = given.role in ("buffer", "constant") and type(source) is Tensor and not source.requires_grad
+        source = buffers.get(given.name) if given.role == "buffer" else given.source
+        held = given.role in ("buffer", "constant") and isinstance(source, Tensor) and not source.requires_grad
         if held and given.value not in written:
             found[given.value] = source
     return found
@@ -67,7 +72,14 @@ def _constants(program: Program, new_buffers: Mapping[str, Tensor]) -> dict[Valu
 
 def _is_constant(node: Node, known: Mapping[Value, Any]) -> bool:
     plain = isinstance(node.op, Operator) and is_pure(node.op) and node.origin.autocast is None
-    return plain and all(v in known for v in node.ins) and all(map(_is_fixed, node.outs))
+    of_constants = all(v in known for v in node.ins) or name_of(node.op) in _OF_SHAPE
+    return plain and of_constants and all(map(_is_fixed, (*node.ins, *node.outs)))
+
+
+_OF_SHAPE = frozenset(
+    f"aten.{name}.default" for name in ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+)
+"""Operators that read only the shape and the dtype of a tensor."""
 
 
 def _is_fixed(v: Value) -> bool:
@@ -75,7 +87,10 @@ def _is_fixed(v: Value) -> bool:
 
 
 def _computed(node: Node, known: Mapping[Value, Any]) -> Any:
-    args, kwargs = map_values(known.__getitem__, (tuple(node.args), dict(node.kwargs)))
+    def held(v: Value) -> Any:
+        return known[v] if v in known else torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)
+
+    args, kwargs = map_values(held, (tuple(node.args), dict(node.kwargs)))
     assert isinstance(node.op, Operator)
     return node.op(*args, **kwargs)
 
@@ -88,7 +103,17 @@ def _bind(shown: Any, made: Any, known: dict[Value, Any]) -> None:
             _bind(item, value, known)
 
 
-def _read(nodes: list[Node], program: Program) -> Iterator[Value]:
+def _needed(nodes: Sequence[Node], program: Program) -> list[Node]:
+    """Return the nodes without those whose values nothing reads."""
+    needed, found = set(program.results), list[Node]()
+    for node in reversed(nodes):
+        if is_needed(node.op, node.args, node.outs, needed):
+            needed.update(node.ins)
+            found.append(node)
+    return found[::-1]
+
+
+def _read(nodes: Sequence[Node], program: Program) -> Iterator[Value]:
     for node in nodes:
         yield from node.ins
     yield from values_in(program.outputs)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from meshwright.tensor import map_tensors, tensors_in
 
 from .._errors import SideEffectError
 from ..torch_hooks import FakeTensor
@@ -107,19 +110,25 @@ class _Restored:
         _set_generators(self.drawn)
 
 
-def steady(
-    roots: Mapping[str, Any],
-    run: Callable[[], T],
-    alike: Callable[[T, T], bool],
-    known: Callable[[T, Executed], bool],
-    asked: str,
-) -> tuple[T, Executed]:
+@dataclass(frozen=True, slots=True)
+class Passes(Generic[T]):
+    """What `steady` asks about the passes of a call.
+
+    `alike` compares two passes. `known` is True if an earlier call of the same code gave the same, twice. `numbers_of`
+    returns real tensors for the fake ones that Python keeps of a pass, or None if these have no numbers.
+    """
+
+    alike: Callable[[T, T], bool]
+    known: Callable[[T, Executed], bool]
+    numbers_of: Callable[[T, Sequence[Tensor]], Sequence[Tensor] | None]
+
+
+def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], asked: str) -> tuple[T, Executed]:
     """Return `run()`, and the code that ran, after making sure that every further call would do the same.
 
     What the first call alone changes may stay: then the second call is returned. There is none if the first one changed
-    nothing that the roots hold, and is `known`: then an earlier call of the same code gave the same, twice. Raises
-    SideEffectError, after putting everything back, for a call that changes something each time, or if the first two are
-    not `alike`.
+    nothing that the roots hold, and is known. Raises SideEffectError, after putting everything back, for a call that
+    changes something each time, or if the first two are not alike.
     """
     before = _Restored(roots)
     try:
@@ -131,10 +140,11 @@ def steady(
             Guards.of(roots, ran)
             _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
-        if not settled and (not any(writes(code) for code in ran.installed()) or known(first, ran)):
+        if not settled and (not any(writes(code) for code in ran.installed()) or passes.known(first, ran)):
             return first, ran
-        second = _again(roots, run, ran, before, settled, asked)
-        if settled and not alike(first, second):
+        between = _after_first(roots, ran, first, passes, asked)
+        second = _again(run, ran, between, before, settled, asked)
+        if settled and not passes.alike(first, second):
             label, change = next(iter(settled.items()))
             raise side_effect(asked, label, *change)
     except BaseException:
@@ -143,17 +153,43 @@ def steady(
     return second, ran
 
 
+def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, passes: Passes[T], asked: str) -> Guards:
+    """Return the guards after the first pass; real tensors take the place of the fake ones that it kept.
+
+    Raises SideEffectError for a kept tensor without numbers.
+    """
+    found = Guards.of(roots, ran)
+    places = [(slot, key, value) for slot in found.slots for key, value in slot.values() if _has_fakes(value)]
+    kept = {id(x): x for _, _, value in places for x in _fakes_in(value)}
+    numbers = passes.numbers_of(first, list(kept.values())) if kept else None
+    if numbers is not None:
+        real = dict(zip(kept, numbers, strict=True))
+        for slot, key, value in places:
+            slot.put(key, map_tensors(lambda x: real.get(id(x), x), value))
+        found = Guards.of(roots, ran)
+    _check_real(found, asked)
+    return found
+
+
+def _has_fakes(value: Any) -> bool:
+    return next(_fakes_in(value), None) is not None
+
+
+def _fakes_in(value: Any) -> Iterator[Tensor]:
+    """Yield a fake tensor, or those in a tuple; other containers have slots of their own."""
+    if isinstance(value, tuple) or issubclass(type(value), Tensor):
+        yield from (x for x in tensors_in(value) if issubclass(type(x), FakeTensor))
+
+
 def _again(
-    roots: Mapping[str, Any],
     run: Callable[[], T],
     ran: Executed,
+    between: Guards,
     before: _Restored,
     settled: Mapping[str, Sequence[Any]],
     asked: str,
 ) -> T:
     """Return what one more call gives; add its code to what `ran`. Raise SideEffectError if it changes something."""
-    between = Guards.of(roots, ran)
-    _check_real(between, asked)
     with executed_code() as again:
         found = run()
     _check_generators(before, asked)
@@ -184,7 +220,7 @@ def _check_real(guards: Guards, asked: str) -> None:
     """Raise SideEffectError if a fake tensor is kept."""
     for slot in guards.slots:
         for key, value in slot.values():
-            if issubclass(type(value), FakeTensor):  # not isinstance, which may run code of the value
+            if _has_fakes(value):
                 raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers", _KEPT)
 
 

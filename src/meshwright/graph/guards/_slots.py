@@ -46,6 +46,10 @@ class Slot(Protocol):
         """The remembered values, each with its key."""
         ...
 
+    def put(self, key: Any, value: Any) -> None:
+        """Put another value for this key into the place, if it can be written."""
+        ...
+
 
 def is_plain(value: Any) -> bool:
     return type(value) in PLAIN or issubclass(type(value), np.generic)
@@ -113,12 +117,12 @@ class Names:
         if type(self.owner) is not self.kind:
             self.owner.__class__ = self.kind
         for key in self._new():
-            self._put(key, MISSING)
+            self.put(key, MISSING)
         for key, old in zip(self.keys, self.known, strict=True):
             if self.held.get(key, MISSING) is not old:
-                self._put(key, old)
+                self.put(key, old)
 
-    def _put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
         if isinstance(self.owner, type):
             delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
         elif value is MISSING:
@@ -152,8 +156,12 @@ class Read:
             yield self.label, self.known, now
 
     def restore(self) -> None:
-        if self.get is CELL and self.now() is not self.known:
-            self.owner.cell_contents = self.known
+        if self.now() is not self.known:
+            self.put("", self.known)
+
+    def put(self, key: Any, value: Any) -> None:
+        if self.get is CELL:
+            self.owner.cell_contents = value
 
     def values(self) -> Iterator[tuple[Any, Any]]:
         yield "", self.known
@@ -189,6 +197,12 @@ class Content:
     def restore(self) -> None:
         if not self.holds():
             _refill(self.value, self.known)
+
+    def put(self, key: Any, value: Any) -> None:
+        kinds: tuple[Any, ...] = (OrderedDict, dict, list)
+        kind = next((k for k in kinds if isinstance(self.value, k)), None)
+        if kind is not None:
+            kind.__setitem__(self.value, key, value)  # of the base class: a user's own method may do more
 
     def values(self) -> Iterator[tuple[Any, Any]]:
         known = self.known
