@@ -8,7 +8,7 @@ The cost is O(n log n) for n tensors, and one unit of the map for each run of by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from .torch_hooks import FakeTensor, is_dense, no_interception
+
+MOST_UNITS = 2**27
+"""The largest map of a common range, of 8 bytes a unit; tensors of larger ranges count as sharing elements."""
 
 
 class _Memory(NamedTuple):
@@ -90,6 +93,10 @@ def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple
     first, end = cluster[0][0].start, max(memory.end for memory, _ in cluster)
     units = [run for memory, _ in cluster for run in (memory.start - first, *_steps(memory))]
     unit = gcd(*units)
+    if (end - first) // unit > MOST_UNITS:
+        numbers = sorted(at for _, at in cluster)  # taken for shared, without a look at the elements
+        yield from (pair for pair in pairwise(numbers) if pair[0] < count)
+        return
     owners = torch.full(((end - first) // unit,), -1)
     for memory, at in sorted(cluster, key=lambda pair: pair[1]):
         run, dims = memory.runs
