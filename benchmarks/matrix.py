@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
 import time
@@ -199,7 +200,8 @@ def _refusal(error: Exception) -> tuple[str, str]:
 
 def _first_line(error: BaseException) -> str:
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {'; '.join(lines[:3])}"[:300]
+    text = re.sub(r"/\S*/site-packages/", "", "; ".join(lines[:3]))
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def child(model: str, cells: Sequence[Cell]) -> None:
