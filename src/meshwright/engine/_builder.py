@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
+
+from torch import Tensor
 
 from meshwright.comm import current
 from meshwright.graph import (
@@ -80,17 +82,29 @@ class Compiled:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Inputs that are constants of the captured calls, by their places; their numbers there."""
-    may_overlap: bool = True
-    """True until it is known that what the program writes shares no memory with what it reads."""
+    places: list[int] = field(default_factory=list[int])
+    """The addresses of the tensors that were last found to share no memory with what the program writes."""
 
     def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Raise StaticError if what the program writes shares memory; a batch that is written is looked at each time.
+        """Raise StaticError if what the program writes shares memory with other tensors that it is given.
 
-        `given` are the tensors and numbers for its inputs, some of them copies of the `leaves` of the batch.
+        `given` are the tensors and numbers for its inputs, some of them copies of the `leaves` of the batch. A batch
+        counts if the program writes to it.
         """
-        held = [leaves[i.source] if i.role == "batch" else x for i, x in zip(self.inputs, given, strict=True)]
-        check_apart(self.inputs, held, self.writes)
-        self.may_overlap = any(self.inputs[at].role == "batch" for at in self.writes)
+        held = list(self._held(given, leaves))
+        places = [x.data_ptr() for x in held if isinstance(x, Tensor)]
+        if places != self.places:
+            check_apart(self.inputs, held, self.writes)
+            self.places = places
+
+    def _held(self, given: Sequence[Any], leaves: Sequence[Any]) -> Iterator[Any]:
+        """Yield the inputs; None for a tensor of the batch, or the caller's own tensor if the program writes any."""
+        writes_batch = any(self.inputs[at].role == "batch" for at in self.writes)
+        for i, x in zip(self.inputs, given, strict=True):
+            if i.role != "batch":
+                yield x
+            else:
+                yield leaves[i.source] if writes_batch else None
 
 
 @dataclass(slots=True)

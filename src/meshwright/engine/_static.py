@@ -273,8 +273,7 @@ class DistModel:
         step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         with local_parts(), torch.no_grad(), step:
             given = [fetch(leaves) for fetch in found.fetch]
-            if found.may_overlap:
-                found.check_apart(given, leaves)
+            found.check_apart(given, leaves)
             outputs, written = found.run(*given)
             for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
