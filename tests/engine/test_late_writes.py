@@ -1,4 +1,4 @@
-"""Writes through `.data` behind an operator that saved the tensor: refused where a gradient would be another one."""
+"""Writes through `.data` after an operator that saved the tensor: refused if a gradient would differ."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Before(Net):
 
 
 class Unread(Net):
-    """The backward pass of an addition reads no operand, and that of the argmax has no gradient."""
+    """The backward pass of an addition reads no operand, and an argmax has no backward pass."""
 
     def between(self, x: Tensor) -> Tensor:
         out = x + self.gate + (x @ self.b.weight).argmax(-1, keepdim=True)

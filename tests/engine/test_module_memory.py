@@ -1,4 +1,4 @@
-"""Tensors of a module on one memory: they are on one memory after the module is laid, or an error is raised."""
+"""Tensors of a module that share memory: they still share it after the module is laid, or an error is raised."""
 
 from __future__ import annotations
 
