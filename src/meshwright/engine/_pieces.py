@@ -191,7 +191,7 @@ class Pieces:
     def _made_for(
         self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
     ) -> Compiled:
-        """The programs for the call, recorded now."""
+        """Record the programs for the call, and keep them for later calls."""
         with _unhooked(), self._bare(self._placed):
             captured, form = self._captured(known.network, args, dynamic)
             found = self._made(type(known.network).__name__, captured, form, leaves)

@@ -63,7 +63,7 @@ def shard_tensor(
 
 
 def _take_gradient(old: Tensor, new: DistTensor) -> None:
-    """Give a leaf the gradient of the one that it stands for, in its own layout; a captured tensor has none."""
+    """Give the leaf `new` the gradient of the leaf `old`, laid as a gradient of `new`; a captured tensor has none."""
     if captured_whole(old) is not None:
         return
     flush()

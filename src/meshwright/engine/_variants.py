@@ -16,7 +16,7 @@ from ._setting import Setting
 T = TypeVar("T")
 Sizes = tuple[tuple[int, ...], ...]
 MOST_SETTINGS = 4
-"""Settings that are kept for one program: a later one is compared with the call's again."""
+"""Most settings that are kept for one program; the oldest is forgotten first, and captured again when it returns."""
 Dynamic = Mapping[int, frozenset[int]]
 """Leaf of the batch → its dims whose sizes may change."""
 
@@ -47,11 +47,11 @@ class Variants(Generic[T]):
     exact: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     fixed: set[Any] = field(default_factory=set[Any])
-    """The keys of calls for which no program can leave sizes open."""
+    """The keys of calls whose programs cannot leave sizes open."""
 
     @property
     def count(self) -> int:
-        """How many different programs were recorded."""
+        """The number of different programs that were recorded."""
         found = [v for variants in self.known.values() for v in variants]
         return len({v.digest for v in found if v.digest}) + sum(not v.digest for v in found)
 
@@ -83,9 +83,10 @@ class Variants(Generic[T]):
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
     def add(self, key: Any, leaves: Sequence[Any], variant: Variant[T]) -> None:
-        """A program that was recorded for this batch; of those that are the same, the oldest are forgotten.
+        """Add a program that was recorded for this batch.
 
-        Raises StaticError if there are more different programs than there may be.
+        If one program has more than MOST_SETTINGS variants, the oldest variants are forgotten. Raises StaticError if
+        there would be more than `most` different programs.
         """
         self._check_count(leaves, variant)
         skeleton = (key, tuple(map(kind_of, leaves)))
@@ -105,7 +106,7 @@ class Variants(Generic[T]):
             raise StaticError(
                 f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which takes it",
                 "recording takes time: a model has at most Strategy(max_programs=…) programs",
-                "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
+                "pad batches to few shapes, or use Strategy(max_programs=N) with a larger N",
             )  # fmt: skip
 
 

@@ -111,7 +111,10 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
 
 
 def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
-    """Run the engine; raises OperationError for a second pass through the copy of a view, where one device has none."""
+    """Run autograd's engine. Raises OperationError for a second pass through a view that was read again.
+
+    One device allows such a pass, because its view is no copy.
+    """
     try:
         return run_backward(*args, **how)
     except RuntimeError as error:
