@@ -200,7 +200,7 @@ def _refusal(error: Exception) -> tuple[str, str]:
 
 def _first_line(error: BaseException) -> str:
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
-    text = re.sub(r"/\S*/site-packages/", "", "; ".join(lines[:3]))
+    text = re.sub(r"/\S*/site-packages/", "", "; ".join(lines[:3]))  # the folder differs between machines
     return f"{type(error).__name__}: {text}"[:300]
 
 

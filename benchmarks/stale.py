@@ -4,9 +4,9 @@
     python -m benchmarks.stale --only dict hook      kinds of these themes, or with these words in their names
 
 Every kind is trained eagerly on one device, and statically on one simulated rank; some also statically on two ranks
-with a sharded batch. Then it is trained once more with a new static model after each change, which finds the programs
-that the earlier ones kept, and once more with one static model, which finds those programs. Losses, parameters and
-buffers must be equal. A kind may be refused by a MeshwrightError instead.
+with a sharded batch. Two more trainings keep programs on disk: one makes a new static model after each change, and the
+next one has a single static model. Both load programs that were kept before. Losses, parameters and buffers must be
+equal. A kind may be refused by a MeshwrightError instead.
 `_stale_kinds` has the table of kinds. A kind that does not change the eager numbers is an error of the kind.
 """
 
@@ -173,7 +173,7 @@ def examine(kind: Kind, factors: Sequence[float] = FACTORS) -> Finding:
             return Finding(kind, BROKEN, wanted)
         found = [_examine_on(ranks, kind, factors, wanted) for ranks in ((1, 2) if kind.on_mesh else (1,))]
         with programs_kept():
-            for restarts in (True, False):  # the second training finds the programs of the first one
+            for restarts in (True, False):  # the second training loads the programs of the first one
                 found.append(replace(_examine_on(1, kind, factors, wanted, restarts), restarts=True))
     return max(found, key=lambda f: OUTCOMES.index(f.outcome))
 

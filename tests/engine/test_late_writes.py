@@ -1,4 +1,4 @@
-"""Writes through `.data` behind an operator that saved the tensor: refused where a gradient would be another one."""
+"""Writes through `.data` after an operator that saved the tensor: refused if a gradient would differ."""
 
 from __future__ import annotations
 
@@ -65,7 +65,14 @@ class Activation(Net):
         return out
 
 
-@pytest.mark.parametrize("kind", [Parameter, RowOfAParameter, Buffer, Attribute, Activation])
+class Result(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out = x.tanh()
+        out.data.mul_(0.5)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Parameter, RowOfAParameter, Buffer, Attribute, Activation, Result])
 def test_a_write_that_a_backward_pass_would_read_is_refused(kind: type[Net]) -> None:
     with pytest.raises(mw.errors.CaptureError, match=r"a write through .data or detach\(\)"):
         mw.simulate(_trained, 1, kind, True)
@@ -78,7 +85,7 @@ class Before(Net):
 
 
 class Unread(Net):
-    """The backward pass of an addition reads no operand, and that of the argmax has no gradient."""
+    """The backward pass of an addition reads no operand, and an argmax has no backward pass."""
 
     def between(self, x: Tensor) -> Tensor:
         out = x + self.gate + (x @ self.b.weight).argmax(-1, keepdim=True)

@@ -141,7 +141,7 @@ def test_a_kept_program_reads_the_tables_of_now(tmp_path: Any, monkeypatch: pyte
 
 
 class FirstCallApart(Net):
-    """What the first call computes, later ones do not."""
+    """A mask that the first call computes differently from later calls."""
 
     def mask(self, x: Tensor) -> Tensor:
         first, self.one = self.one is None, True

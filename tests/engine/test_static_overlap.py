@@ -79,7 +79,7 @@ class OneRowEach(Net):
 
 
 class ReadBeside(Net):
-    """A buffer that looks at the memory of a parameter, which is written at the end of a step."""
+    """A buffer on the memory of a parameter; a step writes to the parameter at its end."""
 
     def __init__(self) -> None:
         super().__init__()

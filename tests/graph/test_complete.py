@@ -34,7 +34,7 @@ def layouts(model: nn.Module, call: Callable[..., Any], *batch: Tensor) -> dict[
 
 def test_a_mark_inside_reaches_what_comes_before_and_behind() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    reshard = mw.reshard  # imported before the capture: what is imported may draw random numbers
+    reshard = mw.reshard  # looked up before the capture: an import during it may draw random numbers
 
     def call(x: Tensor) -> Tensor:
         hidden = reshard(model[0](x), MESH, [mw.Shard(0), mw.Shard(1)])

@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 """Arguments that tell a call nothing new about the tensor."""
 
 SKIPPED = ("backward", "share_memory_", "apply_", "map_", "map2_", "resize_", "set_", "index")
-"""Methods that are no operations on numbers, or need a function. Nobody may count on what `unsafe_` pieces share."""
+"""Methods that do not compute numbers, or that need a function."""
 LAYOUTS: list[tuple[tuple[int, ...], int, Any]] = [
     ((1, 6), 2, mw.Shard(0)),
     ((5, 1), 3, mw.Shard(1)),
@@ -51,7 +51,7 @@ Outcome = list[int]
 def _calls() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     """Yield the attributes and methods of tensors, and the functions of torch, each with all arguments."""
     for name, member in _members():
-        if name in SKIPPED or name.startswith(("_", "unsafe_")):
+        if name in SKIPPED or name.startswith(("_", "unsafe_")):  # `unsafe_` pieces may share memory or not
             continue
         if not callable(member):
             yield name, lambda x, n=name: getattr(x, n)

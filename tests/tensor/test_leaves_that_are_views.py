@@ -1,4 +1,4 @@
-"""Leaves that are views of a buffer, and views of leaves that change: as on one device, or an error of four parts."""
+"""Leaves that are views of a buffer, and views of leaves that change: as on one device, or a MeshwrightError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that tensors share is found by elements: the same as by marking each element's bytes."""
+"""`shared_memory` finds the same overlaps as a comparison of the bytes of all elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`out=` with tensors of other shapes and dtypes: what one device does, or an error of four parts."""
+"""`out=` with tensors of other shapes and dtypes: the same as on one device, or a MeshwrightError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient whose reduction is put off is seen by everything that reads, copies or moves a gradient."""
+"""Every call that reads, copies or moves a gradient sees it even if its reduction is still pending."""
 
 from __future__ import annotations
 

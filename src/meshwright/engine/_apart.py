@@ -1,4 +1,4 @@
-"""Tensors that overlap in memory: what a program writes over in place must lie in memory of its own."""
+"""Checks for tensors that overlap in memory: a program may write in place only to memory that nothing else uses."""
 
 from __future__ import annotations
 
@@ -30,31 +30,40 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collection[int]) -> None:
-    """Raise StaticError if a tensor that the program writes shares elements with another one that it is given.
+    """Raise StaticError if the program writes to an input that shares elements with another input.
 
-    A parameter or a state is written at the end of a step, so that another tensor may read its memory.
+    A parameter or a state is written at the end of a step, so another input that is only read may share its memory.
     """
     places = sorted((at for at, x in enumerate(given) if isinstance(x, Tensor)), key=lambda at: at not in written)
     groups, pairs = shared_memory([given[at] for at in places], sum(at in written for at in places))
     for shared in (*groups, *pairs):
         for one, other in combinations([places[number] for number in shared], 2):
             if _is_unclear(inputs, written, one, other):
-                raise _shared(*sorted((inputs[one], inputs[other]), key=lambda i: i.role != "batch"))
+                raise _shared_error(*sorted((inputs[one], inputs[other]), key=lambda i: i.role != "batch"))
 
 
 def _is_unclear(inputs: Sequence[Input], written: Collection[int], one: int, other: int) -> bool:
-    """True if a write to one of two overlapping inputs may show in what the step reads or writes of the other."""
+    """True if a write to one of two overlapping inputs may change what the step reads or writes in the other.
+
+    The stages of a pipeline have inputs of their own for one buffer.
+    """
+    if (inputs[one].role, inputs[one].name) == (inputs[other].role, inputs[other].name) != ("constant", "constant"):
+        return False
     both = one in written and other in written
     return both or any(at in written and inputs[at].role not in ("parameter", "state") for at in (one, other))
 
 
-def _shared(one: Input, other: Input) -> StaticError:
-    first, second = (f"{i.role} {i.name}".replace("constant constant", "an attribute") for i in (one, other))
+def _shared_error(one: Input, other: Input) -> StaticError:
     return StaticError(
-        "dist_model(...)", f"{first} and {second}, which share memory that the step writes to",
+        "dist_model(...)", f"{_described(one)} and {_described(other)}, which share memory that the step writes to",
         "a program takes each tensor as it is before the step, and a write to one would not show in the other",
-        "one tensor for both, as in head.weight = embedding.weight, or clone() for a copy",
+        "make one tensor of both, as in head.weight = embedding.weight, or replace one of them by its clone()",
     )  # fmt: skip
+
+
+def _described(given: Input) -> str:
+    is_attribute = (given.role, given.name) == ("constant", "constant")
+    return "an attribute" if is_attribute else f"{given.role} {given.name}"
 
 
 def without_inputs(passes: Sequence[Pass]) -> tuple[Pass, ...]:

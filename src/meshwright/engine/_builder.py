@@ -55,7 +55,15 @@ from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
 from ._refuse_call import refuse_shared_laid
-from ._shared import SteadyCalls, completed_once, constants_of, is_shared, numbers_of, recorded_once, runner_once
+from ._shared import (
+    SteadyCalls,
+    completed_once,
+    constant_numbers,
+    constants_of,
+    is_shared,
+    recorded_once,
+    runner_once,
+)
 from ._variants import Dynamic, sizes_of
 
 
@@ -81,15 +89,15 @@ class Compiled:
     captures: tuple[str, ...] = ()
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Inputs that are constants of the captured calls, by their places; their numbers there."""
+    """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
     places: list[int] = field(default_factory=list[int])
-    """The addresses of the tensors that were last found to share no memory with what the program writes."""
+    """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
 
     def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Raise StaticError if what the program writes shares memory with other tensors that it is given.
+        """Raise StaticError if an input that the program writes shares memory with another input.
 
-        `given` are the tensors and numbers for its inputs, some of them copies of the `leaves` of the batch. A batch
-        counts if the program writes to it.
+        `given` are the tensors and numbers for the inputs; some of them are copies of the `leaves` of the batch. The
+        batch counts if the program writes to it.
         """
         held = list(self._held(given, leaves))
         places = [x.data_ptr() for x in held if isinstance(x, Tensor)]
@@ -176,9 +184,9 @@ class Builder:
 
     def _loaded(self, saved: Saved, digest: str | None) -> Compiled:
         """A program of a file, ready to run."""
-        piped = saved.piped
-        if piped is not None:
-            found = self._ready_pipeline(piped)
+        pipeline = saved.piped
+        if pipeline is not None:
+            found = self._ready_pipeline(pipeline)
         else:
             strategy = self.model.strategy
             lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
@@ -277,14 +285,14 @@ class Builder:
         return self._with_facts(ready, [captured, *others], digest), fits, captured.ran
 
     def _with_facts(self, ready: Compiled, captured: Sequence[Capture], digest: str | None) -> Compiled:
-        """The compiled program with what its captured calls tell of it."""
+        """Return the compiled program with the checksums and constants of its captured calls."""
         constants = [x for each in captured for x in constants_of(each)]
         return replace(
             ready,
             shared=is_shared(ready.program, constants, self._records_alike),
             digest=digest,
             captures=checksums(captured),
-            constants=numbers_of(ready.program, constants),
+            constants=constant_numbers(ready.program, constants),
         )
 
     def _ready_pipeline(self, found: Piped) -> Compiled:

@@ -8,7 +8,7 @@ MeshwrightError
 ├── DifferenceError     a model on a mesh does not give the numbers of one device
 ├── NonFiniteGradientError   gradients of which no update can be made
 ├── MaterializeError    a tensor on the meta device that nothing gives values to
-├── SharedMemoryError   tensors of a module share memory, and their parts on a mesh could not
+├── SharedMemoryError   tensors of a model share memory, but their parts on a mesh cannot
 └── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
 """
 
@@ -50,7 +50,7 @@ class MaterializeError(MeshwrightError, ValueError):
 
 
 class SharedMemoryError(MeshwrightError, RuntimeError):
-    """Tensors of a module share memory, and their parts on a mesh could not."""
+    """Tensors of a model share memory, but their parts on a mesh cannot."""
 
 
 class StaticError(MeshwrightError):

@@ -36,9 +36,9 @@ def shard_layer(
     """`layer` with its parameters and buffers on the mesh; returns the same module.
 
     `shard_fn(name, submodule, mesh)` marks the parameters of each submodule; what it leaves plain is replicated.
-    A tensor that several modules share stays shared, and lies as it was marked last. Different tensors on the very same
-    memory, as after `a.data = b.data`, stay on one memory if they get one layout. Raises SharedMemoryError if they get
-    different layouts, or if one is a part of the other.
+    A tensor that several modules share stays shared, and gets the layout with which it was marked last. Different
+    tensors with the very same elements, as after `a.data = b.data`, keep sharing memory if they get the same layout.
+    Raises SharedMemoryError if their layouts differ, or if two tensors share only some elements.
     `input_fn(inputs, mesh)` and `output_fn(outputs, mesh)` see what goes in and what comes out of `layer`.
     """
     mesh = resolve_mesh(process_mesh)
@@ -53,7 +53,7 @@ def shard_layer(
 
 
 def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
-    """Lay the parameters and buffers of every module; those that were one tensor before are one tensor after it."""
+    """Lay the parameters and buffers of every module; a tensor that several modules share stays shared."""
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
         _follow(module, became)

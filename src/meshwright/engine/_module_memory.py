@@ -1,12 +1,12 @@
-"""Memory that tensors of a module share: it stays shared when the module is laid on a mesh, or an error is raised.
+"""Keep the memory that tensors of a module share when the module is laid on a mesh, or raise an error.
 
 On one device, a write to one of two tensors on the same memory changes both. Laid on a mesh, each tensor gets parts in
 new memory. Two cases differ:
 
     the very same elements, one layout    the parts share memory, too, as by `q.data = p.data`
-    anything else                         no parts could share memory as the wholes do, so SharedMemoryError is raised
+    any other overlap                     the parts cannot share memory as the whole tensors do: SharedMemoryError
 
-A tensor that several modules have as one object needs none of this: it is laid once.
+One tensor object that several modules hold is not such a case: it is laid once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hook
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """A place where a module has a tensor: the path, the table, and the tensor before the module was laid."""
+    """A place where a module holds a tensor: its path, its table and key, and the tensor before the module was laid."""
 
     path: str
     table: dict[str, Any]
@@ -46,17 +46,18 @@ class _Slot:
 
 @contextmanager
 def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
-    """Inside, `model` is laid on a mesh; what shared all of its memory before shares it after it.
+    """Keep shared memory shared while the body of the `with` statement lays `model` on a mesh.
 
-    Raises SharedMemoryError for tensors of the model that share memory otherwise, before anything is changed. If their
-    layouts differ after it, the modules get back what they had, and SharedMemoryError is raised.
+    Raises SharedMemoryError before the body if two tensors share only some elements. After the body, tensors with the
+    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After any error, modules
+    with shared memory get back their former tensors and hooks.
     """
     memory = ModuleMemory(model, asked)
     kept = _contents(model) if memory.is_shared else []
     try:
         yield
         memory.check(lambda slot: _spec(slot.now))
-    except SharedMemoryError:
+    except BaseException:
         for table, content in kept:
             table.clear()
             table.update(content)
@@ -76,7 +77,7 @@ class ModuleMemory:
         objects = list({id(slot.tensor): slot.tensor for slot in slots}.values())
         held = len({id(slot.tensor) for slot in slots if slot.is_held})
         groups, pairs = shared_memory(objects, held)
-        self._of = _by_tensor(slots) if groups or pairs or _attributes_of_held(slots) else {}
+        self._of = _by_tensor(slots) if groups or pairs or _is_held_twice(slots) else {}
         self._pairs = [(self._slots_of(objects[a])[0], self._slots_of(objects[b])[0]) for a, b in pairs]
         self._groups = [[s for at in group for s in self._slots_of(objects[at])] for group in groups]
         grouped = {id(slot.tensor) for group in self._groups for slot in group}
@@ -94,13 +95,13 @@ class ModuleMemory:
     def _check_before(self) -> None:
         for one, other in self._pairs:
             if any(slot.is_held and not isinstance(slot.tensor, DistTensor) for slot in (one, other)):
-                raise self._partly(one, other)
+                raise self._overlap_error(one, other)
         for group in self._groups:
             computed = next((s for s in group if not s.is_held and not s.tensor.is_leaf), None)
             if computed is not None and group[0].tensor is not computed.tensor:
                 raise SharedMemoryError(
                     self._asked, f"{computed.path}, computed from {group[0].path} and on the same memory",
-                    "it has a gradient history that begins at the tensor from before",
+                    "its gradient history begins at the tensor that the module had before it was laid",
                     f"compute {computed.path} in forward(), or use {computed.path}.detach()",
                 )  # fmt: skip
 
@@ -108,7 +109,7 @@ class ModuleMemory:
         """Raise SharedMemoryError if tensors with the same elements get different layouts."""
         for one, other in self._pairs:
             if any(slot.now is not slot.tensor for slot in (one, other)):
-                raise self._partly(one, other)
+                raise self._overlap_error(one, other)
         for group in self._groups:
             first = spec_of(group[0])
             for slot in group[1:]:
@@ -118,7 +119,7 @@ class ModuleMemory:
                     raise SharedMemoryError(
                         self._asked, f"{group[0].path} gets {first!r}, and {slot.path} gets {spec!r}",
                         "both share one memory, and parts of different layouts cannot",
-                        f"lay both alike; or {_apart(group[0], slot)}",
+                        f"lay both alike; or {_fix(group[0], slot)}",
                     )  # fmt: skip
 
     def tie(self) -> None:
@@ -133,12 +134,12 @@ class ModuleMemory:
                 if not slot.is_held:
                     slot.table[slot.key] = became[id(slot.tensor)]
 
-    def _partly(self, one: _Slot, other: _Slot) -> SharedMemoryError:
+    def _overlap_error(self, one: _Slot, other: _Slot) -> SharedMemoryError:
         shapes = [tuple(slot.tensor.shape) for slot in (one, other)]
         return SharedMemoryError(
             self._asked, f"{one.path} of shape {shapes[0]} and {other.path} of shape {shapes[1]} share some elements",
             "on a mesh each would have parts of its own, and a write to one would not reach the other",
-            _apart(one, other),
+            _fix(one, other),
         )  # fmt: skip
 
 
@@ -172,13 +173,14 @@ def _by_tensor(slots: Sequence[_Slot]) -> dict[int, list[_Slot]]:
     return found
 
 
-def _attributes_of_held(slots: Sequence[_Slot]) -> bool:
-    """True if an attribute is the same object as a parameter or buffer."""
+def _is_held_twice(slots: Sequence[_Slot]) -> bool:
+    """True if some attribute is the same object as a parameter or buffer."""
     held = {id(slot.tensor) for slot in slots if slot.is_held}
     return any(not slot.is_held and id(slot.tensor) in held for slot in slots)
 
 
 def _is_mixed(group: Sequence[_Slot]) -> bool:
+    """True if one object is both a parameter or buffer and another attribute; the attributes are last in a group."""
     return group[0].is_held and not group[-1].is_held
 
 
@@ -205,8 +207,8 @@ def _on_memory(first: Tensor, slot: _Slot) -> Tensor:
         return slot.now
 
 
-def _apart(one: _Slot, other: _Slot) -> str:
-    """Return how to write two tensors that share no memory, or one tensor."""
+def _fix(one: _Slot, other: _Slot) -> str:
+    """Return the advice to make one tensor of both, or to give each memory of its own."""
     if one.is_held and other.is_held:
         clone = f"{other.path}.data = {other.path}.data.clone()"
         return f"make one tensor of both, as in {one.path} = {other.path}, or write {clone}"

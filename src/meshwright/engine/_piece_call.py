@@ -52,7 +52,7 @@ class Compiled:
     """Which inputs of the forward pass get gradients."""
     form: Form
     may_overlap: bool = True
-    """True until it is known that what the piece writes shares no memory with what it reads."""
+    """True until a check has shown that inputs which the piece writes share no memory with other inputs."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def autocast_off() -> Generator[None]:
 
 
 def run_piece(found: Compiled, leaves: Sequence[Any]) -> Any:
-    """What the module gives, as part of the caller's autograd graph."""
+    """Return the outputs of the module, as part of the caller's autograd graph."""
     with local_parts(), autocast_off():
         given = [fetch(leaves) for fetch in found.fetch]
         if found.may_overlap:

@@ -24,6 +24,7 @@ from meshwright.graph import (
     Piece,
     Program,
     Run,
+    SideEffectError,
     Value,
     apply_passes,
     capture,
@@ -181,7 +182,7 @@ class Pieces:
             dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are made for known sizes
             try:
                 found = self._made_for(known, key, args, leaves, dynamic)
-            except (CaptureError, TypeError):
+            except (SideEffectError, TypeError):
                 if not dynamic:
                     raise
                 found = self._made_for(known, key, args, leaves, {})
@@ -191,7 +192,7 @@ class Pieces:
     def _made_for(
         self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
     ) -> Compiled:
-        """The programs for the call, recorded now."""
+        """Record the programs for the call, and keep them for later calls."""
         with _unhooked(), self._bare(self._placed):
             captured, form = self._captured(known.network, args, dynamic)
             found = self._made(type(known.network).__name__, captured, form, leaves)

@@ -53,7 +53,8 @@ class Saved:
     """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
 
     It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
-    `constants` maps the inputs of the program that are constants of the captured call to their numbers there.
+    `table` describes the pipeline, if there is one. `constants` maps the place of each input that is a constant of the
+    captured call to the number of this constant in the call.
     """
 
     program: Program
@@ -66,11 +67,11 @@ class Saved:
 
     @property
     def piped(self) -> Piped | None:
-        """The step of a pipeline. Raises what Python raises for a table of another form."""
+        """The step of a pipeline, or None. Raises an error of Python for a table of another form."""
         return None if self.table is None else taken_from(self.program, self.table)
 
     def of_call(self, constants: Sequence[Tensor]) -> Saved:
-        """Return the program that reads the constants of a captured call: Python may write to them between steps."""
+        """Return the program with the constants of this captured call: Python may write to them between steps."""
         if not self.constants:
             return self
         inputs = list(self.program.inputs)
@@ -194,7 +195,7 @@ def saved_of(place: Path, row: Row) -> Saved:
     kernels = _kernels(place, row["kernels"], name)
     constants = {int(at): int(number) for at, number in row["constants"]}
     if any(program.inputs[at].role != "constant" for at in constants):
-        raise ValueError(f"{constants} are no constants of the program")
+        raise ValueError(f"inputs {sorted(constants)} are not all constants of the program")
     found = Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants)
     _ = found.piped  # raises for a table of another form
     return found

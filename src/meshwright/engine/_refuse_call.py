@@ -58,7 +58,7 @@ def refuse_shared(network: nn.Module) -> None:
 
 
 def refuse_shared_laid(captured: Capture, network: nn.Module | None = None) -> None:
-    """Raise StaticError if a parameter or buffer that the program lays anew shares memory with another one.
+    """Raise StaticError if a parameter or buffer that the program gives a new layout shares memory with another one.
 
     `network` is the whole model, if only a part of it was captured.
     """

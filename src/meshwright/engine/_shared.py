@@ -147,8 +147,8 @@ def constants_of(captured: Capture) -> tuple[Tensor, ...]:
     return tuple(i.source for i in captured.program.inputs if i.role == "constant")
 
 
-def numbers_of(program: Program, constants: Sequence[Tensor]) -> dict[int, int]:
-    """Return the inputs of a program that are `constants` of the captured call: place → number of the constant."""
+def constant_numbers(program: Program, constants: Sequence[Tensor]) -> dict[int, int]:
+    """Return the places of the inputs that are `constants` of the captured call: place → number of the constant."""
     numbers = {id(x): number for number, x in enumerate(constants)}
     places = ((at, numbers.get(id(given.source))) for at, given in enumerate(program.inputs))
     return {at: number for at, number in places if number is not None}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.comm import current
-from meshwright.graph import CaptureError, Layouts, Program, StateKey, Value, note_step
+from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.search import MeshPlan
 from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
 
@@ -199,7 +199,7 @@ class DistModel:
         before = self.recordings
         try:
             found, fits, ran = self._builder.build(batch, dynamic, key)
-        except (CaptureError, TypeError):
+        except (SideEffectError, TypeError):
             if not dynamic:
                 raise
             dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps

@@ -63,10 +63,11 @@ def shard_tensor(
 
 
 def _take_gradient(old: Tensor, new: DistTensor) -> None:
-    """Give a leaf the gradient of the one that it stands for, in its own layout; a captured tensor has none."""
+    """Give the leaf `new` the gradient of the leaf `old`, laid as a gradient of `new`; a captured tensor has none."""
     if captured_whole(old) is not None:
         return
-    flush()
+    if isinstance(old, DistTensor) and old.requires_grad:
+        flush()  # its gradient may be pending
     with local_parts():
         found = old.is_leaf and new.is_leaf and old.grad is not None
     if found:

@@ -16,7 +16,7 @@ from ._setting import Setting
 T = TypeVar("T")
 Sizes = tuple[tuple[int, ...], ...]
 MOST_SETTINGS = 4
-"""Settings that are kept for one program: a later one is compared with the call's again."""
+"""Most settings that are kept for one program; the oldest is forgotten first, and captured again when it returns."""
 Dynamic = Mapping[int, frozenset[int]]
 """Leaf of the batch → its dims whose sizes may change."""
 
@@ -47,13 +47,13 @@ class Variants(Generic[T]):
     exact: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     fixed: set[Any] = field(default_factory=set[Any])
-    """The keys of calls for which no program can leave sizes open."""
+    """The keys of calls whose programs cannot leave sizes open."""
 
     @property
     def count(self) -> int:
-        """How many different programs were recorded."""
-        found = [v for variants in self.known.values() for v in variants]
-        return len({v.digest for v in found if v.digest}) + sum(not v.digest for v in found)
+        """The number of different programs that were recorded."""
+        without = sum(v.digest is None for variants in self.known.values() for v in variants)
+        return len(self._digests() - {None}) + without
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """The program that takes the batch in the setting of now, if one does; `key` must be equal beside sizes."""
@@ -70,10 +70,15 @@ class Variants(Generic[T]):
         return None
 
     def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
-        """The dims that the next program should leave open: those in which batches of this kind differ."""
+        """The dims that the next program should leave open: those in which batches of this kind differ.
+
+        Raises StaticError for new sizes if there are `most` programs.
+        """
+        skeleton, sizes = (key, tuple(map(kind_of, leaves))), sizes_of(leaves)
+        if not any(v.digest is not None and v.sizes == sizes for v in self.known.get(skeleton, ())):
+            self._check_count(leaves)
         if key in self.fixed:
             return {}
-        skeleton = (key, tuple(map(kind_of, leaves)))
         found: dict[int, set[int]] = {}
         for variant in (v for v in self.known.get(skeleton, ()) if v.setting.holds()):
             for leaf, d in differences(variant.sizes, sizes_of(leaves)):
@@ -83,11 +88,13 @@ class Variants(Generic[T]):
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
     def add(self, key: Any, leaves: Sequence[Any], variant: Variant[T]) -> None:
-        """A program that was recorded for this batch; of those that are the same, the oldest are forgotten.
+        """Add a program that was recorded for this batch.
 
-        Raises StaticError if there are more different programs than there may be.
+        If one program has more than MOST_SETTINGS variants, the oldest variants are forgotten. Raises StaticError if
+        there would be more than `most` different programs.
         """
-        self._check_count(leaves, variant)
+        if variant.digest is None or variant.digest not in self._digests():
+            self._check_count(leaves)
         skeleton = (key, tuple(map(kind_of, leaves)))
         known = self.known.setdefault(skeleton, [])
         same = [v for v in known if v.digest is not None and v.digest == variant.digest]
@@ -98,14 +105,15 @@ class Variants(Generic[T]):
         known.append(variant)
         self.exact.setdefault((skeleton, sizes_of(leaves)), []).append(variant)
 
-    def _check_count(self, leaves: Sequence[Any], variant: Variant[T]) -> None:
-        known = {v.digest for variants in self.known.values() for v in variants}
-        is_new = variant.digest is None or variant.digest not in known
-        if is_new and self.count >= self.most:
+    def _digests(self) -> set[str | None]:
+        return {v.digest for variants in self.known.values() for v in variants}
+
+    def _check_count(self, leaves: Sequence[Any]) -> None:
+        if self.count >= self.most:
             raise StaticError(
                 f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which takes it",
                 "recording takes time: a model has at most Strategy(max_programs=…) programs",
-                "batches padded to few shapes, or Strategy(max_programs=N) with a larger N",
+                "pad batches to few shapes, or use Strategy(max_programs=N) with a larger N",
             )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from meshwright.tensor import DistTensor, map_leaves, whole
 
 from ._dynamic import BatchSize, DynamicSizes, Fits, sizes_hold
 from ._errors import SideEffectError
-from ._folded import computed, folded
+from ._folded import constant_values, folded
 from ._interception import check_hooks
 from ._late_writes import check_late_writes
 from ._meaning import meaning_or_none
@@ -64,7 +64,7 @@ class Capture:
     checksum: str | None = None
     """Of the first pass and the code that ran in it; None where one pass was enough."""
     recording: Recording | None = field(repr=False, default=None)
-    """Tells which value a tensor of the pass has; None once it is over."""
+    """The recording of the pass, which knows the value of each tensor; None after the last pass."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -130,9 +130,9 @@ def _checksum(program: Program, ran: Executed) -> str | None:
 
 
 def _same(first: Capture, second: Capture) -> bool:
-    """True when the programs have the same text and constants of the same numbers, once constants are computed.
+    """True if the programs have the same text, and constants of the same numbers, before or after constant folding.
 
-    What the first pass keeps, such as a table, is an attribute or a new buffer for the second one.
+    Folding is needed if the first pass keeps a table, which is a constant or a new buffer for the second pass.
     """
     one, other = first.program, second.program
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
@@ -147,11 +147,11 @@ def buffers_of(captured: Capture) -> dict[str, Tensor]:
 
 
 def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return whole tensors for those that Python keeps of a pass; None if they depend on parameters or the batch."""
+    """Return real tensors for fake ones that Python keeps; None if one depends on parameters or the batch."""
     recording = first.recording
     assert recording is not None
     values = [recording.value_of(x) for x in kept]
-    known = computed(first.program, buffers_of(first))
+    known = constant_values(first.program, buffers_of(first))
     return [whole(known[v]) for v in values] if all(v in known for v in values) else None
 
 

@@ -71,12 +71,12 @@ class Cell:
 
     @property
     def root(self) -> Cell:
-        """The cell of the tensor that this one is a view of, or of a view of; the cell itself without a view."""
+        """The cell of the tensor at the end of the chain of views; the cell itself if it is no view."""
         return self if self.view is None else self.view.base.root
 
     @property
     def is_detached(self) -> bool:
-        """True for a view that gradients do not go through, and for views of it."""
+        """True for a view that passes on no gradients, and for views of such a view."""
         return self.view is not None and (self.view.detaches or self.view.base.is_detached)
 
     def read(self, emit: Emit) -> Value:

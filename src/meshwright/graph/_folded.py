@@ -1,8 +1,8 @@
-"""Programs in which everything is computed that is made of constants alone: for the comparison of two passes.
+"""Constant folding, which compares two passes of one call: every value that depends on constants alone is computed.
 
 A forward pass may fill a cache the first time, such as a table of angles by the length of a sequence. The first pass
-makes the table by operators, and in the second one it is a constant. Folded, both are the same program. Buffers that
-the program does not write count as constants.
+computes the table by operators, and for the second pass the table is a constant. After folding, both programs are the
+same. Buffers that the program does not write count as constants.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Folded:
 def folded(program: Program, buffers: Mapping[str, Tensor]) -> Folded:
     """Return the program with its constant values computed; `buffers` are those of the model by name.
 
-    Raises what an operator raises that cannot be computed now.
+    Raises the error of an operator that cannot run now.
     """
-    known = computed(program, buffers)
+    known = constant_values(program, buffers)
     left = [node for node in program.nodes if not node.outs or any(v not in known for v in node.outs)]
     nodes = _needed(left, program)
     read = dict.fromkeys(v for v in _read(nodes, program) if v in known)
@@ -49,8 +49,8 @@ def folded(program: Program, buffers: Mapping[str, Tensor]) -> Folded:
     return Folded(numbered(_renamed(bare).text(where=True)), constants)
 
 
-def computed(program: Program, buffers: Mapping[str, Tensor]) -> dict[Value, Any]:
-    """Return the values that are made of constants and buffers alone."""
+def constant_values(program: Program, buffers: Mapping[str, Tensor]) -> dict[Value, Any]:
+    """Return the values that depend on constants and unwritten buffers alone, with their tensors or numbers."""
     known = _constants(program, buffers)
     with torch.no_grad():
         for node in program.nodes:

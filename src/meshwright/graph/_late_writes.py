@@ -1,12 +1,12 @@
 """Writes through `.data` to a tensor that an earlier operator saved for its backward pass.
 
-On one device such a backward pass reads what was written. A program keeps the value that the operator saw, so its
-gradients would be others.
+On one device, such a backward pass reads the new numbers. A program keeps the value that the operator read, so its
+gradients would differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ._effects import is_view
@@ -17,7 +17,7 @@ from ._program import Program
 
 @dataclass(frozen=True, slots=True)
 class DetachedWrite:
-    """A write past autograd: the value before it, how many nodes came before it, and the user's line."""
+    """A write that autograd does not see: the value before it, the number of nodes before it, and the user's line."""
 
     before: Value
     nodes: int
@@ -25,15 +25,15 @@ class DetachedWrite:
 
 
 def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None:
-    """Raise CaptureError for a write after which a backward pass would read another value than the operator saw."""
+    """Raise CaptureError for a write that would change what a backward pass in eager mode reads."""
     for write in writes:
         node = _reader(program, write)
         if node is not None:
             raise CaptureError(
                 f"to capture {write.where or 'the forward pass'}",
                 f"a write through .data or detach() to a tensor that {node.op} at {node.origin.where} reads",
-                f"the backward pass of {node.op} would read what was written, and a program keeps what it saw",
-                "the write before the operator, or after the backward pass (between steps)",
+                f"in eager mode the backward pass of {node.op} reads the new numbers, and a program keeps the old ones",
+                "write before the operator, or after the backward pass (between steps)",
             )  # fmt: skip
 
 
@@ -45,10 +45,14 @@ def _reader(program: Program, write: DetachedWrite) -> Node | None:
         if live.isdisjoint(node.outs):
             continue
         read = program.reads_back[node]
-        values = [v for v in node.ins if v.is_tensor]
-        if any(values[at] in shown for at in read.ins if at < len(values)):
+        if not shown.isdisjoint([*_at(node.ins, read.ins), *_at(node.outs, read.outs)]):
             return node
     return None
+
+
+def _at(values: Sequence[Value], places: Collection[int]) -> list[Value]:
+    """Return the tensors at these places among the tensors, each of which counts once."""
+    return [v for at, v in enumerate(dict.fromkeys(v for v in values if v.is_tensor)) if at in places]
 
 
 def _views(nodes: Sequence[Node], value: Value) -> set[Value]:
@@ -61,7 +65,7 @@ def _views(nodes: Sequence[Node], value: Value) -> set[Value]:
 
 
 def _with_gradients(program: Program) -> set[Value]:
-    """Return the values that a gradient comes to from the results."""
+    """Return the values that get a gradient from the results."""
     live = program.trained & set(program.results)
     found = set(live)
     for node in reversed(program.nodes):

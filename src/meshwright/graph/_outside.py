@@ -43,8 +43,8 @@ class Outside:
     def lifted(self, x: Tensor) -> Tensor:
         """Return a copy of a tensor that Python made of numbers: a write must not change the program's constant."""
         copy = x.clone()
-        if not x.untyped_storage().resizable():
-            self._arrays[memory_of(copy)] = copy  # kept, so that no other tensor gets its memory
+        if not x.untyped_storage().resizable():  # its memory belongs to an array of NumPy
+            self._arrays[memory_of(copy)] = copy  # kept alive, so that no other tensor gets its memory
         return copy
 
     def note(self, written: Mapping[Place, Tensor], inside: Callable[[Tensor], bool]) -> None:
@@ -56,7 +56,7 @@ class Outside:
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", "a write to a tensor in memory of a NumPy array",
                 "a program does not know whether the array is made anew in each call, and would not change it",
-                "torch.tensor(array), which is a copy, or a tensor that is made outside of forward() and the loss",
+                "copy the array with torch.tensor(array), or make the tensor outside of forward() and the loss",
             )  # fmt: skip
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
 

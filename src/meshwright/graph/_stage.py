@@ -210,7 +210,7 @@ class Stage:
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", "an assignment x.data = y",
                 "x would look at the memory of y from then on, and a program keeps the memory of its tensors",
-                "x.copy_(y), under torch.no_grad() for a parameter",
+                "write x.copy_(y), under torch.no_grad() if x is a parameter",
             )  # fmt: skip
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
         behind = [self.recording.constants_behind(v) for v in values]
@@ -226,7 +226,7 @@ class Stage:
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
         """A call that is recorded as one node; `shown` gives what it returns, of whole tensors.
 
-        Calls that it makes itself, as of a user's function inside another one, are part of the node.
+        Calls inside it, such as a user's function that another one calls, are part of the node.
         """
         if self.in_node:
             return shown()

@@ -43,7 +43,7 @@ def describe(
     """The call `op(*args, **kwargs)` by its rule, or by an alternative of that; None when there is no rule for it.
 
     Arguments are global: tensors may be on the meta device, only their shapes and dtypes are looked at.
-    With `ones`, dims of size one have factors, too.
+    With `ones`, dims of size one have factors, too, unless they are broadcast.
     Raises RuleError when shapes do not fit, which an operator that runs would not have accepted either.
     """
     rule = alternative or find_rule(op, args, kwargs)

@@ -191,7 +191,7 @@ def _literal(name: str) -> int | None:
 def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int], ones: bool) -> tuple[int, ...]:
     """Return the numbers of the factors of one dim.
 
-    A dim of size one that is broadcast has none, and neither has any other dim of size one without `ones`.
+    A dim of size one that is broadcast has no factors. Without `ones`, no dim of size one has any.
     """
     numbers = tuple(names[n] for n in term.names)
     if len(numbers) == 1:

@@ -270,7 +270,7 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
 
 
 def _one_piece(at: int) -> Form:
-    """Return the form of a call that makes one piece of the whole tensor: its length is not that of the local part."""
+    """Return the form of a call whose only piece is the whole tensor: it splits by the length of the local part."""
     return lambda call, x, *args, **kwargs: x.split(max(x.shape[at], 1), at)
 
 

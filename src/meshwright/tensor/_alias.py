@@ -175,7 +175,7 @@ def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
     views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
     if views or inner:
-        with no_interception(), torch.enable_grad():  # torch forbids writes to the base of a view of a `no_grad` block
+        with no_interception(), torch.enable_grad():  # torch forbids writes to a view made under `no_grad`
             old: Any = stamp(x.view_as(x), x._spec)
         if isinstance(x, DistView):
             _stand_in(old, x)
@@ -193,7 +193,7 @@ def leave_memory(x: DistTensor) -> None:
 
 
 def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
-    """Make `x` the view that `view` is of `x`; `swap` exchanges both, so that `view` becomes the base."""
+    """Exchange `x` with its view `view`: `view` becomes the base, and `x` the view. `swap` exchanges the objects."""
     _forget(view)
     others = _noted(x, _VIEWS)
     moved: Any = x
@@ -371,7 +371,7 @@ def _refresh(view: DistView) -> None:
 
 
 class _Reread(threading.local):
-    """True once a view of this rank that has a gradient history was read again."""
+    """A note for each rank: True once a view with a gradient history was read again. Simulated ranks are threads."""
 
     with_history = False
 
@@ -380,7 +380,7 @@ _reread = _Reread()
 
 
 def any_reread_with_history() -> bool:
-    """True if a view of this rank that has a gradient history was read again: the copy goes backward only once."""
+    """True if a view with a gradient history was read again on this rank: autograd goes through that copy only once."""
     return _reread.with_history
 
 
@@ -400,7 +400,7 @@ def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
     with no_interception():
         if wants_grad(source.base):
             return torch.inference_mode(False)
-        is_own_leaf = wants_grad(view) and is_leaf(view)  # by `view.requires_grad_()`: the base gives it no history
+        is_own_leaf = wants_grad(view) and is_leaf(view)  # made by `view.requires_grad_()`: the base has no history
     return torch.no_grad() if is_own_leaf else nullcontext()
 
 

@@ -65,7 +65,7 @@ def _view_of(grad: Tensor, local: Tensor, spec: Spec) -> Tensor:
 
 
 def has_assigned(x: Tensor) -> bool:
-    """True if the gradient of `x` may be an assigned one that is a copy."""
+    """True if the gradient of `x` may be a view of a tensor that was assigned to `x.grad`."""
     return id(x) in _state.leaves
 
 

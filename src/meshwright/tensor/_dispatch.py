@@ -32,7 +32,7 @@ from ._context import context
 from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, floats_in
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
-from ._functions import may_be_parts
+from ._functions import plain_may_be_part
 from ._law import Law
 from ._lists import is_of_lists, plan_lists
 from ._makers import check_maker
@@ -272,7 +272,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
     """Inside a backward pass a plain tensor may be this rank's part of a gradient: refuse rather than guess."""
-    if not may_be_parts():
+    if not plain_may_be_part():
         return
     for t in tensors:
         if isinstance(t, DistTensor):

@@ -47,7 +47,7 @@ _OPERATING = "torch.distributions."
 
 
 class _Running(threading.local):
-    """The backward passes, by the engine's numbers, in which users' functions are given whole tensors."""
+    """Numbers of the backward passes, as autograd's engine counts them, in which users' functions get whole tensors."""
 
     def __init__(self) -> None:
         self.passes: list[int] = []
@@ -56,11 +56,11 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def may_be_parts() -> bool:
+def plain_may_be_part() -> bool:
     """True inside a backward pass, where a plain tensor may be this rank's part of a gradient.
 
-    The backward pass of a user's function that kept distributed tensors alone has no parts: a plain tensor that it
-    makes is whole, as in a forward pass.
+    The backward pass of a user's function has no parts if the function was given and saved only distributed tensors.
+    A plain tensor that such a backward pass makes is whole, as in a forward pass.
     """
     now = backward_running()
     return now != -1 and now not in _running.passes
@@ -68,7 +68,7 @@ def may_be_parts() -> bool:
 
 @contextmanager
 def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
-    """Note that the running backward pass is in a user's function, if that is given no plain tensor."""
+    """Note that a user's function runs in this backward pass, if it has no plain tensor; see `plain_may_be_part`."""
     _running.passes.append(-1 if _has_plain(ctx, grads) else backward_running())
     try:
         yield
@@ -159,7 +159,7 @@ def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
 
 def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]:
     """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
-    if may_be_parts():
+    if plain_may_be_part():
         return _specs(saved)
     like = next(x._spec for x in args if isinstance(x, DistTensor))
     given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
@@ -174,7 +174,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
-    """True if the function is given a plain gradient, or kept a plain tensor that was no argument."""
+    """True if the function gets a plain gradient, or kept a plain tensor that was no argument of its forward pass."""
     held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
     plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
     return plain or ctx.meshwright_saves_plain

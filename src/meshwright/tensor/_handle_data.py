@@ -162,14 +162,14 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
 
 
 def _gradient_of(x: DistTensor) -> Tensor | None:
-    """Return `x.grad`, which from now on has its own spec, whatever becomes of `x`; None for a computed tensor."""
+    """Return `x.grad`, or None for a computed tensor. After this read, the gradient has a spec of its own."""
     return x.grad if x.is_leaf else None
 
 
 def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
     """Return the spec of `x` after it takes over data with the spec `have`."""
     if have.shape != x._spec.shape or have.dtype != x._spec.dtype:
-        flush()  # a gradient of the old shape and dtype could not be added later
+        flush()  # a pending gradient of the old shape or dtype cannot be added later
     if have.shape == x._spec.shape:
         return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
     with no_interception():
@@ -307,7 +307,7 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not x._away and _real_axes(new._spec) != _real_axes(x._spec):
         return _moved_into(x, new, name)
-    _gradient_of(x)
+    _gradient_of(x)  # only for the spec of the gradient
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
     if x._away:
         pass
@@ -353,7 +353,7 @@ _ATEN: Any = torch.ops.aten
     *(Tensor.resolve_neg, torch.resolve_neg, _ATEN.resolve_neg.default),
 )
 def _resolve(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Return a copy if the conj or neg bit is set, else the tensor itself; only the local part has such bits."""
+    """Return a copy if the conj or neg bit of the local part is set, otherwise the tensor itself."""
     x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
     with no_interception():
         out = func(x)
@@ -370,9 +370,9 @@ def _real_axes(spec: Spec) -> set[str]:
 
 
 def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
-    """Add up pending gradients before `torch.utils.swap_tensors`: they are kept by the Python object of their leaf.
+    """Add up pending gradients before `torch.utils.swap_tensors`, because each belongs to the Python object of a leaf.
 
-    Raises OperationError for a view that is a copy, because its base refers to the Python object.
+    Raises OperationError for a view that has memory of its own, because its base refers to the Python object.
     """
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, DistTensor)]
     if found:
@@ -418,7 +418,7 @@ def _check_movable(x: DistTensor, name: str) -> None:
     if is_view:
         raise OperationError(
             name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",
-            f"x = x.{name[:-1]}(...), which makes a new tensor",
+            f"write x = x.{name[:-1]}(...), which makes a new tensor",
         )  # fmt: skip
     if is_graded_leaf and (torch.is_grad_enabled() or has_grad):
         raise OperationError(
@@ -429,7 +429,7 @@ def _check_movable(x: DistTensor, name: str) -> None:
 
 
 def _is_shared_anywhere(x: DistTensor) -> bool:
-    """Return True if another tensor uses the memory of `x` on some rank of its mesh; all of these make the call."""
+    """True if another tensor uses the memory of `x` on some rank of its mesh; all ranks of the mesh make the call."""
     mesh = x._spec.mesh
     with no_interception():
         here = torch.tensor([float(tensors_on_storage(x) > 1)], device=x.device)
@@ -439,13 +439,13 @@ def _is_shared_anywhere(x: DistTensor) -> bool:
 
 
 def _swap(x: DistTensor, new: Tensor, name: str) -> None:
-    """Exchange all but the identity of two tensors."""
+    """Exchange all but the identity of two tensors. Raises OperationError if other objects refer to one of them."""
     try:
-        with no_interception():  # a view may be exchanged here
+        with no_interception():  # so that `_swapped` does not refuse a view
             swap_tensors(x, new)
     except RuntimeError as error:
         raise OperationError(
             name, f"{x._spec!r}, which other tensors or the autograd graph refer to",
             "the parts have to move, and the others would keep the memory that they share",
-            f"x = x.{name[:-1]}(...), which makes a new tensor",
+            f"write x = x.{name[:-1]}(...), which makes a new tensor",
         ) from error  # fmt: skip

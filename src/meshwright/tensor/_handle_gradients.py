@@ -111,14 +111,17 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
 
 
 def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
-    """Run the engine; raises OperationError for a second pass through the copy of a view, where one device has none."""
+    """Run autograd's engine.
+
+    Raises OperationError for a second pass, if views were read again: one device allows it through such a view.
+    """
     try:
         return run_backward(*args, **how)
     except RuntimeError as error:
         if any_reread_with_history() and "backward through the graph a second time" in str(error):
             raise OperationError(
-                "a second backward pass", "a view whose base was written to, and which was read again",
-                "the view has memory of its own on this rank, and the copy that read it again goes backward once",
+                "a second backward pass", "a graph whose saved values are freed",
+                "the first pass freed them; a view that was read again after a write to its base belongs to that graph",
                 "pass retain_graph=True to the first backward pass, or make the view again after the write",
             ) from error  # fmt: skip
         raise

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import init
 
 from ._capture import autocast_dtype
+from ._local import is_empty
 from ._random import LIKE, dropout, dropout_arguments, fill_random, like_random
 from ._registry import handles
 
@@ -57,7 +58,7 @@ def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
     refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
-    if not train or not 0 < p < 1 or refused or not x.numel():
+    if not train or not 0 < p < 1 or refused or is_empty(x):
         return NotImplemented
     ones = [1] * (x.dim() - channels)
     mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)

@@ -41,6 +41,11 @@ def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     return out
 
 
+def is_empty(x: Tensor) -> bool:
+    """True if the whole tensor has no elements; a symbolic size is at least two."""
+    return any(type(n) is int and n == 0 for n in x.shape)
+
+
 def whole_spec(spec: Spec) -> Spec:
     """The spec of the same tensor when every rank holds it whole."""
     return spec.with_layout(replicated(spec.ndim))

@@ -2,7 +2,8 @@
 
 Tensors are compared by the bytes of their elements, so that two parts of one flat buffer are apart. Only tensors whose
 ranges of bytes overlap are compared by elements: each marks its elements in a map of their common range.
-The cost is O(n log n) for n tensors, and one unit of the map for each run of bytes that all the tensors have whole.
+The cost is O(n log n) for n tensors, plus the size of the maps. One unit of a map is the largest number of bytes that
+divides all runs, strides and offsets of its tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 from .torch_hooks import FakeTensor, is_dense, no_interception
 
 MOST_UNITS = 2**27
-"""The largest map of a common range, of 8 bytes a unit; tensors of larger ranges count as sharing elements."""
+"""The largest map in units, each of 8 bytes; tensors that need a larger map count as sharing elements."""
 
 
 class _Memory(NamedTuple):
-    """The bytes of a tensor's elements, in the order in which memories are sorted, and what reads them."""
+    """The bytes of a tensor's elements; the fields are in sort order."""
 
     device: str
     start: int
@@ -30,12 +31,13 @@ class _Memory(NamedTuple):
     dims: tuple[tuple[int, int], ...]
     """Size and stride in bytes of each dim; the stride is 0 for a dim of size 1."""
     kind: tuple[Any, ...]
+    """The dtype, and the conj and neg bits: tensors of different kinds read the same bytes as different numbers."""
     item: int
     """Bytes of an element."""
 
     @property
     def runs(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the bytes of the longest runs without gaps, and the dims along which the runs are repeated."""
+        """Bytes of the longest run without gaps, and the sizes and strides of the dims that repeat the run."""
         run, left = self.item, sorted((dim for dim in self.dims if dim[1]), key=lambda dim: dim[1])
         while left and left[0][1] == run:
             run *= left.pop(0)[0]
@@ -45,8 +47,8 @@ class _Memory(NamedTuple):
 def shared_memory(tensors: Sequence[Tensor], count: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Return the groups of tensors with the very same elements, and the pairs that share elements otherwise.
 
-    Tensors are given by number. Groups and pairs without one of the first `count` tensors are left out. Of the pairs
-    between two groups one is returned. A distributed tensor is compared by this rank's part, and a tensor without
+    The result holds numbers of tensors. Groups and pairs without one of the first `count` tensors are left out. There
+    is at most one pair between two groups. A distributed tensor is compared by this rank's part, and a tensor without
     memory of its own, as on the meta device, shares none.
     """
     found: dict[_Memory, list[int]] = {}
@@ -61,7 +63,7 @@ def shared_memory(tensors: Sequence[Tensor], count: int) -> tuple[list[list[int]
 
 
 def _memory(x: Tensor) -> _Memory | None:
-    """Return the memory of a local tensor, None if it has none."""
+    """Return the memory of a local tensor, or None if it has no elements in memory."""
     if isinstance(x, FakeTensor) or x.is_meta or not is_dense(x) or not x.numel():
         return None
     storage: Any = x.untyped_storage()
@@ -74,7 +76,7 @@ def _memory(x: Tensor) -> _Memory | None:
 
 
 def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_Memory, int]]]:
-    """Yield the sorted memories whose ranges of bytes overlap, two or more at a time."""
+    """Yield clusters of two or more sorted memories whose ranges of bytes overlap."""
     for _, on_device in groupby(memories, key=lambda pair: pair[0].device):
         cluster, end = list[tuple[_Memory, int]](), 0
         for memory, at in on_device:
@@ -89,12 +91,12 @@ def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_M
 
 
 def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple[int, int]]:
-    """Yield one pair for each tensor that has an element of an earlier one; the first `count` tensors come first."""
+    """Yield one pair for each tensor that shares an element with an earlier one, which is among the first `count`."""
     first, end = cluster[0][0].start, max(memory.end for memory, _ in cluster)
     units = [run for memory, _ in cluster for run in (memory.start - first, *_steps(memory))]
     unit = gcd(*units)
     if (end - first) // unit > MOST_UNITS:
-        numbers = sorted(at for _, at in cluster)  # taken for shared, without a look at the elements
+        numbers = sorted(at for _, at in cluster)  # count as shared, without a comparison of elements
         yield from (pair for pair in pairwise(numbers) if pair[0] < count)
         return
     owners = torch.full(((end - first) // unit,), -1)
@@ -111,5 +113,6 @@ def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple
 
 
 def _steps(memory: _Memory) -> list[int]:
+    """Return the bytes of a run, and the strides of the dims that repeat it."""
     run, dims = memory.runs
     return [run, *(step for _, step in dims)]

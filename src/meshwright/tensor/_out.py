@@ -102,8 +102,7 @@ def _resize(target: Tensor, result: Tensor) -> None:
     if target.numel():
         warnings.warn(
             f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not "
-            f"match the required output shape {list(result.shape)}. Pass an output without elements, or "
-            "of this shape",
+            f"match the required output shape {list(result.shape)}. Pass an output without elements, or of this shape",
             stacklevel=4,
         )
     target.resize_(result.shape)

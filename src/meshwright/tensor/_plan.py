@@ -136,7 +136,7 @@ def plan_node(
 
 
 def _shards_one(spec: Spec) -> bool:
-    """True if a dim of size 1 is sharded. Operators gather such a dim, except those whose results are views."""
+    """True if a dim of size 1 is sharded. Operators gather such a dim, unless their results are views."""
     return any(dim and isinstance(n, int) and n == 1 for n, dim in zip(spec.shape, spec.layout.dims, strict=True))  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic
 
 
@@ -423,7 +423,8 @@ def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool
 def returns_arguments(captured: Captured, args: Any, kwargs: Any) -> bool:
     """True if the call only returns some of its arguments, as `x.float()` of a float32 tensor does.
 
-    A meta tensor tells nothing about devices: the call may name none, and all its tensors have to be on one.
+    Meta tensors do not show a copy to another device. So the answer is False if an argument may name a device, or if
+    the tensors are on several devices.
     """
     known, results = {id(t) for t in captured.inputs}, [id(r) for r in tensors_in(captured.out)]
     if not results or not known.issuperset(results) or any(is_written(node.op) for node in captured.nodes):

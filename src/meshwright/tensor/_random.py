@@ -25,7 +25,7 @@ from ._convert import arranged, convert_local
 from ._counter import DISTRIBUTIONS, Counted, draw_bits, is_counted
 from ._dist_tensor import DistTensor, local_rank, stamp
 from ._errors import RandomSourceError
-from ._local import spec_of_whole
+from ._local import is_empty, spec_of_whole
 from ._marks import as_one
 from ._per_rank import PerRank
 from .torch_hooks import no_interception
@@ -174,7 +174,7 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
-    if not train or p == 0 or not x.numel():
+    if not train or p == 0 or is_empty(x):
         return x
     if inplace:
         return x.copy_(dropout(func, types, (x, p), {}))

@@ -45,7 +45,7 @@ def _may_require_grad(view: DistView) -> bool:
 
 
 def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
-    """True also for a view whose base requires grad, even if the view was made before, or under `torch.no_grad`."""
+    """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
     if own(view):
         return True
     return interception_on() and _may_require_grad(view) and view._outer._source.base.requires_grad

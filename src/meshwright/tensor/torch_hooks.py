@@ -248,10 +248,10 @@ is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_leg
 
 
 def keep_bits(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return `run(x)`, of a function that only moves or copies elements, with the conj and neg bits of `x`.
+    """Return `run(x)` with the conj and neg bits of `x`, for a function that only moves or copies elements.
 
-    With its conj bit set, a tensor reads the conjugates of what its memory holds; `x.conj()` sets this bit and copies
-    nothing. The function gets a tensor without such bits. Call it with interception off.
+    A tensor with its conj bit set reads the conjugates of the numbers in its memory; `x.conj()` sets this bit and does
+    not copy. `run` gets a tensor without such bits. Call `keep_bits` with interception off.
     """
     is_conj, is_neg = x.is_conj(), x.is_neg()
     if not (is_conj or is_neg):

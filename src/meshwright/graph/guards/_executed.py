@@ -124,7 +124,7 @@ _CLOCK = frozenset({*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "now", "utcno
 _FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "read_bytes", "readlink"})
 _SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
 _MEMORIES = frozenset({"frombuffer", "_from_dlpack"})
-"""Functions of torch that give a tensor in memory of others, and no operator that a program could record."""
+"""Functions of torch that return a tensor in memory of another object, and call no operator that can be recorded."""
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
 _WATCHED = _CLOCK | _FILES | _SEEDS | _MEMORIES | _NUMBERS
 _BETWEEN = (
@@ -135,7 +135,7 @@ _BETWEEN = (
 
 
 def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
-    """Note a call of a function in C that reads numbers of a tensor, the clock, a file, a seed or others' memory."""
+    """Note a call of a function in C that reads numbers of a tensor, a clock, a file, a seed or foreign memory."""
     name, owner = function.__name__, getattr(function, "__self__", None)
     if isinstance(owner, Tensor):
         if name in _NUMBERS and type(owner) is Tensor:

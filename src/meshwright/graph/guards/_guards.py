@@ -112,10 +112,11 @@ class _Restored:
 
 @dataclass(frozen=True, slots=True)
 class Passes(Generic[T]):
-    """What `steady` asks about the passes of a call.
+    """Functions by which `steady` compares the passes of a call.
 
-    `alike` compares two passes. `known` is True if an earlier call of the same code gave the same, twice. `numbers_of`
-    returns real tensors for the fake ones that Python keeps of a pass, or None if these have no numbers.
+    `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
+    the same as this pass. `numbers_of` returns real tensors for the fake ones that Python keeps of a pass, or None if
+    these have no numbers.
     """
 
     alike: Callable[[T, T], bool]
@@ -126,9 +127,9 @@ class Passes(Generic[T]):
 def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], asked: str) -> tuple[T, Executed]:
     """Return `run()`, and the code that ran, after making sure that every further call would do the same.
 
-    What the first call alone changes may stay: then the second call is returned. There is none if the first one changed
-    nothing that the roots hold, and is known. Raises SideEffectError, after putting everything back, for a call that
-    changes something each time, or if the first two are not alike.
+    A change that only the first call makes may stay; then the result of a second call is returned. There is no second
+    call if the first one is known and changed nothing that the roots hold. Raises SideEffectError, after putting
+    everything back, if a call changes something each time, or if the first two calls are not alike.
     """
     before = _Restored(roots)
     try:
@@ -154,7 +155,7 @@ def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], as
 
 
 def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, passes: Passes[T], asked: str) -> Guards:
-    """Return the guards after the first pass; real tensors take the place of the fake ones that it kept.
+    """Replace fake tensors that Python keeps of the first pass by real ones; return the guards after it.
 
     Raises SideEffectError for a kept tensor without numbers.
     """
@@ -224,9 +225,9 @@ def _check_real(guards: Guards, asked: str) -> None:
                 raise side_effect(asked, f"{slot.label}{key}", "another", "a tensor without numbers", _KEPT)
 
 
-_DRAWN = "random operators of torch, a tensor of the batch, or Strategy(full_graph=False), which runs this in Python"
-_KEPT = "a table that is computed in __init__ or anew in each call, or a buffer that tensor operations write to"
-_BUFFER = "a buffer (register_buffer) that is changed by tensor operations"
+_DRAWN = "use torch's random operators, a tensor of the batch, or Strategy(full_graph=False), which runs this in Python"
+_KEPT = "compute the table in __init__ or anew in each call, or write to a buffer by tensor operations"
+_BUFFER = "use a buffer (register_buffer), and change it by tensor operations"
 
 
 def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFFER) -> SideEffectError:

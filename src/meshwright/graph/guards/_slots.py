@@ -47,7 +47,7 @@ class Slot(Protocol):
         ...
 
     def put(self, key: Any, value: Any) -> None:
-        """Put another value for this key into the place, if it can be written."""
+        """Set the value for this key in the place, if the place can be written to."""
         ...
 
 

@@ -38,7 +38,7 @@ class _StandIn:
 
 
 class _Replaced(TorchFunctionMode):
-    """Replaces parameters among arguments first: a fake gradient before them would take the call."""
+    """A mode that replaces parameters among arguments: otherwise a fake gradient before them handles the call."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, _StandIn) for kind in types):

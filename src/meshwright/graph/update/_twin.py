@@ -36,7 +36,7 @@ def stepped(twin: Optimizer) -> None:
         raise CaptureError(
             f"to record a step of {type(twin).__name__}", _told(error),
             "the step, or a hook of it, needs numbers of tensors in Python, or arguments that a program does not have",
-            "torch.where(condition, a, b) instead of `if` in a hook; another optimizer, or this one's capturable=True",
+            "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
         ) from error  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def _told(error: BaseException) -> str:
     """Return the first line of an error, with its type if the line alone says too little."""
     text = str(error).split("\n")[0]
     if isinstance(error, DataDependent):
-        return f"a decision in Python by the number of a tensor: {text}"
+        return f"a decision in Python that depends on a number in a tensor: {text}"
     return text if isinstance(error, (*DataDependent, TypeError)) else f"{type(error).__name__}: {text}"
 
 
