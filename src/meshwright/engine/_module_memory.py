@@ -49,8 +49,8 @@ def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
     """Keep shared memory shared while the body of the `with` statement lays `model` on a mesh.
 
     Raises SharedMemoryError before the body if two tensors share only some elements. After the body, tensors with the
-    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After any error, modules
-    with shared memory get back their former tensors and hooks.
+    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After any error, a model
+    with shared memory gets back its former tensors and hooks.
     """
     memory = ModuleMemory(model, asked)
     kept = _contents(model) if memory.is_shared else []
