@@ -160,7 +160,7 @@ class Builder:
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved.of_call(constants_of(captured)), digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured.ran
         how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
@@ -267,11 +267,10 @@ class Builder:
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
         sizes = sizes_of(list(leaves_in(batch)))
         digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
-        constants = [x for each in (captured, *others) for x in constants_of(each)]
         saved = self._saved(digest, batch)
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved.of_call(constants), digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured.ran
         self.recordings += 1
         with self.phases.phase("record"):
             found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
@@ -284,9 +283,15 @@ class Builder:
         check_stages(ready.program)
         return self._with_facts(ready, [captured, *others], digest), fits, captured.ran
 
+    def _constants(self, captured: Sequence[Capture]) -> list[Tensor]:
+        """Return the constants of the captured calls, then the optimizer's options that are tensors."""
+        groups = self.model.optimizer.param_groups if self.mode == "train" and self.model.optimizer else ()
+        options = [x for group in groups for x in group.values() if isinstance(x, Tensor)]
+        return [*(x for each in captured for x in constants_of(each)), *options]
+
     def _with_facts(self, ready: Compiled, captured: Sequence[Capture], digest: str | None) -> Compiled:
         """Return the compiled program with the checksums and constants of its captured calls."""
-        constants = [x for each in captured for x in constants_of(each)]
+        constants = self._constants(captured)
         return replace(
             ready,
             shared=is_shared(ready.program, constants, self._records_alike),

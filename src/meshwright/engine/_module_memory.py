@@ -49,7 +49,7 @@ def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
     """Keep shared memory shared while the body of the `with` statement lays `model` on a mesh.
 
     Raises SharedMemoryError before the body if two tensors share only some elements. After the body, tensors with the
-    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After any error, a model
+    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After an error, a model
     with shared memory gets back its former tensors and hooks.
     """
     memory = ModuleMemory(model, asked)
