@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.graph.guards import Passes, steady
+from meshwright.graph.guards import Comparison, steady
 
 
 def test_all_attributes_of_layers_are_put_back() -> None:
@@ -20,9 +20,9 @@ def test_all_attributes_of_layers_are_put_back() -> None:
         del layer["gone"]
         raise LookupError
 
-    passes: Passes[None] = Passes(lambda a, b: True, lambda found, ran: False, lambda found, kept: None)
+    how: Comparison[None] = Comparison(lambda a, b: True, lambda found, ran: False, lambda found, kept: None)
     with pytest.raises(LookupError):
-        steady({"model": model}, run, passes, "to capture the forward pass")
+        steady({"model": model}, run, how, "to capture the forward pass")
     assert (layer["state"], layer["gone"]) == (None, 1)
     assert "new" not in layer
     assert model[0].weight is weight

@@ -249,24 +249,12 @@ def test_tensors_without_memory_are_laid() -> None:
     mw.simulate(on_rank, 2)
 
 
-def test_unmarked_modules_keep_shared_memory_or_are_refused() -> None:
+def test_unmarked_modules_keep_shared_memory() -> None:
     losses, _ = steps(Tied, None)
 
     def on_rank() -> None:
-        torch.manual_seed(0)
-        net = Tied()
-        x, y = torch.randn(6, 4), torch.randn(6, 4)
-        optimizer, found = torch.optim.SGD(net.parameters(), 0.5), list[float]()
         with unmarked():
-            try:
-                for _ in range(3):
-                    loss = F.mse_loss(net(x), y)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    found.append(loss.item())
-            except mw.errors.SharedMemoryError:
-                return
+            found, _ = steps(Tied, None)
         assert found == pytest.approx(losses, rel=1e-4)
 
     mw.simulate(on_rank, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +17,9 @@ from ._errors import StaticError
 
 
 def lie_apart(held: Iterable[Any]) -> bool:
-    """False where two of the tensors overlap in memory."""
-    tensors = {id(x): x for x in held if isinstance(x, Tensor)}.values()
-    spans = sorted(_span(x) for x in tensors if x.numel() and x.untyped_storage().data_ptr())
-    return all(one[1] <= following[0] for one, following in pairwise(spans))
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in memory, and the first behind it."""
-    reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
+    """False if two of the tensors share elements."""
+    tensors = list({id(x): x for x in held if isinstance(x, Tensor)}.values())
+    return shared_memory(tensors, len(tensors)) == ([], [])
 
 
 def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collection[int]) -> None:

@@ -90,7 +90,7 @@ class Compiled:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
-    places: list[int] = field(default_factory=list[int])
+    addresses: list[int] = field(default_factory=list[int])
     """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
 
     def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
@@ -100,10 +100,10 @@ class Compiled:
         batch counts if the program writes to it.
         """
         held = list(self._held(given, leaves))
-        places = [x.data_ptr() for x in held if isinstance(x, Tensor)]
-        if places != self.places:
+        addresses = [x.data_ptr() for x in held if isinstance(x, Tensor)]
+        if addresses != self.addresses:
             check_apart(self.inputs, held, self.writes)
-            self.places = places
+            self.addresses = addresses
 
     def _held(self, given: Sequence[Any], leaves: Sequence[Any]) -> Iterator[Any]:
         """Yield the inputs; None for a tensor of the batch, or the caller's own tensor if the program writes any."""

@@ -30,7 +30,7 @@ from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
-from .guards import Executed, Passes, code_text, steady
+from .guards import Comparison, Executed, code_text, steady
 from .torch_hooks import FakeMode, ShapeEnv
 
 
@@ -116,7 +116,7 @@ def capture(
     def run() -> Capture:
         return _captured(module, call, batch, dynamic or {}, most)
 
-    found, ran = steady(roots, run, Passes(_same, known, _numbers_of), asked)
+    found, ran = steady(roots, run, Comparison(_same, known, _numbers_of), asked)
     ran.asked += found.asked
     ran.before_update()
     return replace(found, ran=ran, checksum=checksum, recording=None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._effects import is_needed, is_pure
-from ._node import Node, Value, map_values, name_of, tensor_dtype, values_in
+from ._node import Node, Value, bind_values, map_values, name_of, tensor_dtype, values_in
 from ._program import Input, Program
 from ._text import numbered
 from .torch_hooks import Operator
@@ -55,7 +55,7 @@ def constant_values(program: Program, buffers: Mapping[str, Tensor]) -> dict[Val
     with torch.no_grad():
         for node in program.nodes:
             if _is_constant(node, known):
-                _bind(node.out, _computed(node, known), known)
+                bind_values(node.out, _computed(node, known), known)
     return known
 
 
@@ -93,14 +93,6 @@ def _computed(node: Node, known: Mapping[Value, Any]) -> Any:
     args, kwargs = map_values(held, (tuple(node.args), dict(node.kwargs)))
     assert isinstance(node.op, Operator)
     return node.op(*args, **kwargs)
-
-
-def _bind(shown: Any, made: Any, known: dict[Value, Any]) -> None:
-    if isinstance(shown, Value):
-        known[shown] = made
-    elif isinstance(shown, (tuple, list)):
-        for item, value in zip(shown, made, strict=True):
-            _bind(item, value, known)
 
 
 def _needed(nodes: Sequence[Node], program: Program) -> list[Node]:

@@ -13,7 +13,7 @@ from meshwright.reshard import View
 from meshwright.tensor import map_tensors
 
 from ._infer import carried_shape
-from ._node import Carry, Node, Start, Value, Wait, map_values
+from ._node import Carry, Node, Start, Value, Wait, bind_values, map_values
 from ._program import Input, Program
 from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
@@ -34,7 +34,7 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
-                    _bind(node.out, _run(node, known, program.rank), known)
+                    bind_values(node.out, _run(node, known, program.rank), known)
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 
@@ -80,11 +80,3 @@ def _faked(node: Node, args: Any, kwargs: Any) -> Any:
     with imagining(FakeMode(shape_env=ShapeEnv())):
         out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue] - no step
     return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NOWHERE), out)
-
-
-def _bind(out: Any, found: Any, known: dict[Value, Any]) -> None:
-    if isinstance(out, Value):
-        known[out] = found
-    elif isinstance(out, (tuple, list)):
-        for item, x in zip(out, found, strict=True):
-            _bind(item, x, known)

@@ -228,6 +228,15 @@ def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
     return tree
 
 
+def bind_values(shown: Any, made: Any, known: dict[Value, Any]) -> None:
+    """Note in `known` what each value in the results of a node is, by results of the same form."""
+    if isinstance(shown, Value):
+        known[shown] = made
+    elif isinstance(shown, (tuple, list)):
+        for item, result in zip(shown, made, strict=True):
+            bind_values(item, result, known)
+
+
 def values_in(tree: Any) -> Iterator[Value]:
     """Every value in `tree`, in order."""
     if isinstance(tree, Value):

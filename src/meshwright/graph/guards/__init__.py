@@ -14,13 +14,13 @@ In reading order:
 
 from ._describe import class_text, code_text, described
 from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
-from ._guards import Guards, Passes, side_effect, steady
+from ._guards import Comparison, Guards, side_effect, steady
 from ._kinds import global_hooks
 from ._reach import OPTIMIZER, OWN, STEP_HOOKS
 from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
-    "OPTIMIZER", "OWN", "STEP_HOOKS", "Executed", "Guards", "Passes", "class_text", "code_text", "described",
+    "OPTIMIZER", "OWN", "STEP_HOOKS", "Comparison", "Executed", "Guards", "class_text", "code_text", "described",
     "executed_code", "global_hooks", "is_trusted", "is_trusted_call", "observed", "side_effect", "steady",
     "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip

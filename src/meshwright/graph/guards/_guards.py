@@ -111,7 +111,7 @@ class _Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes(Generic[T]):
+class Comparison(Generic[T]):
     """Functions by which `steady` compares the passes of a call.
 
     `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
@@ -124,7 +124,7 @@ class Passes(Generic[T]):
     numbers_of: Callable[[T, Sequence[Tensor]], Sequence[Tensor] | None]
 
 
-def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], asked: str) -> tuple[T, Executed]:
+def steady(roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str) -> tuple[T, Executed]:
     """Return `run()`, and the code that ran, after making sure that every further call would do the same.
 
     A change that only the first call makes may stay; then the result of a second call is returned. There is no second
@@ -141,11 +141,11 @@ def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], as
             Guards.of(roots, ran)
             _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
-        if not settled and (not any(writes(code) for code in ran.installed()) or passes.known(first, ran)):
+        if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
             return first, ran
-        between = _after_first(roots, ran, first, passes, asked)
+        between = _after_first(roots, ran, first, how, asked)
         second = _again(run, ran, between, before, settled, asked)
-        if settled and not passes.alike(first, second):
+        if settled and not how.alike(first, second):
             label, change = next(iter(settled.items()))
             raise side_effect(asked, label, *change)
     except BaseException:
@@ -154,7 +154,7 @@ def steady(roots: Mapping[str, Any], run: Callable[[], T], passes: Passes[T], as
     return second, ran
 
 
-def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, passes: Passes[T], asked: str) -> Guards:
+def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], asked: str) -> Guards:
     """Replace fake tensors that Python keeps of the first pass by real ones; return the guards after it.
 
     Raises SideEffectError for a kept tensor without numbers.
@@ -162,7 +162,7 @@ def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, passes: Pass
     found = Guards.of(roots, ran)
     places = [(slot, key, value) for slot in found.slots for key, value in slot.values() if _has_fakes(value)]
     kept = {id(x): x for _, _, value in places for x in _fakes_in(value)}
-    numbers = passes.numbers_of(first, list(kept.values())) if kept else None
+    numbers = how.numbers_of(first, list(kept.values())) if kept else None
     if numbers is not None:
         real = dict(zip(kept, numbers, strict=True))
         for slot, key, value in places:
