@@ -72,9 +72,9 @@ class Move:
         return x if self.is_relabel else self._converted(x)
 
     def _converted(self, x: Tensor) -> Tensor:
-        if isinstance(x, FakeTensor):
-            return current().convert(self.plan, x)
-        return keep_bits(partial(current().convert, self.plan), x)
+        if (x.is_conj() or x.is_neg()) and not isinstance(x, FakeTensor):
+            return keep_bits(partial(current().convert, self.plan), x)
+        return current().convert(self.plan, x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's part after the conversion of its part `x`; call it with interception off."""
