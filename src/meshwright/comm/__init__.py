@@ -17,6 +17,7 @@ from ._errors import (
     NoCarrierError,
 )
 from ._guard import Check
+from ._identity import identity, note_fact, when_compared
 from ._launch import launch
 from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
@@ -54,12 +55,15 @@ __all__ = [
     "Watch",
     "current",
     "first_rank_prints",
+    "identity",
     "init_process",
     "install",
     "installed",
     "joined",
     "launch",
+    "note_fact",
     "prefix_prints",
     "simulate",
     "use",
+    "when_compared",
 ]

@@ -23,7 +23,7 @@ from ._rendezvous import Place, listen
 from ._ring import RING, GoneError, Ring
 from .torch_hooks import Store
 
-_HEADER = struct.Struct("<IQQQQ")
+_HEADER = struct.Struct("<IQQQQQ")
 _HELLO = struct.Struct("<16scI64s")
 """The run's token, what for, the caller's rank, and the name of the memory for both."""
 _LINK, _QUESTION, _MESSAGES = b"L", b"?", b"M"
@@ -37,12 +37,13 @@ class Frame(NamedTuple):
     group: int
     number: int
     common: int
+    identity: int
     balance: int
     text: bytes
 
     def packed(self) -> bytes:
         """The frame as bytes."""
-        return _HEADER.pack(len(self.text), *self[:4]) + self.text
+        return _HEADER.pack(len(self.text), *self[:5]) + self.text
 
 
 class State(NamedTuple):
@@ -116,12 +117,12 @@ class _Link:
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
             return None
-        length, group, number, common, balance = _HEADER.unpack_from(self._rest)
+        length, group, number, common, what, balance = _HEADER.unpack_from(self._rest)
         end = _HEADER.size + length
         if len(self._rest) < end:
             return None
         text, self._rest = self._rest[_HEADER.size : end], self._rest[end:]
-        return Frame(group, number, common, balance, text)
+        return Frame(group, number, common, what, balance, text)
 
 
 class Links:

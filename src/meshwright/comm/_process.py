@@ -26,7 +26,9 @@ from ._call import Call, Group, Shape
 from ._carrier import Arrival, Carrier, Receive, check_message
 from ._current import install, installed
 from ._errors import CallError
+from ._facts import Facts
 from ._guard import Check, Guard
+from ._identity import calls_are_compared, identity
 from ._kept_memory import keep_memory
 from ._links import GoneError, Links
 from ._messages import Message, Messages
@@ -59,7 +61,7 @@ class ProcessCarrier(Carrier):
         self._opened: dict[tuple[str, Group], Transport] = {}
         self._side = Side()
         self._messages = Messages()
-        self._guard = Guard(place.rank, check, self._messages, self._side)
+        self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
         self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
@@ -77,8 +79,13 @@ class ProcessCarrier(Carrier):
         """A conversion on the side, in a thread of its own; on devices with streams it is done by the caller."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
-        plain = x.as_subclass(Tensor)
-        return self._side.begin(lambda: self.convert(way, plain))
+        plain, number, name = x.as_subclass(Tensor), identity.number, identity.name
+
+        def convert() -> Tensor:
+            identity.put(number, name)
+            return self.convert(way, plain)
+
+        return self._side.begin(convert)
 
     def close(self) -> None:
         """Say to the other ranks that this one has ended; called when the process exits."""
@@ -248,6 +255,8 @@ def init_process(
     carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
     install(carrier)
     atexit.register(carrier.close)
+    if place.size > 1 and check.every:
+        calls_are_compared()
     return carrier
 
 

@@ -21,7 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, OperationError, absent, flush, local_parts, parts_recorded, recording, stamp
+from meshwright.tensor import (
+    DistTensor,
+    OperationError,
+    absent,
+    count_step,
+    flush,
+    local_parts,
+    parts_recorded,
+    recording,
+    stamp,
+)
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -43,6 +53,7 @@ def own_hook(optimizer: Optimizer) -> int | None:
 
 def _meet(optimizer: Optimizer, *_: Any) -> None:
     """Before each step: what may make the step comes behind all other hooks, which may lay parameters anew."""
+    count_step(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         _check_plain(optimizer)
     if type(optimizer) in ELEMENTWISE and not parts_recorded():

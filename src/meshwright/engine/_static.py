@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.search import MeshPlan
-from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
+from meshwright.tensor import called_for, leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._builder import Builder, Compiled
 from ._errors import StaticError
@@ -64,6 +64,7 @@ class DistModel:
         self._roots = Roots(network, () if loss is None else (loss,), optimizer)
         self._marks: dict[str, str] = {}
         self._latest: Compiled | None = None
+        self._runs = 0
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
         scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
@@ -271,7 +272,9 @@ class DistModel:
 
     def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
         step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
-        with local_parts(), torch.no_grad(), step:
+        self._runs += 1
+        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs))
+        with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
             outputs, written = found.run(*given)

@@ -17,6 +17,7 @@ from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
+from ._identity import born, called_for, pass_number
 from ._local import spec_of_whole
 from ._makers import check_maker, mark_maker
 from ._marks import captured_whole
@@ -69,7 +70,7 @@ def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
         local = x.detach()
         local = convert_local(local, src, dst) if current().rank in mesh else local
         local = local.clone() if shares_storage(local, x) and isinstance(x, nn.Parameter) else local
-    out = present(plain_view(local), dst)
+    out = born(_present(plain_view(local), dst), x)
     with no_interception():
         out.requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
@@ -90,9 +91,10 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     is_parameter = isinstance(x, nn.Parameter)
     with no_interception():
         x.data = plain_view(new.detach())
+    out = absent(x, spec) if new._away else stamp(x, spec)
+    pass_number(new, out)
     if new._away:
-        return absent(x, spec)
-    out = stamp(x, spec)
+        return out
     mark_maker(out)
     if is_parameter:
         out._is_param = True
@@ -104,6 +106,10 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
 
     A rank outside the mesh holds no part. A part in another memory format than a new tensor has is copied.
     """
+    return born(_present(local, spec))
+
+
+def _present(local: Tensor, spec: Spec) -> DistTensor:
     spec = spec.new
     with no_interception():
         if current().rank in spec.mesh:
@@ -168,10 +174,13 @@ def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
     rank, mesh = current().rank, dst.mesh
     if rank not in x._spec.mesh and rank not in mesh:
         return make_absent([dst], [x])[0]
-    local = convert_local(x, x._spec, dst)
+    with called_for("reshard", [x]):
+        local = convert_local(x, x._spec, dst)
     with no_interception():
         out = local.view_as(local) if isinstance(local, DistTensor) else local
-    return stamp(out, dst) if rank in mesh else absent(out, dst)
+        found = stamp(out, dst) if rank in mesh else absent(out, dst)
+    pass_number(x, found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
