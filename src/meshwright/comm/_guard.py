@@ -109,7 +109,7 @@ def _named(call: Call, name: str) -> str:
 
 def _told(call: Call) -> str:
     """Return this rank's call, with the line of the user's code that made it."""
-    line, said = user_frame(), _named(call, identity.name)
+    line, said = user_frame(), _named(call, identity.what[1])
     return f"{said} at {line}" if line else said
 
 
@@ -168,7 +168,8 @@ class Guard:
         if self.check.every == 0:
             return
         number = self._numbers[call.group] = self._numbers.get(call.group, 0) + 1
-        mine = self._print_of(call, identity.name)._replace(identity=identity.number & _MASK)
+        what, name = identity.what
+        mine = self._print_of(call, name)._replace(identity=what & _MASK)
         if self.check.every > 1:
             mine = self._chained(call.group, mine)
         if number % self.check.every:

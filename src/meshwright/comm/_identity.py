@@ -15,14 +15,7 @@ from typing import ClassVar
 class Identity(threading.local):
     """What this thread's next calls are for: a number of 64 bits, and the name of an operator or a program."""
 
-    number: int = 0
-    name: str = ""
-    drawn: int = 0
-    """A number made of the random numbers that the call in progress drew; 0 if it drew none."""
-
-    def put(self, number: int, name: str = "") -> None:
-        """From now on the calls of this thread are for this."""
-        self.number, self.name = number, name
+    what: tuple[int, str] = (0, "")
 
 
 identity = Identity()

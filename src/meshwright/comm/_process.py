@@ -79,10 +79,10 @@ class ProcessCarrier(Carrier):
         """A conversion on the side, in a thread of its own; on devices with streams it is done by the caller."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
-        plain, number, name = x.as_subclass(Tensor), identity.number, identity.name
+        plain, what = x.as_subclass(Tensor), identity.what
 
         def convert() -> Tensor:
-            identity.put(number, name)
+            identity.what = what
             return self.convert(way, plain)
 
         return self._side.begin(convert)

@@ -83,7 +83,8 @@ def born(x: T, whole: Tensor | None = None) -> T:
 def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
     """Make the state of a generator, which all ranks have alike, part of the number of the call in progress."""
     if _Following.on:
-        identity.drawn = hash((identity.drawn, random_state(device, generator)))
+        number, name = identity.what
+        identity.what = hash((number, random_state(device, generator))), name
 
 
 def count_step(optimizer: Optimizer) -> None:
@@ -111,7 +112,7 @@ def pass_number(x: DistTensor, y: DistTensor) -> None:
 def keep_number(ctx: Any) -> None:
     """Keep in the context of an autograd function what its forward pass was for."""
     if _Following.on:
-        ctx.number, ctx.name = identity.number, identity.name
+        ctx.what = identity.what
 
 
 class called_for:
@@ -121,15 +122,15 @@ class called_for:
         self.name, self.tensors, self.numbers = name, tensors, numbers
 
     def __enter__(self) -> None:
-        self.before = identity.number, identity.name
+        self.before = identity.what
         if _Following.on:
             own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
             numbers = [getattr(x, "_number", 0) for x in self.tensors]
             label = _made.labels.get(numbers[0]) if numbers else None
-            identity.put(hash((own, *numbers)), f"{self.name} of {label}" if label else self.name)
+            identity.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
 
     def __exit__(self, *error: object) -> None:
-        identity.put(*self.before)
+        identity.what = self.before
 
 
 class called_back:
@@ -139,37 +140,40 @@ class called_back:
         self.ctx = ctx
 
     def __enter__(self) -> None:
-        self.before = identity.number, identity.name
+        self.before = identity.what
         if _Following.on:
-            identity.put(hash((self.ctx.number, self.before[0])), f"the gradient of {self.ctx.name}")
+            number, name = self.ctx.what
+            identity.what = hash((number, self.before[0])), f"the gradient of {name}"
 
     def __exit__(self, *error: object) -> None:
-        identity.put(*self.before)
+        identity.what = self.before
 
 
 def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
-    found = _functions.get(func)
-    if found is None:
-        found = _note(func)
-    parts = [found[0]]
-    _collect(args, parts)
-    if kwargs:
-        _collect(kwargs.values(), parts)
-    number, before, name = hash(tuple(parts)), identity.number, identity.name
-    identity.put(number, found[1])
+    known, name = _functions.get(func) or _note(func)
+    before = identity.what
+    if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
+        identity.what = hash((known, args[0]._number, args[1]._number)), name
+    else:
+        identity.what = _number_of(known, args, kwargs), name
     try:
         out = _carry_out(cls, func, types, args, kwargs)
     finally:
-        identity.put(before, name)
-    if identity.drawn:
-        number = hash((number, identity.drawn))
-        identity.drawn = identity.drawn if before else 0  # the call that this one is a part of has drawn it, too
-    if isinstance(out, DistTensor):
+        number, identity.what = identity.what[0], before  # which `note_drawing` may have changed
+    if type(out) is DistTensor:
         out._number = number
-    elif isinstance(out, (tuple, list)):
-        _number_all(cast("Sequence[Any]", out), number)
+    elif out is not None:
+        _number_all(out, number)
     return out
+
+
+def _number_of(known: int, args: Any, kwargs: Any) -> int:
+    parts: list[Any] = [known]
+    _collect(args, parts)
+    if kwargs:
+        _collect(kwargs.values(), parts)
+    return hash(tuple(parts))
 
 
 def _collect(values: Iterable[Any], parts: list[Any]) -> None:
@@ -186,10 +190,14 @@ def _collect(values: Iterable[Any], parts: list[Any]) -> None:
             parts.append(value._number)
 
 
-def _number_all(outs: Sequence[Any], number: int) -> None:
-    for at, out in enumerate(outs):
-        if isinstance(out, DistTensor):
-            out._number = hash((number, at))
+def _number_all(out: Any, number: int) -> None:
+    """Number a result: a tensor of a derived class, or several ones."""
+    if isinstance(out, DistTensor):
+        out._number = number
+    elif isinstance(out, (tuple, list)):
+        for at, each in enumerate(cast("Sequence[Any]", out)):
+            if isinstance(each, DistTensor):
+                each._number = hash((number, at))
 
 
 def _note(func: Any) -> tuple[int, str]:

@@ -102,10 +102,10 @@ def _is_watched(leaf: Any) -> bool:
 def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
     found = _state.waiting.get((id(leaf), spec))
     if found is None:
-        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), identity.number)
+        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), identity.what[0])
     else:
         found.terms = found.take() + grad
-        found.number = hash((found.number, identity.number))
+        found.number = hash((found.number, identity.what[0]))
 
 
 class deferring:  # entered in every step: a class is faster than a generator
