@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from benchmarks._fault_runs import Ended, Verdict, run_ranks
+from benchmarks._fault_runs import Ended, Verdict, mark_fault, run_ranks
 
 HIDDEN, BATCH, STEPS = 16, 8, 4
 RIGHT, DISAGREES = "no fault was told", "DisagreementError"
@@ -47,6 +47,7 @@ def train(folder: str, case: str) -> None:
         weight = [mw.Shard(1)] if tensor_parallel else [mw.Replicate()]
         layer.weight = mw.shard_tensor(layer.weight, mesh, weight)
         layer.bias = mw.shard_tensor(layer.bias, mesh, [mw.Replicate()])
+    mark_fault(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if "rate" in other else 0.1)
     torch.manual_seed(2 if "batch" in other else 0)
     data = mw.shard_tensor(torch.randn(BATCH, HIDDEN), mesh, [mw.Replicate() if tensor_parallel else mw.Shard(0)])
@@ -98,7 +99,7 @@ def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
     missed: list[str] = []
     times: list[float] = []
     for case in cases:
-        ended = run_ranks("benchmarks._faults_calls:train", 2, arguments=[case])
+        ended = run_ranks("benchmarks._faults_calls:train", 2, arguments=[case], limit=120.0)
         times += [e.seconds for e in ended]
         if not all(e.status != 0 and told(e) for e in ended):
             missed.append(case)
@@ -124,5 +125,5 @@ def other_settings() -> Verdict:
 ROWS: dict[int, Callable[[], Verdict]] = {15: another_plan, 16: skipped, 21: other_settings}
 
 if __name__ == "__main__":
-    for ended in run_ranks("benchmarks._faults_calls:train", 2, arguments=[sys.argv[1]]):
+    for ended in run_ranks("benchmarks._faults_calls:train", 2, arguments=[sys.argv[1]], limit=120.0):
         print(f"--- rank {ended.rank}: status {ended.status} after {ended.seconds} s\n{ended.output[-1500:]}")

@@ -17,7 +17,7 @@ from ._errors import (
     NoCarrierError,
 )
 from ._guard import Check
-from ._identity import identity, note_fact, when_compared
+from ._identity import identity, is_compared, note_fact, when_compared
 from ._launch import launch
 from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
@@ -59,6 +59,7 @@ __all__ = [
     "init_process",
     "install",
     "installed",
+    "is_compared",
     "joined",
     "launch",
     "note_fact",

@@ -47,6 +47,11 @@ def when_compared(function: Callable[[], None]) -> None:
         _Compared.told.append(function)
 
 
+def is_compared() -> bool:
+    """True if this process is a rank of several that compare their calls."""
+    return _Compared.here
+
+
 def calls_are_compared() -> None:
     """Tell all who want to know that this process compares its calls with other processes."""
     _Compared.here = True

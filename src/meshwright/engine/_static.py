@@ -27,6 +27,7 @@ from ._refuse_call import refuse_call, refuse_shared
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
 from ._variants import Variant, Variants, sizes_of
+from .checks import StaticChecks
 
 
 def to_static(
@@ -65,6 +66,7 @@ class DistModel:
         self._marks: dict[str, str] = {}
         self._latest: Compiled | None = None
         self._runs = 0
+        self._checks = StaticChecks(self.state_dict)
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
         scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
@@ -277,13 +279,16 @@ class DistModel:
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
-            outputs, written = found.run(*given)
+            trains = self.mode == "train"
+            outputs, written = self._checks.run(found.run, given) if trains else found.run(*given)
+            if trains and not _skips(outputs) and self._checks.leaves_out(found.inputs, found.writes, written):
+                return outputs["out"]
             for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
         if "state" in outputs and self.optimizer is not None:
             note_step(self.optimizer)
         made = outputs.get("state", {})
-        if made and not ("skipped" in outputs and bool(outputs["skipped"])):
+        if made and not _skips(outputs):
             self._keep_states(made, found.program)
         return outputs["out"]
 
@@ -312,3 +317,8 @@ class DistModel:
         """What two calls must share, beside the sizes of their batches, to be runs of one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))
+
+
+def _skips(outputs: Mapping[str, Any]) -> bool:
+    """True if a step with a scaled loss found gradients that are not finite, and writes no update."""
+    return "skipped" in outputs and bool(outputs["skipped"])

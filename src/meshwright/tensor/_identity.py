@@ -75,7 +75,7 @@ def born(x: T, whole: Tensor | None = None) -> T:
         note_fact(label, f"{x._spec!r} with checksum {held}")
         if len(_made.labels) >= _MOST_LABELS:
             _made.labels.clear()
-        x._number = hash((_hash(f"{label} {held}"), around))
+        x._number = hash((_hash(f"{label} {x._spec!r} {held}"), around))
         _made.labels[x._number] = label
     return x
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of
+from meshwright.layout import Layout, Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.reshard import away_part
 
 from ._absent import absent, make_absent
@@ -21,6 +21,7 @@ from ._identity import born, called_for, pass_number
 from ._local import spec_of_whole
 from ._makers import check_maker, mark_maker
 from ._marks import captured_whole
+from ._same_parts import check_same_on_ranks
 from .torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 
 
@@ -41,8 +42,19 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
+    if layout.partial and isinstance(x, nn.Parameter):
+        raise _pending_parameter(x, layout)
     src = spec_of_whole(x, mesh)
     return _placed(x, src, Spec(mesh, layout, src.shape, src.dtype, src.new.strides))
+
+
+def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
+    """Return the error about a parameter whose ranks hold terms of it."""
+    return PlacementError(
+        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a sum that is not made",
+        "an optimizer would update the terms, each by the whole gradient",
+        "use mw.Shard(dim) or mw.Replicate() for a parameter; operators give mw.Partial() results by themselves",
+    )  # fmt: skip
 
 
 def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
@@ -144,6 +156,8 @@ def from_local(
             f"rank {rank} holds a part of shape {spec.local_shape(rank)}",
             "shape=(…) with the global shape when parts are uneven",
         )  # fmt: skip
+    if shape is None:
+        check_same_on_ranks(spec)
     with no_interception():
         return present(local.view_as(local), spec)
 
