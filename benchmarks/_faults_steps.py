@@ -22,9 +22,8 @@ def train(folder: str, case: str) -> None:
     net = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
     cut = [mw.Shard(0)] if case.startswith("tp") else [mw.Replicate()]
     for layer in (net[0], net[2]):
-        assert isinstance(layer, nn.Linear)
-        layer.weight = mw.shard_tensor(layer.weight, mesh, cut)
-        layer.bias = mw.shard_tensor(layer.bias, mesh, cut)
+        for name, p in [*layer.named_parameters()]:
+            setattr(layer, name, mw.shard_tensor(p, mesh, cut))
     optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.01)
     data = mw.shard_tensor(torch.randn(BATCH, HIDDEN), mesh, [mw.Replicate() if "tp" in case else mw.Shard(0)])
     mw.check_steps("skip" if "skip" in case else "stop", replicas=1, replay=1 if "replay" in case else 0)
@@ -92,9 +91,9 @@ def layouts(folder: str, case: str) -> None:
     elif case == "dim":
         mw.shard_tensor(torch.ones(3), mesh, [mw.Shard(2)])
     elif case == "overlapping":
-        mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]) + mw.shard_tensor(
-            torch.ones(4), mw.ProcessMesh([1, 0], ["x"]), [mw.Shard(0)]
-        )
+        other = mw.ProcessMesh([1, 0], ["x"])
+        print(*[mw.shard_tensor(torch.ones(4), on, [mw.Shard(0)]) for on in (mesh, other)], sep="+")
+        print(sum(mw.shard_tensor(torch.ones(4), on, [mw.Shard(0)]) for on in (mesh, other)))
     elif case == "uneven":
         x = mw.shard_tensor(torch.arange(3.0), mesh, [mw.Shard(0)])
         one = mw.shard_tensor(torch.arange(1.0), mesh, [mw.Shard(0)])

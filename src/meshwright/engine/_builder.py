@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current, is_compared
 from meshwright.graph import (
     Capture,
     Executed,
     Fits,
     Input,
+    InTwo,
     Layouts,
     Pass,
     Program,
@@ -26,6 +27,7 @@ from meshwright.graph import (
     capture,
     check_stages,
     compiled,
+    in_two,
     joined,
     made_states,
     meshes_of,
@@ -90,6 +92,8 @@ class Compiled:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
+    apart: InTwo | None = None
+    """The step with the update as a part of its own, if gradients are looked at before it."""
     addresses: list[int] = field(default_factory=list[int])
     """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
 
@@ -335,6 +339,7 @@ class Builder:
             program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
+            apart=in_two(lowered) if self.mode == "train" and is_compared() else None,
         )
 
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:

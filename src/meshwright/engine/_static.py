@@ -280,15 +280,15 @@ class DistModel:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
             trains = self.mode == "train"
-            outputs, written = self._checks.run(found.run, given) if trains else found.run(*given)
-            if trains and not _skips(outputs) and self._checks.leaves_out(found.inputs, found.writes, written):
+            outputs, written = self._checks.run(found, given) if trains else found.run(*given)
+            if written is None:
                 return outputs["out"]
             for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
         if "state" in outputs and self.optimizer is not None:
             note_step(self.optimizer)
         made = outputs.get("state", {})
-        if made and not _skips(outputs):
+        if made and not ("skipped" in outputs and bool(outputs["skipped"])):
             self._keep_states(made, found.program)
         return outputs["out"]
 
@@ -317,8 +317,3 @@ class DistModel:
         """What two calls must share, beside the sizes of their batches, to be runs of one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))
-
-
-def _skips(outputs: Mapping[str, Any]) -> bool:
-    """True if a step with a scaled loss found gradients that are not finite, and writes no update."""
-    return "skipped" in outputs and bool(outputs["skipped"])

@@ -63,6 +63,7 @@ from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._spread import spread
 from ._text import node_text, numbered, type_text
+from ._update_apart import InTwo, in_two
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
@@ -97,6 +98,7 @@ __all__ = [
     "Guards",
     "Holds",
     "Hook",
+    "InTwo",
     "Input",
     "Kernels",
     "Layouts",
@@ -156,6 +158,7 @@ __all__ = [
     "executed_code",
     "first_alike",
     "holds_of",
+    "in_two",
     "is_drawing",
     "is_lifted",
     "is_pure",

@@ -131,20 +131,20 @@ def _arrived(started: Arrival, x: Tensor) -> Tensor:
 
 def runner(program: Program) -> Run:
     """The program as a function of its inputs, in their order, for whatever carrier the caller has."""
-    over, exchanged = reductions_over(program), _exchanged(program)
+    over, both = reductions_over(program), exchanged(program)
     module = to_fx(program, lambda node: reducing_over(over[node], node.origin.purpose) if node in over else None)
 
     def run(*inputs: Any) -> Any:
         with torch.no_grad():
             out, written = module(*inputs)
-            for at in exchanged:
+            for at in both:
                 written[at] = written[at].clone()
             return out, written
 
     return run
 
 
-def _exchanged(program: Program) -> tuple[int, ...]:
+def exchanged(program: Program) -> tuple[int, ...]:
     """The writes whose value looks at the memory of an input that is written over, too: buffers that change places."""
     written = {x for x, _ in program.writes}
     return tuple(at for at, (x, v) in enumerate(program.writes) if origin_of(program, v) in written - {x})

@@ -27,6 +27,7 @@ from ._units import parameters
 
 USABLE = 0.94
 """The part of a device's memory that a plan may take: libraries hold some, and allocators round."""
+SHOWN_PARTS = 3
 KEPT = 8
 REHEARSAL = 5.0
 """Seconds for running the tables of the best plans."""
@@ -99,7 +100,7 @@ def choose(
     found.sort(key=_order)
     found = _rehearsed(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
-        raise _none(model, ranks, batch, room, smallest, given)
+        raise _none(model, ranks, batch, room, smallest, given, software)
     beyond = _faster(sorted(too_large, key=_order)[:1], found[0], model, cluster, software)
     return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
 
@@ -154,7 +155,13 @@ def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
 
 
 def _none(
-    model: Transformer, ranks: int, batch: int, room: float, smallest: Priced | None, given: Mapping[str, Any]
+    model: Transformer,
+    ranks: int,
+    batch: int,
+    room: float,
+    smallest: Priced | None,
+    given: Mapping[str, Any],
+    software: Software,
 ) -> SearchError:
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences a step"
     decided = ", ".join(f"{name} = {value}" for name, value in given.items())
@@ -174,7 +181,15 @@ def _none(
         )  # fmt: skip
     return SearchError(
         asked,
-        f"the smallest plan takes {smallest.nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB: {smallest.plan}",
+        f"the smallest plan takes {smallest.nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB: {smallest.plan}; "
+        f"the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - room) / 1e9:.1f} GB are missing on each rank",
         "more ranks, devices with more memory, a shorter sequence, or a lower precision",
     )  # fmt: skip
+
+
+def _largest_parts(model: Transformer, plan: Plan, software: Software) -> str:
+    """Return what a rank holds under a plan, the largest parts first."""
+    parts = {name: float(nbytes) for name, nbytes in hold(model, plan, software).parts.items()}
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
+    return ", ".join(f"{name} with {nbytes / 1e9:.1f} GB" for name, nbytes in largest)

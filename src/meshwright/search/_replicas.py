@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from meshwright.cost import Cluster
-from meshwright.graph import Program
+from meshwright.graph import Program, name_of, type_text
 from meshwright.layout import hint
 
 from ._about import About
@@ -19,7 +19,18 @@ from ._errors import SearchError
 from ._even_pieces import Evenly, evenly
 from ._prices import Prices
 from ._saving import NOTHING, Saving, blocks_of, patterns_of
-from ._units import enough
+from ._units import enough, size
+
+SHOWN_TENSORS = 3
+
+
+def largest(program: Program) -> str:
+    """Return the largest tensors of a program, with their sizes as if they lay whole on one rank."""
+    named = {i.value: i.name for i in program.inputs if i.value.is_tensor}
+    made = {v: f"{v.name} of {name_of(node.op)}" for node in program.nodes for v in node.outs if v.is_tensor}
+    found = sorted((made | named).items(), key=lambda item: -item[0].nbytes)[:SHOWN_TENSORS]
+    return ", ".join(f"{name} {type_text(v)} with {size(v.nbytes)}" for v, name in found)
+
 
 PIECES = 256
 """So many pieces of a batch are looked at."""
@@ -172,7 +183,7 @@ class Replicas:
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
             f"{enough(room)}",
-            f"it takes {enough(least)} a rank",
+            f"it takes {enough(least)} a rank; the largest tensors of the whole model are {largest(self.of.program)}",
             f"{enough(least - room)} are missing however it is cut"
             + (", with ZeRO, with layers made again, " if self.of.saving else "")
             + (("and pieces of the batch will not do: " + why_not if why_not else "and with the batch in pieces")

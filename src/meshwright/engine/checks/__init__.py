@@ -5,6 +5,7 @@ Modules, in reading order:
 - `_settings`: which checks there are, and how often each is made
 - `_tensors`: the parameters and states of an optimizer, by name
 - `_numbers`: gradients that are not finite
+- `_rhythm`: when replicas are compared
 - `_replicas`: parameters and states of which several ranks hold the same
 - `_known_answers`: sums and products whose results are known, by which a lasting fault is told from a passing one
 - `_eager`: the checks before `optimizer.step()`

@@ -1,8 +1,9 @@
-"""Gradients that are not finite: the first one, of which all ranks tell each other before an update."""
+"""Gradients that are not finite: all ranks tell each other of them before an update."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +13,32 @@ from meshwright.comm import Group, current
 from meshwright.tensor import local_parts
 
 from .._errors import NonFiniteGradientError
+from ._settings import StepChecks
 
 NONE = 2**31
 """Stands for no tensor; larger than the place of any."""
+
+
+def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
+    """Return True if an update is to be left out, because a tensor of some rank has numbers that are not finite.
+
+    Every rank of the group makes the call, with tensors of the same names in the same order.
+
+    Raises:
+        NonFiniteGradientError: there is such a tensor, and the checks say "stop"; raised on all ranks.
+    """
+    if checks.bad_numbers == "off":
+        return False
+    names = list(tensors)
+    mine = first_bad([tensors[name] for name in names])
+    first = int(current().all_reduce(torch.tensor([mine]), "min", group))
+    if first == NONE:
+        return False
+    error = error_of(step, names[first], mine, group)
+    if checks.bad_numbers == "stop":
+        raise error
+    warnings.warn(f"{error.asked} is left out: {error.found}", RuntimeWarning, stacklevel=5)
+    return True
 
 
 def first_bad(tensors: Sequence[Tensor | None]) -> int:
@@ -30,16 +54,13 @@ def _has_fractions(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def error_of(step: str, name: str | None, mine: int, group: Group) -> NonFiniteGradientError:
-    """Return the error about the first bad tensor; every rank of the group makes the call.
-
-    `name` is None on a rank that does not know the tensor: a stage of a pipeline has parameters of its own.
-    """
+def error_of(step: str, name: str, mine: int, group: Group) -> NonFiniteGradientError:
+    """Return the error about the first tensor that is not finite; every rank of the group makes the call."""
     here = current()
     all_firsts = [int(x) for x in here.all_gather(torch.tensor([mine]), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, first in zip(group, all_firsts, strict=True) if first != NONE)
     return NonFiniteGradientError(
-        f"the update of {step}", f"{name or 'a tensor of theirs'} has numbers that are not finite on rank {ranks}",
+        f"the update of {step}", f"{name} has numbers that are not finite on rank {ranks}",
         "an update with it would put numbers that are none into every parameter",
         "a smaller learning rate, mw.clip_grad_norm_, or other data; mw.check_steps(bad_numbers='skip') leaves such "
         "steps out on all ranks. The parameters are those of before the step",

@@ -17,7 +17,6 @@ from ._known_answers import diagnosis
 from ._tensors import Named
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MASK = 2**62 - 1
 _SHOWN = 4
 
 
@@ -46,7 +45,7 @@ def sums(tensors: Sequence[Named]) -> list[int]:
     with local_parts():
         parts = [bits(each.tensor) for each in tensors]
         found = torch.stack([x.sum(dtype=torch.int64) for x in parts]) if parts else torch.zeros(0)
-        return [int(n) & _MASK for n in found.tolist()]
+        return [int(n) for n in found.tolist()]
 
 
 def bits(x: Tensor) -> Tensor:
@@ -64,9 +63,9 @@ def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]]
     here, found = current(), None
     for group, shared in by_group(tensors).items():
         own = sums(shared)
-        total = sum(n * (2 * at + 1) for at, n in enumerate(own)) & _MASK
-        highest, lowest = here.all_reduce(torch.tensor([total, -total]), "max", group).tolist()
-        if highest != -lowest and found is None:
+        total = (torch.tensor(own) * torch.arange(1, 2 * len(own), 2)).sum()
+        highest, lowest = here.all_reduce(torch.stack([total, ~total]), "max", group).tolist()
+        if highest != ~lowest and found is None:
             found = group, shared, own
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,12 +9,14 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current, is_compared
+from meshwright.graph import InTwo
 from meshwright.tensor import DistTensor, called_for, map_tensors, tensors_in
 
 from .._errors import ReplicaError
-from . import _numbers, _replicas
-from ._eager import Rhythm
-from ._settings import StepChecks, chosen
+from ._numbers import leaves_out
+from ._replicas import bits
+from ._rhythm import Rhythm, compare_replicas
+from ._settings import chosen
 from ._tensors import Named
 
 Result = tuple[Any, list[Any]]
@@ -31,13 +31,13 @@ _WHY = (
 )
 
 
-class InputLike(Protocol):
-    """An input of a program."""
+class StepLike(Protocol):
+    """A training step as a program; `apart` has the update as a part of its own, where that can be had."""
 
     @property
-    def role(self) -> str: ...
+    def run(self) -> Callable[..., Result]: ...
     @property
-    def name(self) -> str: ...
+    def apart(self) -> InTwo | None: ...
 
 
 class StaticChecks:
@@ -47,55 +47,43 @@ class StaticChecks:
         self.tensors = tensors
         self.rhythm = Rhythm()
 
-    def run(self, program: Callable[..., Result], given: Sequence[Any]) -> Result:
-        """Return what a training step gives; twice, and compared, if it is time for that.
+    def run(self, step: StepLike, given: Sequence[Any]) -> tuple[Any, list[Any] | None]:
+        """Return the outputs of a training step, and what it writes; None for the latter if the update is left out.
 
-        Raises ReplicaError if the step gives other numbers the second time.
-        """
-        checks = chosen()
-        if not (is_compared() and checks.replay and self.rhythm.step % checks.replay == 0):
-            return program(*given)
-        state = _random_states()
-        runs = [_once(program, given, state) for _ in range(2)]
-        told = torch.tensor([float(_differ(*runs))])
-        group = tuple(range(current().size))
-        if current().all_reduce(told, "max", group).item():
-            runs.append(_once(program, given, state))
-            raise _told_apart(self.rhythm.step, runs)
-        return runs[1]
-
-    def leaves_out(self, inputs: Sequence[InputLike], writes: Sequence[int], written: Sequence[Any]) -> bool:
-        """Look at what a step is about to write, and at replicas; True if all ranks are to leave the writes out.
-
-        Raises NonFiniteGradientError and ReplicaError, on all ranks.
+        Raises:
+            ReplicaError: replicas differ, or the step gives other numbers when it is made again.
+            NonFiniteGradientError: a gradient has numbers that are not finite. Both are raised on all ranks.
         """
         if not is_compared():
-            return False
+            return step.run(*given)
+        checks, group = chosen(), tuple(range(current().size))
+        number, name = self.rhythm.step, f"step {self.rhythm.step} of a static model"
         with called_for("the check of a step"):
-            held = {inputs[at].name: x for at, x in zip(writes, written, strict=True) if inputs[at].role == "parameter"}
-            return self._checked(chosen(), held)
+            compare_replicas(self.rhythm, checks, self._named, name, group)
+        if checks.replay and number % checks.replay == 0:
+            _replay(step.run, given, name)
+        if step.apart is None:
+            return step.run(*given)
 
-    def _checked(self, checks: StepChecks, written: Mapping[str, Any]) -> bool:
-        rhythm, group, found = self.rhythm, tuple(range(current().size)), None
-        if rhythm.is_due(checks):
-            begin = time.perf_counter()
-            found = _replicas.difference([Named(n, x) for n, x in self.tensors().items() if isinstance(x, DistTensor)])
-            rhythm.took = time.perf_counter() - begin
-        names = [] if checks.bad_numbers == "off" else list(written)
-        mine = _numbers.first_bad([written[name] for name in names])
-        told = torch.tensor([mine, -(found is not None), -rhythm.wish()])
-        first, differs, wish = current().all_reduce(told, "min", group).tolist()
-        step = f"step {rhythm.step} of a static model"
-        if differs:
-            raise _replicas.error_of(step, *found) if found is not None else _replicas.error_elsewhere(step)
-        rhythm.advance(checks.replicas or -wish)
-        if first == _numbers.NONE:
-            return False
-        error = _numbers.error_of(step, f"what is written to {names[mine]}" if mine < len(names) else None, mine, group)
-        if checks.bad_numbers == "stop":
-            raise error
-        warnings.warn(f"{error.asked} is left out: {error.found}", RuntimeWarning, stacklevel=4)
-        return True
+        def look_at(gradients: Mapping[str, Tensor]) -> bool:
+            with called_for("the check of a step"):
+                return leaves_out({f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group)
+
+        return step.apart(given, look_at)
+
+    def _named(self) -> list[Named]:
+        return [Named(name, x) for name, x in self.tensors().items() if isinstance(x, DistTensor)]
+
+
+def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
+    """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if a rank gives other numbers then."""
+    state, group = _random_states(), tuple(range(current().size))
+    runs = [_once(program, given, state) for _ in range(2)]
+    told = torch.tensor([float(_differ(*runs))])
+    if current().all_reduce(told, "max", group).item():
+        runs.append(_once(program, given, state))
+        raise _told_apart(name, runs)
+    _set_random_states(state)
 
 
 def _random_states() -> tuple[Tensor, list[Tensor]]:
@@ -103,21 +91,25 @@ def _random_states() -> tuple[Tensor, list[Tensor]]:
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else []
 
 
-def _once(program: Callable[..., Result], given: Sequence[Any], state: tuple[Tensor, list[Tensor]]) -> Result:
-    """Return what the program gives for copies of its inputs, from the same random states."""
+def _set_random_states(state: tuple[Tensor, list[Tensor]]) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
+
+
+def _once(program: Callable[..., Result], given: Sequence[Any], state: tuple[Tensor, list[Tensor]]) -> Result:
+    """Return what the program gives for copies of its inputs, from the same random states."""
+    _set_random_states(state)
     return program(*map_tensors(lambda x: x.clone(), list(given)))
 
 
 def _differ(a: Result, b: Result) -> bool:
     """True if two runs gave other bits."""
     pairs = zip(tensors_in(a), tensors_in(b), strict=True)
-    return any(not torch.equal(_replicas.bits(x), _replicas.bits(y)) for x, y in pairs)
+    return any(not torch.equal(bits(x), bits(y)) for x, y in pairs)
 
 
-def _told_apart(step: int, runs: Sequence[Result]) -> ReplicaError:
+def _told_apart(name: str, runs: Sequence[Result]) -> ReplicaError:
     """Return the error about a step that gave other numbers when it was made again; every rank makes the call."""
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
@@ -125,7 +117,7 @@ def _told_apart(step: int, runs: Sequence[Result]) -> ReplicaError:
     kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(
-        f"the replay of step {step} of a static model", f"rank {ranks} gives other numbers than in the first run",
+        f"the replay of {name}", f"rank {ranks} gives other numbers than in the first run",
         _WHY[max(kinds)],
         "start again from the last checkpoint; torch.use_deterministic_algorithms(True) if operators are the cause",
     )  # fmt: skip

@@ -1,0 +1,80 @@
+"""When replicas are compared: first before the first update, then as often as a share of the time allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm import Group, current
+
+from . import _replicas
+from ._settings import StepChecks
+from ._tensors import Named
+
+SHARE = 0.005
+"""Most time that comparisons of replicas take, as a share of all steps."""
+MOST_STEPS = 10_000
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """The number of the next step, and when replicas are compared next.
+
+    `every` is the number of steps between comparisons; 0 until the times of a comparison and of a step are known.
+    """
+
+    step: int = 0
+    next: int = 0
+    every: int = 0
+    took: float = 0.0
+    """Seconds of the last comparison."""
+    began: float | None = None
+    """When the last step was looked at, in seconds."""
+
+    def is_due(self) -> bool:
+        """True if the replicas are to be compared before this step."""
+        return self.step == self.next
+
+    def wish(self) -> int:
+        """Return the number of steps between comparisons that this rank wishes; 0 if that is not known yet."""
+        now, before = time.perf_counter(), self.began
+        self.began = now
+        if self.every or self.step == 0 or before is None:
+            return self.every
+        return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * (now - before)))))
+
+    def advance(self, every: int) -> None:
+        """Go on to the next step, with comparisons after so many steps."""
+        if every and not self.every:
+            self.every, self.next = every, max(every, self.step + 1)
+        elif self.every and self.step == self.next:
+            self.next += self.every
+        self.step += 1
+
+
+def compare_replicas(
+    rhythm: Rhythm, checks: StepChecks, tensors: Callable[[], Iterable[Named]], step: str, group: Group
+) -> None:
+    """Compare replicas if it is time for that, and go on to the next step; every rank of the group makes the call.
+
+    Raises:
+        ReplicaError: ranks that should hold the same numbers do not; raised on all ranks.
+    """
+    if checks.replicas == 0:
+        rhythm.step += 1
+        return
+    is_due, wish, found = rhythm.is_due(), checks.replicas or rhythm.wish(), None
+    if is_due:
+        begin = time.perf_counter()
+        found = _replicas.difference(list(tensors()))
+        rhythm.took = time.perf_counter() - begin
+    if is_due or not rhythm.every:
+        differs, least = current().all_reduce(torch.tensor([-(found is not None), -wish]), "min", group).tolist()
+        if differs:
+            raise _replicas.error_of(step, *found) if found is not None else _replicas.error_elsewhere(step)
+        wish = -least
+    rhythm.advance(wish)

@@ -1,0 +1,163 @@
+"""`python _program.py FOLDER`: one of two ranks; something goes wrong on rank 1 in each case."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm import ProcessCarrier
+from meshwright.errors import MeshwrightError
+
+HIDDEN = 8
+
+
+class Run:
+    """A small model that is trained on two ranks, step by step."""
+
+    def __init__(self, cut: mw.Placement, static: bool = False) -> None:
+        torch.manual_seed(0)
+        self.mesh = mw.init_mesh(dp=2)
+        self.net = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        for layer in (self.net[0], self.net[2]):
+            for name, p in [*layer.named_parameters()]:
+                setattr(layer, name, mw.shard_tensor(p, self.mesh, [cut]))
+        self.data = mw.shard_tensor(torch.randn(4, HIDDEN), self.mesh, [mw.Shard(0)])
+        self.optimizer = torch.optim.AdamW(self.net.named_parameters(), lr=0.01)
+        self.static = mw.to_static(self.net, None, nn.functional.mse_loss, self.optimizer) if static else None
+
+    def step(self, damage: Callable[[], object] = lambda: None) -> float:
+        """Return the loss of one step; `damage` happens before the update."""
+        if self.static is not None:
+            damage()
+            return float(self.static(self.data, self.data))
+        self.optimizer.zero_grad()
+        loss = ((self.net(self.data) - self.data) ** 2).mean()
+        loss.backward()
+        grads = [p.grad for p in self.net.parameters()]
+        assert all(g is not None for g in grads)
+        damage()
+        self.optimizer.step()
+        return loss.item()
+
+    def first(self) -> mw.DistTensor:
+        """Return the first parameter."""
+        found = next(self.net.parameters())
+        assert isinstance(found, mw.DistTensor)
+        return found
+
+
+def is_other() -> bool:
+    return mw.get_rank() == 1
+
+
+def local(x: Tensor | None) -> Tensor:
+    assert isinstance(x, mw.DistTensor)
+    return x.to_local().detach()
+
+
+def put_nan(x: Tensor | None) -> None:
+    if is_other():
+        local(x)[0, 0] = float("nan")
+
+
+def flip(x: Tensor) -> None:
+    if is_other():
+        local(x).view(torch.int32)[0, 0] ^= 1
+
+
+def bad_gradient(cut: mw.Placement, static: bool) -> None:
+    run = Run(cut, static)
+    run.step()
+    run.step(lambda: put_nan(run.first() if static else run.first().grad))
+
+
+def left_out() -> None:
+    mw.check_steps("skip")
+    run = Run(mw.Shard(0))
+    run.step()
+    before = [mw.unshard_dtensor(p).clone() for p in run.net.parameters()]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.step(lambda: put_nan(run.first().grad))
+    assert any("left out" in str(w.message) for w in told)
+    assert all(torch.equal(a, mw.unshard_dtensor(b)) for a, b in zip(before, run.net.parameters(), strict=True))
+    run.step()
+    assert not any(torch.equal(a, mw.unshard_dtensor(b)) for a, b in zip(before, run.net.parameters(), strict=True))
+
+
+def flipped(static: bool) -> None:
+    mw.check_steps(replicas=1)
+    run = Run(mw.Replicate(), static)
+    run.step()
+    flip(run.first())
+    run.step()
+
+
+def other_start() -> None:
+    run = Run(mw.Replicate())
+    flip(run.first())
+    run.step()
+
+
+def replayed() -> None:
+    mw.check_steps(replay=1)
+    run = Run(mw.Replicate(), static=True)
+    run.step()
+    carry, left = ProcessCarrier._reduce_all, [1]
+
+    def damaged(self: ProcessCarrier, x: Tensor, call: object, over: bool) -> Tensor:
+        out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType] - a stand-in
+        if is_other() and out.numel() > HIDDEN and left[0]:
+            left[0] = 0
+            out.view(-1).view(torch.int32)[0] ^= 1 << 12
+        return out
+
+    ProcessCarrier._reduce_all = damaged
+    try:
+        run.step()
+    finally:
+        ProcessCarrier._reduce_all = carry
+
+
+def clean() -> None:
+    mw.check_steps(replicas=2, replay=3)
+    for static in (False, True):
+        for cut in (mw.Replicate(), mw.Shard(0)):
+            run = Run(cut, static)
+            losses = [run.step() for _ in range(5)]
+            assert losses == sorted(losses, reverse=True)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "clean": clean,
+    "bad gradient, whole": lambda: bad_gradient(mw.Replicate(), static=False),
+    "bad gradient, cut": lambda: bad_gradient(mw.Shard(0), static=False),
+    "bad numbers, static": lambda: bad_gradient(mw.Shard(0), static=True),
+    "left out": left_out,
+    "flipped": lambda: flipped(static=False),
+    "flipped, static": lambda: flipped(static=True),
+    "other start": other_start,
+    "replayed": replayed,
+}
+
+
+def told(case: Callable[[], object]) -> str:
+    mw.check_steps()
+    try:
+        case()
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    rank = mw.init_process().rank
+    found = {name: told(case) for name, case in CASES.items()}
+    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))

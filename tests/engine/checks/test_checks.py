@@ -1,0 +1,117 @@
+"""What is looked at before updates: on all ranks alike, and the tensor is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.comm import launch
+from meshwright.engine.checks._numbers import NONE, first_bad
+from meshwright.engine.checks._replicas import replicas_of, sums
+from meshwright.engine.checks._rhythm import MOST_STEPS, Rhythm
+from meshwright.engine.checks._tensors import Named
+from meshwright.errors import StrategyError
+from meshwright.layout import Spec, layout_of
+
+SCRIPT = Path(__file__).with_name("_program.py")
+TOLD = {
+    "bad gradient, whole": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
+    "bad gradient, cut": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
+    "bad numbers, static": ("NonFiniteGradientError", "the gradient of 0.weight", "not finite on rank 0, 1"),
+    "flipped": ("ReplicaError", "step 1 of AdamW", "0.weight differs on rank 0, 1", "transient"),
+    "flipped, static": ("ReplicaError", "step 1 of a static model", "0.weight differs on rank 0, 1"),
+    "other start": ("ReplicaError", "step 0 of AdamW", "0.weight differs on rank 0, 1"),
+    "replayed": ("ReplicaError", "rank 1 gives other numbers", "transient"),
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("two")
+    assert launch([str(SCRIPT), str(folder)], 2, timeout=110) == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_a_fault_is_told_on_both_ranks(two: list[dict[str, str]], case: str) -> None:
+    for found in two:
+        assert found[case].startswith(TOLD[case][0])
+        assert all(word in found[case] for word in TOLD[case]), found[case]
+
+
+@pytest.mark.parametrize("case", ["clean", "left out"])
+def test_what_is_right_is_not_told(two: list[dict[str, str]], case: str) -> None:
+    assert [found[case] for found in two] == ["", ""]
+
+
+def test_replicas_are_the_ranks_that_hold_the_same_elements() -> None:
+    mesh = mw.ProcessMesh([[0, 1, 2], [3, 4, 5]], ["a", "b"])
+    choices = [mw.Replicate(), mw.Shard(0), mw.Shard(1)]
+    for placements in itertools.product(choices, repeat=2):
+        spec = Spec(mesh, layout_of(placements, 2, mesh), (6, 6), torch.float32)
+        for rank in range(6):
+            same = [r for r in range(6) if spec.local_ranges(r) == spec.local_ranges(rank)]
+            assert list(replicas_of(spec, rank)) == same, placements
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_other_bit_changes_the_sum(dtype: torch.dtype) -> None:
+    x = torch.arange(6).to(dtype).reshape(2, 3)
+    before = sums([Named("x", x)])
+    raw = x.view(torch.uint8) if dtype != torch.complex64 else torch.view_as_real(x).view(torch.uint8)
+    for at in range(raw.numel()):
+        for bit in range(8 if dtype != torch.bool else 1):
+            raw.view(-1)[at] ^= 1 << bit
+            assert sums([Named("x", x)]) != before
+            raw.view(-1)[at] ^= 1 << bit
+    assert sums([Named("x", x)]) == before
+
+
+def _tensors(bad: int, value: float) -> Sequence[Tensor | None]:
+    found: list[Tensor | None] = [
+        torch.ones(3),
+        None,
+        torch.ones(0),
+        torch.ones(2, 2),
+        torch.ones(2, dtype=torch.int64),
+    ]
+    x = found[bad]
+    if x is not None:
+        x.view(-1)[-1] = value
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [0, 3])
+def test_the_first_bad_tensor_is_found(bad: int, value: float) -> None:
+    assert first_bad(_tensors(bad, value)) == bad
+    assert first_bad(_tensors(bad, 1.0)) == NONE
+
+
+def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:
+    rhythm, due = Rhythm(), list[bool]()
+    for _ in range(8):
+        due.append(rhythm.is_due())
+        rhythm.advance(3)
+    assert [at for at, is_due in enumerate(due) if is_due] == [0, 3, 6]
+
+
+def test_a_slow_comparison_is_made_seldom() -> None:
+    rhythm = Rhythm(took=1e9)
+    assert rhythm.wish() == 0
+    rhythm.advance(0)
+    assert rhythm.wish() == MOST_STEPS
+
+
+@pytest.mark.parametrize("wrong", [{"bad_numbers": "no"}, {"replicas": -1}, {"replay": -1}])
+def test_an_unknown_check_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(StrategyError, match="no such check"):
+        mw.check_steps(**wrong)  # pyright: ignore[reportArgumentType] - wrong on purpose
