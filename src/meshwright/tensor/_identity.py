@@ -52,11 +52,11 @@ _made = _Made()
 _carry_out: Any = vars(DistTensor)["__torch_function__"].__func__
 
 
-def follow() -> None:
-    """Number all calls and tensors of this process from now on."""
-    if not _Following.on:
-        _Following.on = True
-        DistTensor.__torch_function__ = classmethod(_numbered)  # pyright: ignore[reportAttributeAccessIssue]
+def follow(on: bool = True) -> None:
+    """Number all calls and tensors of this process from now on; no longer if `on` is False."""
+    _Following.on = on
+    function = classmethod(_numbered if on else _carry_out)
+    DistTensor.__torch_function__ = function  # pyright: ignore[reportAttributeAccessIssue] - both take a class first
 
 
 T = TypeVar("T", bound=DistTensor)
