@@ -12,7 +12,9 @@ from meshwright.comm import (
     LaunchError,
     MissingCallError,
     NestedSimulationError,
+    NoAnswerError,
     NoCarrierError,
+    StragglerWarning,
 )
 from meshwright.cost import CostError
 from meshwright.engine import (
@@ -80,6 +82,7 @@ __all__ = [
     "MixedMeshError",
     "ModelError",
     "NestedSimulationError",
+    "NoAnswerError",
     "NoCarrierError",
     "NonFiniteGradientError",
     "OperationError",
@@ -101,6 +104,7 @@ __all__ = [
     "SimulatedRankError",
     "StageError",
     "StaticError",
+    "StragglerWarning",
     "StrategyError",
     "TorchDTensorError",
     "TraceError",

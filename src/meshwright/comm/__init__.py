@@ -14,17 +14,20 @@ from ._errors import (
     LaunchError,
     MissingCallError,
     NestedSimulationError,
+    NoAnswerError,
     NoCarrierError,
+    StragglerWarning,
 )
 from ._guard import Check
 from ._launch import launch
 from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
-from ._process import ProcessCarrier, init_process
+from ._process import ProcessCarrier, init_process, stragglers
 from ._recorded import Recorded
 from ._reduce import reduce as joined
 from ._shared_values import WATCHES, Watch
 from ._simulated import Simulated, simulate
+from ._stragglers import Straggler
 
 __all__ = [
     "WATCHES",
@@ -45,12 +48,15 @@ __all__ = [
     "LaunchError",
     "MissingCallError",
     "NestedSimulationError",
+    "NoAnswerError",
     "NoCarrierError",
     "Posted",
     "ProcessCarrier",
     "Receive",
     "Recorded",
     "Simulated",
+    "Straggler",
+    "StragglerWarning",
     "Watch",
     "current",
     "first_rank_prints",
@@ -61,5 +67,6 @@ __all__ = [
     "launch",
     "prefix_prints",
     "simulate",
+    "stragglers",
     "use",
 ]

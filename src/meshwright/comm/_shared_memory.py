@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ._reduce import reduce_into
 from ._region import attach, create, forget, home, is_running, wait_for
-from .torch_hooks import PrefixStore, Store
+from .torch_hooks import DistStoreError, PrefixStore, Store
 
 SLOT = 2**20
 """Bytes that a rank writes in one round."""
@@ -28,6 +29,7 @@ _LINE = 8
 """Numbers in a cache line, which no two ranks write to."""
 _FLAG, _PROCESS, _WORDS = 0, 1, 2
 """Where a rank's numbers are in its line: its flag, its process, and a word for each of two rounds."""
+_BETWEEN_CHECKS = timedelta(seconds=0.5)
 _SHARED = 2**14
 """With more than two ranks, larger parts of a reduction (in bytes) are reduced by one rank each."""
 
@@ -35,7 +37,10 @@ _SHARED = 2**14
 class SharedMemory:
     """One group's transport; `open_shared` opens it."""
 
-    def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta) -> None:
+    def __init__(
+        self, memory: mmap.mmap, place: int, size: int, limit: timedelta, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self._place, self._size, self._limit = place, size, limit.total_seconds()
         self._flags = memoryview(memory)[: size * _LINE * 8].cast("Q")
         self._mine = place * _LINE
@@ -170,6 +175,7 @@ class SharedMemory:
         flags = self._flags
 
         def alarm() -> None:
+            self._check()
             if not is_running(flags[other + _PROCESS]) and flags[other] < number:
                 raise RuntimeError(f"the process of place {other // _LINE} in the group has ended")
 
@@ -186,23 +192,41 @@ def _ranges(length: int, step: int) -> list[tuple[int, int]]:
     return list(pairwise([*range(0, length, step), length])) or [(0, 0)]
 
 
-def open_shared(store: Store, place: int, size: int, limit: timedelta) -> SharedMemory | None:
-    """The transport of one group; None where not all of its members can share memory, which all find alike."""
+def open_shared(
+    store: Store, place: int, size: int, limit: timedelta, check: Callable[[], None] = lambda: None
+) -> SharedMemory | None:
+    """The transport of one group; None where not all of its members can share memory, which all find alike.
+
+    `check` is called now and then while the rank waits for another one, and may raise.
+    """
     length = size * (_LINE * 8 + 2 * SLOT)
     store = PrefixStore("shared", store)
     store.set(f"home/{place}", home())
-    homes = {store.get(f"home/{p}").decode() for p in range(size)}
+    homes = {_awaited(store, f"home/{p}", limit, check).decode() for p in range(size)}
     if len(homes) > 1 or not homes.pop():
         return None
     made = create(length) if place == 0 else None
     try:
         if place == 0:
             store.set("name", made[0] if made is not None else "")
-        memory = made[1] if made is not None else attach(store.get("name").decode(), length)
-        found = None if memory is None else SharedMemory(memory, place, size, limit)
+        memory = made[1] if made is not None else attach(_awaited(store, "name", limit, check).decode(), length)
+        found = None if memory is None else SharedMemory(memory, place, size, limit, check)
         store.set(f"open/{place}", "yes" if found is not None else "no")
-        everyone = [store.get(f"open/{p}") == b"yes" for p in range(size)]
+        everyone = [_awaited(store, f"open/{p}", limit, check) == b"yes" for p in range(size)]
     finally:
         if made is not None:
             forget(made[0])
     return found if all(everyone) else None
+
+
+def _awaited(store: Store, key: str, limit: timedelta, check: Callable[[], None]) -> bytes:
+    """The value of a key that another rank sets."""
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            store.wait([key], _BETWEEN_CHECKS)
+            return store.get(key)
+        except DistStoreError:
+            check()
+            if time.monotonic() > end:
+                raise

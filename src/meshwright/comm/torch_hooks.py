@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
 from torch.autograd import forward_ad, graph, profiler
-from torch.distributed import distributed_c10d
+from torch.distributed import DistStoreError, distributed_c10d
 from torch.nn.modules import module
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "PROFILER_STARTS",
     "PROFILER_STOP",
     "Backend",
+    "DistStoreError",
     "ForwardState",
     "PrefixStore",
     "Store",
