@@ -170,8 +170,15 @@ class Links:
         self._listener = Listener(
             "127.0.0.1" if place.loopback else _own_address(place), self._token, place.size, self._welcome
         )
-        self._publish(f"at/{self.rank}", json.dumps([*self._listener.address, *own_identity()]))
+        self._address = json.dumps([*self._listener.address, *own_identity()])
+        self.publish()
         os.register_at_fork(after_in_child=self._leave)
+
+    def publish(self, store: Store | None = None) -> None:
+        """Write into the store where this rank listens, if that is not there: a stranger may have taken it away."""
+        store, key = store or self._store, f"at/{self.rank}"
+        if not store.check([key]):
+            store.set(key, sealed(self._token, key, self._address))
 
     def send(self, peer: int, data: bytes) -> bool:
         """Whether the bytes went to `peer`; not if there is no link yet, which `wait_open` waits for."""

@@ -31,16 +31,17 @@ from ._current import current, install, installed
 from ._errors import CallError, CommError, StragglerWarning
 from ._guard import Check, Guard
 from ._kept_memory import keep_memory
+from ._life import Life
 from ._links import GoneError, Links
 from ._messages import Message, Messages
 from ._record import Noted, Record
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
-from ._shared_memory import SharedMemory, open_shared
+from ._shared_memory import Peers, SharedMemory, open_shared
 from ._side import Side
 from ._stragglers import Straggler, is_slow
 from ._watchdog import Watchdog
-from .torch_hooks import Backend, PrefixStore, Store, open_backend
+from .torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
 
 T = TypeVar("T")
 Transport = Backend | SharedMemory
@@ -72,7 +73,7 @@ class ProcessCarrier(Carrier):
         self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
-        self._watchdog = Watchdog(self._guard, self._links, self._end_at_once)
+        self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
 
     @contextmanager
     def checking(self, check: Check | str | int) -> Generator[None]:
@@ -264,6 +265,9 @@ class ProcessCarrier(Carrier):
             backend.messages(leaving, awaited)
         return out
 
+    def _peers_of(self, group: Group) -> Peers:
+        return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is Life.GONE)
+
     def _open_for(self, x: Tensor, group: Group) -> Transport:
         return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
 
@@ -272,10 +276,11 @@ class ProcessCarrier(Carrier):
         found = self._opened.get((name, group))
         if found is None:
             key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
-            store = PrefixStore(f"{name}/{key}", self._store)
+            # the transport waits in the store, which serves one thread: others go on with another connection
+            store = PrefixStore(f"{name}/{key}", another_connection(self._store))
             place, size = group.index(self.rank), len(group)
             if name == "gloo" and self._shares:
-                found = open_shared(store, place, size, self._limit, self._watchdog.check)
+                found = open_shared(store, place, size, self._limit, self._peers_of(group))
             if found is None:
                 found = open_backend(name, store, place, size, self._limit, self._place.loopback)
             self._opened[(name, group)] = found

@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ._reduce import reduce_into
 from ._region import attach, create, forget, home, is_running, wait_for
-from .torch_hooks import DistStoreError, PrefixStore, Store
+from .torch_hooks import PrefixStore, Store
 
 SLOT = 2**20
 """Bytes that a rank writes in one round."""
@@ -29,18 +30,25 @@ _LINE = 8
 """Numbers in a cache line, which no two ranks write to."""
 _FLAG, _PROCESS, _WORDS = 0, 1, 2
 """Where a rank's numbers are in its line: its flag, its process, and a word for each of two rounds."""
-_BETWEEN_CHECKS = timedelta(seconds=0.5)
+_BETWEEN_ASKS, _BETWEEN_LOOKS = 0.002, 0.25
+"""Seconds between two questions to the store, and two looks at a rank's process."""
 _SHARED = 2**14
 """With more than two ranks, larger parts of a reduction (in bytes) are reduced by one rank each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What is asked about the others while a rank waits: `check` may raise, `is_gone` is about a place in the group."""
+
+    check: Callable[[], None] = lambda: None
+    is_gone: Callable[[int], bool] = lambda place: False
 
 
 class SharedMemory:
     """One group's transport; `open_shared` opens it."""
 
-    def __init__(
-        self, memory: mmap.mmap, place: int, size: int, limit: timedelta, check: Callable[[], None] = lambda: None
-    ) -> None:
-        self._check = check
+    def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta, peers: Peers | None = None) -> None:
+        self._peers = peers or Peers()
         self._place, self._size, self._limit = place, size, limit.total_seconds()
         self._flags = memoryview(memory)[: size * _LINE * 8].cast("Q")
         self._mine = place * _LINE
@@ -175,7 +183,7 @@ class SharedMemory:
         flags = self._flags
 
         def alarm() -> None:
-            self._check()
+            self._peers.check()
             if not is_running(flags[other + _PROCESS]) and flags[other] < number:
                 raise RuntimeError(f"the process of place {other // _LINE} in the group has ended")
 
@@ -193,40 +201,41 @@ def _ranges(length: int, step: int) -> list[tuple[int, int]]:
 
 
 def open_shared(
-    store: Store, place: int, size: int, limit: timedelta, check: Callable[[], None] = lambda: None
+    store: Store, place: int, size: int, limit: timedelta, peers: Peers | None = None
 ) -> SharedMemory | None:
-    """The transport of one group; None where not all of its members can share memory, which all find alike.
-
-    `check` is called now and then while the rank waits for another one, and may raise.
-    """
+    """The transport of one group; None where not all of its members can share memory, which all find alike."""
+    peers = peers or Peers()
     length = size * (_LINE * 8 + 2 * SLOT)
     store = PrefixStore("shared", store)
     store.set(f"home/{place}", home())
-    homes = {_awaited(store, f"home/{p}", limit, check).decode() for p in range(size)}
+    homes = {_awaited(store, f"home/{p}", p, limit, peers).decode() for p in range(size)}
     if len(homes) > 1 or not homes.pop():
         return None
     made = create(length) if place == 0 else None
     try:
         if place == 0:
             store.set("name", made[0] if made is not None else "")
-        memory = made[1] if made is not None else attach(_awaited(store, "name", limit, check).decode(), length)
-        found = None if memory is None else SharedMemory(memory, place, size, limit, check)
+        memory = made[1] if made is not None else attach(_awaited(store, "name", 0, limit, peers).decode(), length)
+        found = None if memory is None else SharedMemory(memory, place, size, limit, peers)
         store.set(f"open/{place}", "yes" if found is not None else "no")
-        everyone = [_awaited(store, f"open/{p}", limit, check) == b"yes" for p in range(size)]
+        everyone = [_awaited(store, f"open/{p}", p, limit, peers) == b"yes" for p in range(size)]
     finally:
         if made is not None:
             forget(made[0])
     return found if all(everyone) else None
 
 
-def _awaited(store: Store, key: str, limit: timedelta, check: Callable[[], None]) -> bytes:
-    """The value of a key that another rank sets."""
-    end = time.monotonic() + limit.total_seconds()
-    while True:
-        try:
-            store.wait([key], _BETWEEN_CHECKS)
-            return store.get(key)
-        except DistStoreError:
-            check()
-            if time.monotonic() > end:
-                raise
+def _awaited(store: Store, key: str, place: int, limit: timedelta, peers: Peers) -> bytes:
+    """The value of a key that the rank of a place sets; RuntimeError if it never will."""
+    begin = looked = time.monotonic()
+    while not store.check([key]):
+        time.sleep(_BETWEEN_ASKS)
+        now = time.monotonic()
+        if now - begin > limit.total_seconds():
+            raise RuntimeError(f"place {place} in the group did not come within {limit.total_seconds():g} s")
+        if now - looked > _BETWEEN_LOOKS:
+            looked = now
+            peers.check()
+            if peers.is_gone(place) and not store.check([key]):
+                raise RuntimeError(f"the process of place {place} in the group has ended")
+    return store.get(key)

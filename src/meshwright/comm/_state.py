@@ -52,6 +52,6 @@ def read_state(found: object) -> State:
     fields: list[object] = list(found) if isinstance(found, list) else []
     fits = len(fields) == len(_KINDS) and all(map(isinstance, fields, _KINDS))
     if not fits:
-        raise ValueError(found)
+        raise ValueError(f"no state of a rank: {found!r}")
     call, waits_for, *more = fields
     return State(call, tuple(waits_for), *more)  # type: ignore[arg-type]

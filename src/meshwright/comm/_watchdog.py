@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ._call import Call
 from ._errors import CommError
@@ -16,8 +17,10 @@ from ._guard import Guard
 from ._life import Life
 from ._links import Links
 from ._state import State
+from .torch_hooks import Store, another_connection
 
 _BETWEEN_LOOKS = 0.5
+_BETWEEN_PUBLISHED = 2.0
 _OWN_PAUSE = 5.0
 _GRACE, _TIME_TO_RAISE = 1.5, 1.0
 """Seconds in which the transport may find out itself that a process is gone, and in which it may raise an error."""
@@ -26,12 +29,14 @@ _GRACE, _TIME_TO_RAISE = 1.5, 1.0
 class Watchdog:
     """Looks at the processes of a call's group while its data moves; `kill` gets the error, and does not return."""
 
-    def __init__(self, guard: Guard, links: Links, kill: Callable[[CommError], None]) -> None:
+    def __init__(self, guard: Guard, links: Links, store: Store, kill: Callable[[CommError], None]) -> None:
         self._guard, self._links, self._kill = guard, links, kill
         self._moving: dict[int, tuple[Call, float]] = {}
         self._seen: dict[int, float] = {}
         self._errors: dict[int, CommError] = {}
         self._closed = threading.Event()
+        self._store = another_connection(store)
+        self._look_at_store = 0.0
         threading.Thread(target=self._watch, name="meshwright watchdog", daemon=True).start()
 
     def begin(self, call: Call) -> None:
@@ -59,10 +64,18 @@ class Watchdog:
             if not self._moving or now - latest > _OWN_PAUSE:
                 self._seen.clear()  # this process was stopped itself, and so may all others have been
             latest = now
+            self._publish(now)
             for thread, moving in list(self._moving.items()):
                 error = self._found(*moving)
                 if error is not None:
                     self._tell(thread, moving, error)
+
+    def _publish(self, now: float) -> None:
+        if now < self._look_at_store:
+            return
+        self._look_at_store = now + _BETWEEN_PUBLISHED
+        with suppress(RuntimeError):
+            self._links.publish(self._store)
 
     def _tell(self, thread: int, moving: tuple[Call, float], error: CommError) -> None:
         """Let the thread raise the error; if it cannot, end the process."""

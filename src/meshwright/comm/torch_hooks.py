@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._functorch import eager_transforms  # holds the nesting of `torch.func.jvp`
 from torch.autograd import forward_ad, graph, profiler
-from torch.distributed import DistStoreError, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
 __all__ = [
@@ -39,11 +39,11 @@ __all__ = [
     "PROFILER_STARTS",
     "PROFILER_STOP",
     "Backend",
-    "DistStoreError",
     "ForwardState",
     "PrefixStore",
     "Store",
     "TCPStore",
+    "another_connection",
     "default_store",
     "forward_ad",
     "open_backend",
@@ -185,6 +185,11 @@ def default_store() -> Store | None:
     if not dist.is_initialized():
         return None
     return distributed_c10d._get_default_store()
+
+
+def another_connection(store: Store) -> Store:
+    """Return the same store for another thread, which need not wait while this one waits; stubs do not know `clone`."""
+    return cast(Any, store).clone()
 
 
 def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:
