@@ -9,13 +9,13 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks._fault_runs import Ended, Ranks, Verdict, run_ranks
+from benchmarks._faults_phases import phase
 from benchmarks.faults import MOST_SECONDS, Row
 from meshwright.comm import init_process, stragglers
 
@@ -93,42 +93,26 @@ def raises_on_one(folder: str) -> None:
 
 def killed_in_forward() -> Verdict:
     """SIGKILL of a rank mid-forward is known on every living rank within 5 s, where the pair had never met too."""
-    verdicts: list[Verdict] = []
+    words = ("DeadPeerError", "rank 1 is dead", "all_reduce(sum, float32, (4,))")
+    verdicts = [phase(where, signal.SIGKILL) for where in ("in the memory", "while the backend opens")]
     for function, files in (("steps_of_pairs", ["ready"]), ("endless_steps", ["ready.0", "ready.1", "ready.2"])):
-        ended = run_ranks(f"{_HERE}:{function}", 3, _after(files, signal.SIGKILL))
-        verdicts.append(_told(ended, ("DeadPeerError", "rank 1 is dead", "all_reduce(sum, float32, (4,))")))
+        ended, records = _known(function, files, signal.SIGKILL)
+        verdicts.append(_told(ended, records, words, MOST_SECONDS))
     return _all(verdicts)
 
 
 def stopped() -> Verdict:
     """SIGSTOP of a rank is known within the limit + 1 s; the error names the rank, the call and a record.
 
-    The time is that of the record, which a rank writes with its error. A rank that holds the lock ends nothing.
+    A rank that holds the lock ends nothing.
     """
-    at: list[float] = []
-    records: dict[str, tuple[float, int]] = {}
-
-    def fault(run: Ranks) -> None:
-        _after(["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)(run)
-        at.append(time.time())
-
-    def look(folder: Path) -> None:
-        for path in folder.rglob("rank-*.json"):
-            found = json.loads(path.read_text())
-            records[path.name] = found["written"] - at[0], len(found["calls"])
-
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**_KNOWN_BY, "MESHWRIGHT_RECORDS": folder}
-        ended = run_ranks(f"{_HERE}:endless_steps", 3, fault, each=lambda rank: env)
-        look(Path(folder))
+    ended, records = _known("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
     words = ("NoAnswerError", "no answer of rank 1 for", "stopped", "all_reduce(sum, float32", "rank-")
-    told = _told(ended, words, _STOP_LIMIT + MOST_SECONDS)
-    seconds = round(max([time for time, _ in records.values()], default=math.inf), 2)
+    told = _told(ended, records, words, _STOP_LIMIT + 1.0)
     held = run_ranks(f"{_HERE}:one_rank_holds_the_lock", 3, arguments=["12"], each=lambda rank: _KNOWN_BY, limit=90)
     lives = all(each.status == 0 and each.output == "done\n" for each in held)
-    enough = set(records) == {"rank-0.json", "rank-2.json"} and all(calls for _, calls in records.values())
-    found = f"{told.found}; records {records}; holding the lock for 12 s {'passes' if lives else held}"
-    return Verdict(told.passed and enough and lives and seconds <= _STOP_LIMIT + 1.0, found, seconds)
+    found = f"{told.found}; holding the lock for 12 s {'passes' if lives else held}"
+    return Verdict(told.passed and lives, found, told.seconds)
 
 
 def slow_rank() -> Verdict:
@@ -146,40 +130,60 @@ def slow_rank() -> Verdict:
     turns = run_ranks(f"{_HERE}:slow_steps", 3, arguments=["turns"], also=look, limit=90)
     quiet = all(not found["warnings"] for found in said.values())
     good = all(each.status == 0 for each in slow + turns)
-    return Verdict(good and named and quiet and warned == [1, 0, 1] and "rank 1" in first, f"{first}; {table}; turns: {said}")
+    return Verdict(
+        good and named and quiet and warned == [1, 0, 1] and "rank 1" in first, f"{first}; {table}; turns: {said}"
+    )
 
 
 def raised_on_one_rank() -> Verdict:
     """An exception in user code on one rank ends all ranks within 5 s, and each says which rank began."""
-    ended = run_ranks(f"{_HERE}:raises_on_one", 3)
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_ranks(f"{_HERE}:raises_on_one", 3, each=lambda rank: {"MESHWRIGHT_RECORDS": folder}, limit=60)
+        written = _written(folder)
     before, own, _ = ended[1].output.partition('KeyError: "the user\'s own mistake"')
-    told = _told([ended[0], ended[2]], ("MissingCallError", "rank 1 ended with KeyError", "_faults_live.py"), 30.0)
-    first = min(each.seconds for each in ended)
-    return Verdict(
-        told.passed and bool(own) and "found:" not in before, told.found, round((told.seconds or 0.0) - first, 2)
-    )
+    records = {name: (seconds - written["rank-1.json"][0], calls) for name, (seconds, calls) in written.items()}
+    words = ("MissingCallError", "rank 1 ended with KeyError", "_faults_live.py")
+    told = _told(ended, records, words, MOST_SECONDS)
+    return Verdict(told.passed and bool(own) and "found:" not in before, told.found, told.seconds)
 
 
-def _after(files: list[str], number: signal.Signals) -> Callable[[Ranks], None]:
-    """Return a fault: the signal for rank 1, once the files are there."""
+def _known(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
+    """Return the end of three ranks of which rank 1 gets a signal once the files are there, and their records."""
+    at: list[float] = []
 
     def fault(run: Ranks) -> None:
         for name in files:
             run.wait_for(name)
+        at.append(time.time())
         run.send(1, number)
 
-    return fault
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**_KNOWN_BY, "MESHWRIGHT_RECORDS": folder}
+        ended = run_ranks(f"{_HERE}:{function}", 3, fault, each=lambda rank: env)
+        records = _written(folder)
+    return ended, {name: (written - at[0], calls) for name, (written, calls) in records.items()}
 
 
-def _told(ended: list[Ended], words: tuple[str, ...], most: float = MOST_SECONDS) -> Verdict:
-    """Return whether each living rank has failed in time, with all the words or those of a rank that had them."""
+Records = dict[str, tuple[float, int]]
+"""By file, when it was written, and how many calls it has."""
+
+
+def _written(folder: str) -> Records:
+    """Return the records in a folder; a rank writes its own when it knows."""
+    found = {path.name: json.loads(path.read_text()) for path in Path(folder).rglob("rank-*.json")}
+    return {name: (each["written"], len(each["calls"])) for name, each in found.items()}
+
+
+def _told(ended: list[Ended], records: Records, words: tuple[str, ...], most: float) -> Verdict:
+    """Return whether each living rank knew in time and failed, and the words that are missing on all of them."""
     living = [each for each in ended if each.rank != 1]
-    wrong = [each for each in living if each.status != 1 or each.seconds > most]
+    times = [records.get(f"rank-{each.rank}.json", (math.inf, 0)) for each in living]
+    seconds = round(max(time for time, _ in times), 2)
     missing = [word for word in words if not any(word in each.output for each in living)]
     unnamed = [each.rank for each in living if "rank 1" not in each.output]
-    seconds = max(each.seconds for each in living)
-    found = f"{seconds} s, statuses {[each.status for each in living]}"
-    if wrong or missing or unnamed:
+    good = seconds <= most and all(each.status == 1 for each in living) and all(calls for _, calls in times)
+    found = f"{seconds} s, statuses {[each.status for each in living]}, {[calls for _, calls in times]} calls recorded"
+    if not good or missing or unnamed:
         outputs = "\n".join(f"[{each.rank}] {each.output[-1500:]}" for each in living)
         return Verdict(False, f"{found}; without {missing}; unnamed on {unnamed}\n{outputs}", seconds)
     return Verdict(True, found, seconds)
