@@ -60,6 +60,8 @@ class Waits:
         self._slices: deque[_Slice] = deque(maxlen=SLICES)
         self._now, self._began = _Slice({}, {}), clock()
         self._warn_at = 0.0
+        self._suspects = False
+        """Found at the end of each slice, so that a call costs nothing."""
 
     def note(self, peer: int, seconds: float) -> None:
         """Count a wait for `peer` that is over."""
@@ -101,9 +103,7 @@ class Waits:
 
     def is_suspicious(self) -> bool:
         """True if a peer may be worth a warning, at most once a minute: `warned` begins the minute."""
-        if len(self._slices) < SLICES or self._clock() < self._warn_at:
-            return False
-        return any(is_slow(each) for each in self.by_peer().values())
+        return self._suspects and self._clock() >= self._warn_at
 
     def warned(self, seconds: float = _BETWEEN_WARNINGS) -> None:
         """Let no warning come for some time."""
@@ -120,6 +120,7 @@ class Waits:
         self._now.length = now - self._began
         self._slices.append(self._now)
         self._now, self._began = _Slice({}, {}), now
+        self._suspects = len(self._slices) == SLICES and any(is_slow(each) for each in self.by_peer().values())
 
 
 def is_slow(found: Straggler) -> bool:
