@@ -23,6 +23,14 @@ from meshwright.comm._rendezvous import host_store
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 30.0
+FAULT = "fault"
+"""Name of the file that a rank makes at the moment of its fault, if the fault is its own."""
+
+
+def mark_fault(folder: str) -> None:
+    """Let the fault of this run be now; the first rank that says so counts."""
+    with suppress(FileExistsError):
+        (Path(folder) / FAULT).touch(exist_ok=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Ranks:
     processes: list[subprocess.Popen[bytes]]
     folder: Path
     fault_at: float = 0.0
+    is_marked: bool = False
 
     def wait_for(self, name: str, limit: float = LIMIT) -> Path:
         """Return the file `name` in the folder, once a rank has made it; AssertionError after `limit` seconds."""
@@ -111,10 +120,16 @@ def run_ranks(
 def _variables(ranks: int, port: int) -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {
-        **{"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
@@ -122,6 +137,8 @@ def _ends(run: Ranks, limit: float) -> list[Ended]:
     """Wait for every rank, and note when each ended."""
     end, times = run.fault_at + limit, dict[int, float]()
     while len(times) < len(run.processes) and time.monotonic() < end:
+        if (run.folder / FAULT).exists() and not run.is_marked:
+            run.is_marked, run.fault_at = True, time.monotonic()
         for rank, process in enumerate(run.processes):
             if rank not in times and process.poll() is not None:
                 times[rank] = time.monotonic() - run.fault_at

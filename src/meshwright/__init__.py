@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from meshwright.engine import ShardingStage1 as ShardingStage1
     from meshwright.engine import ShardingStage2 as ShardingStage2
     from meshwright.engine import ShardingStage3 as ShardingStage3
+    from meshwright.engine import StepChecks as StepChecks
     from meshwright.engine import Strategy as Strategy
     from meshwright.engine import Training as Training
     from meshwright.engine import TrainingEnd as TrainingEnd
     from meshwright.engine import VocabParallel as VocabParallel
     from meshwright.engine import auto as auto
+    from meshwright.engine import check_steps as check_steps
     from meshwright.engine import clip_grad_norm_ as clip_grad_norm_
     from meshwright.engine import context_parallel as context_parallel
     from meshwright.engine import dispatch_experts as dispatch_experts
@@ -107,12 +109,14 @@ __all__ = [
     "ShardingStage1",
     "ShardingStage2",
     "ShardingStage3",
+    "StepChecks",
     "Strategy",
     "Training",
     "TrainingEnd",
     "VocabParallel",
     "__version__",
     "auto",
+    "check_steps",
     "clip_grad_norm_",
     "context_parallel",
     "dispatch_experts",

@@ -19,6 +19,7 @@ from ._errors import (
     StragglerWarning,
 )
 from ._guard import Check
+from ._identity import identity, is_compared, note_fact, when_compared
 from ._launch import launch
 from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
@@ -60,13 +61,17 @@ __all__ = [
     "Watch",
     "current",
     "first_rank_prints",
+    "identity",
     "init_process",
     "install",
     "installed",
+    "is_compared",
     "joined",
     "launch",
+    "note_fact",
     "prefix_prints",
     "simulate",
     "stragglers",
     "use",
+    "when_compared",
 ]

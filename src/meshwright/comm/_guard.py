@@ -29,6 +29,8 @@ from meshwright.layout import user_frame
 from ._call import Call, Group, common_part, is_pairwise, transfers
 from ._errors import CallError, CommError, DisagreementError, disagreement
 from ._examine import Examiner
+from ._facts import Facts
+from ._identity import identity
 from ._links import Frame, GoneError, Links
 from ._looking import in_debugger
 from ._messages import Message, Messages
@@ -38,10 +40,16 @@ from ._stragglers import Waits
 from ._watch import Watch
 
 _MASK = (1 << 64) - 1
+_PRIME = 1000003
 _LONGEST_TEXT = 1000
 _KEPT_PRINTS = 8192
 _LOOKS_AFTER_FAILURE = 10
 _LONGEST_SAID = 300
+_OTHER_VALUES = (
+    "the calls have one form, but are for other values: other operators, other tensors or another number of steps "
+    "came before"
+)
+_WRITE_FOR_VALUES = "the same program, settings, seeds and whole tensors on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +91,20 @@ class Check:
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
+def _named(call: Call, name: str) -> str:
+    """Return the text of a call, with the name of the operator or the program that makes it."""
+    return f"{call} for {name}" if name else str(call)
+
+
 def _told(call: Call) -> str:
-    """This rank's call, with the line of the user's code that made it."""
-    line = user_frame()
-    return f"{call} at {line}" if line else str(call)
+    """Return this rank's call, with the line of the user's code that made it."""
+    line, said = user_frame(), _named(call, identity.what[1])
+    return f"{said} at {line}" if line else said
 
 
 class _Print(NamedTuple):
     common: int
+    identity: int
     balance: int
     text: bytes
 
@@ -98,13 +112,14 @@ class _Print(NamedTuple):
 class Guard:
     """One rank's comparisons with its peers."""
 
-    def __init__(self, rank: int, check: Check, messages: Messages, side: Side) -> None:
+    def __init__(self, rank: int, check: Check, messages: Messages, side: Side, facts: Facts) -> None:
         self.rank = rank
         self.check = check
+        self._facts = facts
         self._messages, self._side = messages, side
-        self._prints: dict[Call, _Print] = {}
+        self._prints: dict[tuple[Call, str], _Print] = {}
         self._numbers: dict[Group, int] = {}
-        self._chains: dict[Group, tuple[int, int]] = {}
+        self._chains: dict[Group, tuple[int, int, int]] = {}
         self._names: dict[Group, int] = {}
         self._call: Call | None = None
         self._is_aside = False
@@ -145,12 +160,13 @@ class Guard:
         if self.check.every == 0:
             return
         number = self._numbers[call.group] = self._numbers.get(call.group, 0) + 1
-        mine = self._print_of(call)
+        what, name = identity.what
+        mine = self._print_of(call, name)._replace(identity=what & _MASK)
         if self.check.every > 1:
             mine = self._chained(call.group, mine)
         if number % self.check.every:
             return
-        frame = Frame(self._name_of(call.group), number, mine.common, mine.balance, mine.text)
+        frame = Frame(self._name_of(call.group), number, mine.common, mine.identity, mine.balance, mine.text)
         try:
             frames = self._swap(call, frame)
         except DisagreementError:
@@ -246,9 +262,11 @@ class Guard:
             raise self.examiner.gone(call, peer) from None
 
     def _compare(self, call: Call, mine: Frame, peer: int, other: Frame) -> None:
-        if mine[:3] == other[:3]:
+        if mine[:4] == other[:4]:
             return
         text = other.text.decode(errors="replace")
+        if mine[:3] == other[:3]:
+            raise self._other_values(call, mine, peer, text)
         if mine.text != other.text:
             why = "they are different calls, or calls in another order"
         elif mine.number != other.number:
@@ -256,6 +274,15 @@ class Guard:
         else:
             why = "the calls before this one, which were not compared, were different"
         raise disagreement(self.rank, _told(call), peer, text, why)
+
+    def _other_values(self, call: Call, mine: Frame, peer: int, text: str) -> DisagreementError:
+        """Return the error about a call that is made for other values than the peer's."""
+        at = f"{mine.group}/{mine.number}"
+        self._facts.tell(at)
+        rows = self._facts.differences(at, peer)
+        error = disagreement(self.rank, _told(call), peer, text, _OTHER_VALUES)
+        found = f"{error.found}; {rows}" if rows else error.found
+        return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
     def _unbalanced(self, call: Call, frames: dict[int, Frame]) -> DisagreementError:
         sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: _told(call)}
@@ -266,24 +293,25 @@ class Guard:
             "the shapes of every piece, taken from one layout on all ranks",
         )
 
-    def _print_of(self, call: Call) -> _Print:
-        found = self._prints.get(call)
+    def _print_of(self, call: Call, name: str) -> _Print:
+        found = self._prints.get((call, name))
         if found is None:
             if len(self._prints) >= _KEPT_PRINTS:
                 self._prints.clear()
             balance = 0
             if is_pairwise(call):
                 balance = sum(count * _hash(key) for key, count in transfers(call, self.rank).items()) & _MASK
-            text = str(call).encode()[:_LONGEST_TEXT]
-            found = self._prints[call] = _Print(_hash(common_part(call)), balance, text)
+            text = _named(call, name).encode()[:_LONGEST_TEXT]
+            found = self._prints[call, name] = _Print(_hash(common_part(call)), 0, balance, text)
         return found
 
     def _chained(self, group: Group, mine: _Print) -> _Print:
         """A print of all calls of the group so far, so that a comparison now and then misses none."""
-        common, balance = self._chains.get(group, (0, 0))
-        common, balance = (common * 1000003 + mine.common) & _MASK, (balance + mine.balance) & _MASK
-        self._chains[group] = (common, balance)
-        return mine._replace(common=common, balance=balance)
+        common, what, balance = self._chains.get(group, (0, 0, 0))
+        common, what = (common * _PRIME + mine.common) & _MASK, (what * _PRIME + mine.identity) & _MASK
+        balance = (balance + mine.balance) & _MASK
+        self._chains[group] = (common, what, balance)
+        return mine._replace(common=common, identity=what, balance=balance)
 
     def _name_of(self, group: Group) -> int:
         name = self._names.get(group)

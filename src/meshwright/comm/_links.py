@@ -30,7 +30,7 @@ from ._state import State, read_state, silent
 from ._token import run_token, sealed, unsealed
 from .torch_hooks import Store
 
-_HEADER = struct.Struct("<IQQQQ")
+_HEADER = struct.Struct("<IQQQQQ")
 _LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
 """What a connection is for: a link, a question about the rank itself, messages, one about a process of its host."""
 _YES, _NO = b"+", b"-"
@@ -48,12 +48,13 @@ class Frame(NamedTuple):
     group: int
     number: int
     common: int
+    identity: int
     balance: int
     text: bytes
 
     def packed(self) -> bytes:
         """The frame as bytes."""
-        return _HEADER.pack(len(self.text), *self[:4]) + self.text
+        return _HEADER.pack(len(self.text), *self[:5]) + self.text
 
 
 class _Link:
@@ -108,12 +109,12 @@ class _Link:
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
             return None
-        length, group, number, common, balance = _HEADER.unpack_from(self._rest)
+        length, group, number, common, what, balance = _HEADER.unpack_from(self._rest)
         end = _HEADER.size + length
         if len(self._rest) < end:
             return None
         text, self._rest = self._rest[_HEADER.size : end], self._rest[end:]
-        return Frame(group, number, common, balance, text)
+        return Frame(group, number, common, what, balance, text)
 
 
 class _Opening(NamedTuple):

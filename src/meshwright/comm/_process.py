@@ -29,7 +29,9 @@ from ._call import Call, Group, Shape
 from ._carrier import Arrival, Carrier, Receive, check_message
 from ._current import current, install, installed
 from ._errors import CallError, CommError, StragglerWarning
+from ._facts import Facts
 from ._guard import Check, Guard
+from ._identity import calls_are_compared, identity
 from ._kept_memory import keep_memory
 from ._life import Life
 from ._links import GoneError, Links
@@ -67,7 +69,7 @@ class ProcessCarrier(Carrier):
         self._opened: dict[tuple[str, Group], Transport] = {}
         self._side = Side()
         self._messages = Messages()
-        self._guard = Guard(place.rank, check, self._messages, self._side)
+        self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
         self._record = Record(place)
         self._process = os.getpid()
         self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
@@ -88,8 +90,13 @@ class ProcessCarrier(Carrier):
         """A conversion on the side, in a thread of its own; on devices with streams it is done by the caller."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
-        plain = x.as_subclass(Tensor)
-        return self._side.begin(lambda: self.convert(way, plain))
+        plain, what = x.as_subclass(Tensor), identity.what
+
+        def convert() -> Tensor:
+            identity.what = what
+            return self.convert(way, plain)
+
+        return self._side.begin(convert)
 
     def close(self) -> None:
         """Say to the other ranks that this one has ended; called when the process exits."""
@@ -315,6 +322,8 @@ def init_process(
     carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
     install(carrier)
     atexit.register(carrier.close)
+    if place.size > 1 and check.every:
+        calls_are_compared()
     return carrier
 
 

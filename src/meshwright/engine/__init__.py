@@ -15,6 +15,7 @@ from ._errors import (
     LocalMapError,
     MaterializeError,
     NonFiniteGradientError,
+    ReplicaError,
     SharedMemoryError,
     StaticError,
     StrategyError,
@@ -59,6 +60,7 @@ from ._trace_work import TracedWork
 from ._train import Training, TrainingEnd, train
 from ._unmarked import unmarked
 from ._verify import Difference, Verified, verify
+from .checks import StepChecks, check_steps
 
 __all__ = [
     "STOPPED",
@@ -78,6 +80,7 @@ __all__ = [
     "Parallelism",
     "PrepareLayerInput",
     "PrepareLayerOutput",
+    "ReplicaError",
     "Resumed",
     "RowwiseParallel",
     "SequenceParallelBegin",
@@ -90,6 +93,7 @@ __all__ = [
     "ShardingStage3",
     "SharedMemoryError",
     "StaticError",
+    "StepChecks",
     "Strategy",
     "StrategyError",
     "Suggestion",
@@ -102,6 +106,7 @@ __all__ = [
     "Verified",
     "VocabParallel",
     "auto",
+    "check_steps",
     "clip_grad_norm_",
     "context_parallel",
     "dispatch_experts",

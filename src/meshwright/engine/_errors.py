@@ -45,6 +45,10 @@ class NonFiniteGradientError(MeshwrightError, ArithmeticError):
     """Gradients with numbers that are infinite or none: no update can be made of them."""
 
 
+class ReplicaError(MeshwrightError, RuntimeError):
+    """Ranks that should hold the same numbers hold others."""
+
+
 class MaterializeError(MeshwrightError, ValueError):
     """A tensor on the meta device that nothing gives values to."""
 

@@ -21,7 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, OperationError, absent, flush, local_parts, parts_recorded, recording, stamp
+from meshwright.tensor import (
+    DistTensor,
+    OperationError,
+    absent,
+    flush,
+    local_parts,
+    parts_recorded,
+    recording,
+    stamp,
+)
+
+from .checks import before_step
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -41,14 +52,17 @@ def own_hook(optimizer: Optimizer) -> int | None:
     return _hooks[optimizer].id if optimizer in _hooks else None
 
 
-def _meet(optimizer: Optimizer, *_: Any) -> None:
+def _meet(optimizer: Optimizer, *_: Any) -> Any:
     """Before each step: what may make the step comes behind all other hooks, which may lay parameters anew."""
+    if not parts_recorded() and before_step(optimizer):
+        return (_without_parameters(optimizer),), {}
     if isinstance(optimizer, torch.optim.SparseAdam):
         _check_plain(optimizer)
     if type(optimizer) in ELEMENTWISE and not parts_recorded():
         if optimizer in _hooks:
             _hooks[optimizer].remove()
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step)
+    return None
 
 
 def _check_plain(optimizer: Optimizer) -> None:
@@ -65,7 +79,8 @@ def _check_plain(optimizer: Optimizer) -> None:
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """The step on parts, where it can be; torch then goes on with an optimizer that has no parameters."""
-    if len(args) > 1 or kwargs or recording() or not _lies_alike(optimizer):
+    is_left_out = args and args[0] is not optimizer
+    if is_left_out or len(args) > 1 or kwargs or recording() or not _lies_alike(optimizer):
         return None
     kind: Any = type(optimizer)
     with _as_lists(optimizer), local_parts():
@@ -74,9 +89,14 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         finally:
             _lay_new_states(optimizer)
         _count_writes(optimizer)
-    nothing = object.__new__(kind)
+    return (_without_parameters(optimizer),), {}
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same kind whose step does nothing."""
+    nothing: Optimizer = object.__new__(type(optimizer))
     nothing.__dict__.update(optimizer.__dict__, param_groups=[], state={})
-    return (nothing,), {}
+    return nothing
 
 
 def _lay_new_states(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.search import MeshPlan
-from meshwright.tensor import leaves_in, local_parts, map_tensors, stamp, whole
+from meshwright.tensor import called_for, leaves_in, local_parts, map_tensors, stamp, whole
 
 from ._builder import Builder, Compiled
 from ._errors import StaticError
@@ -27,6 +27,7 @@ from ._refuse_call import refuse_call, refuse_shared
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
 from ._variants import Variant, Variants, sizes_of
+from .checks import StaticChecks
 
 
 def to_static(
@@ -64,6 +65,8 @@ class DistModel:
         self._roots = Roots(network, () if loss is None else (loss,), optimizer)
         self._marks: dict[str, str] = {}
         self._latest: Compiled | None = None
+        self._runs = 0
+        self._checks = StaticChecks(self.state_dict)
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
         scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
@@ -271,16 +274,21 @@ class DistModel:
 
     def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
         step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
-        with local_parts(), torch.no_grad(), step:
+        self._runs += 1
+        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs))
+        with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
-            outputs, written = found.run(*given)
+            trains = self.mode == "train"
+            outputs, written = self._checks.run(found.run, given) if trains else found.run(*given)
+            if trains and not _skips(outputs) and self._checks.leaves_out(found.inputs, found.writes, written):
+                return outputs["out"]
             for at, value in zip(found.writes, written, strict=True):
                 given[at].copy_(value)
         if "state" in outputs and self.optimizer is not None:
             note_step(self.optimizer)
         made = outputs.get("state", {})
-        if made and not ("skipped" in outputs and bool(outputs["skipped"])):
+        if made and not _skips(outputs):
             self._keep_states(made, found.program)
         return outputs["out"]
 
@@ -309,3 +317,8 @@ class DistModel:
         """What two calls must share, beside the sizes of their batches, to be runs of one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))
+
+
+def _skips(outputs: Mapping[str, Any]) -> bool:
+    """True if a step with a scaled loss found gradients that are not finite, and writes no update."""
+    return "skipped" in outputs and bool(outputs["skipped"])

@@ -30,6 +30,7 @@ from ._errors import (
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
 from ._handle_values import largest_anywhere, not_finite_anywhere
+from ._identity import called_for, count_step
 from ._make import SPLIT, Arrival, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._memory_overlap import shared_memory
@@ -71,9 +72,11 @@ __all__ = [
     "absent",
     "attending_by",
     "bucket_of",
+    "called_for",
     "captured_whole",
     "capturing",
     "context",
+    "count_step",
     "decide",
     "decisions",
     "distribute",

@@ -18,6 +18,7 @@ from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ._dist_tensor import wants_grad
+from ._identity import called_back, keep_number
 from ._places import is_backward, keep_place
 from .torch_hooks import FakeTensor, bare_apply, bare_backward, forward_mode, keep_bits, no_interception, unwritten
 
@@ -140,6 +141,7 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
         keep_place(ctx)
+        keep_number(ctx)
         out = how.now(x)
         return x.detach() if out is x else owned(out)  # a view would keep `x`, which may keep it
 
@@ -153,10 +155,11 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if type(grad) is Tensor:
-            return ctx.how.transpose(_dense(grad)), None
-        with no_interception():
-            return ctx.how.transpose(_dense(grad)), None
+        with called_back(ctx):
+            if type(grad) is Tensor:
+                return ctx.how.transpose(_dense(grad)), None
+            with no_interception():
+                return ctx.how.transpose(_dense(grad)), None
 
 
 is_backward(_Convert.backward)

@@ -37,6 +37,7 @@ from ._law import Law
 from ._lists import is_of_lists, plan_lists
 from ._makers import check_maker
 from ._metadata import check_answer
+from ._names import name_of
 from ._out import into_targets, targets_in
 from ._outside import plan_outside, telling
 from ._plan import (
@@ -68,7 +69,7 @@ from ._run import (
     run_twin,
     settled,
 )
-from ._stage_order import brought_together, name_of
+from ._stage_order import brought_together
 from ._tree import leaves_in, tensors_in
 from ._trial_calls import check_kernel, why_not_captured
 from ._whole import tell_whole

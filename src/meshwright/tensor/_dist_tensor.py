@@ -59,6 +59,8 @@ class DistTensor(Tensor):
     """True for tensors on a rank outside the mesh."""
     _viewing = False
     """True for views whose base has other parts on this rank than the view."""
+    _number = 0
+    """What the tensor was computed by, as a number (`_identity`)."""
     _is_param: bool
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch

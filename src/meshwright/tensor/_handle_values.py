@@ -13,6 +13,7 @@ from meshwright.layout import Layout, ProcessMesh, Spec, replicated
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
+from ._identity import called_for
 from ._local import whole_local, write_into
 from ._registry import handles
 from ._tree import map_tensors
@@ -24,6 +25,11 @@ def everywhere(x: Tensor) -> Tensor:
     if not isinstance(x, DistTensor):
         return x
     x._read_again()
+    with called_for("the whole value", [x]):
+        return _everywhere(x)
+
+
+def _everywhere(x: DistTensor) -> Tensor:
     carrier = current()
     if x._spec.mesh.size == carrier.size:
         return whole_local(x)

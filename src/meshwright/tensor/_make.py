@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current
-from meshwright.layout import Layout, Placement, ProcessMesh, Spec, layout_of
+from meshwright.layout import Layout, Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.reshard import away_part
 
 from ._absent import absent, make_absent
@@ -17,9 +17,11 @@ from ._convert import arranged, convert_local
 from ._dist_tensor import DistTensor, plain_view, stamp
 from ._errors import LocalShapeError, OperationError
 from ._handle_values import everywhere
+from ._identity import born, called_for, pass_number
 from ._local import spec_of_whole
 from ._makers import check_maker, mark_maker
 from ._marks import captured_whole
+from ._same_parts import check_same_on_ranks
 from .torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 
 
@@ -40,8 +42,19 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     note = captured_whole(x)
     if note is not None:
         return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
+    if layout.partial and isinstance(x, nn.Parameter):
+        raise _pending_parameter(x, layout)
     src = spec_of_whole(x, mesh)
     return _placed(x, src, Spec(mesh, layout, src.shape, src.dtype, src.new.strides))
+
+
+def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
+    """Return the error about a parameter whose ranks hold terms of it."""
+    return PlacementError(
+        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a sum that is not made",
+        "an optimizer would update the terms, each by the whole gradient",
+        "use mw.Shard(dim) or mw.Replicate() for a parameter; operators give mw.Partial() results by themselves",
+    )  # fmt: skip
 
 
 def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
@@ -69,7 +82,7 @@ def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
         local = x.detach()
         local = convert_local(local, src, dst) if current().rank in mesh else local
         local = local.clone() if shares_storage(local, x) and isinstance(x, nn.Parameter) else local
-    out = present(plain_view(local), dst)
+    out = born(_present(plain_view(local), dst), x)
     with no_interception():
         out.requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
@@ -90,9 +103,10 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     is_parameter = isinstance(x, nn.Parameter)
     with no_interception():
         x.data = plain_view(new.detach())
+    out = absent(x, spec) if new._away else stamp(x, spec)
+    pass_number(new, out)
     if new._away:
-        return absent(x, spec)
-    out = stamp(x, spec)
+        return out
     mark_maker(out)
     if is_parameter:
         out._is_param = True
@@ -104,6 +118,10 @@ def present(local: Tensor, spec: Spec) -> DistTensor:
 
     A rank outside the mesh holds no part. A part in another memory format than a new tensor has is copied.
     """
+    return born(_present(local, spec))
+
+
+def _present(local: Tensor, spec: Spec) -> DistTensor:
     spec = spec.new
     with no_interception():
         if current().rank in spec.mesh:
@@ -138,6 +156,8 @@ def from_local(
             f"rank {rank} holds a part of shape {spec.local_shape(rank)}",
             "shape=(…) with the global shape when parts are uneven",
         )  # fmt: skip
+    if shape is None:
+        check_same_on_ranks(spec)
     with no_interception():
         return present(local.view_as(local), spec)
 
@@ -168,10 +188,13 @@ def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
     rank, mesh = current().rank, dst.mesh
     if rank not in x._spec.mesh and rank not in mesh:
         return make_absent([dst], [x])[0]
-    local = convert_local(x, x._spec, dst)
+    with called_for("reshard", [x]):
+        local = convert_local(x, x._spec, dst)
     with no_interception():
         out = local.view_as(local) if isinstance(local, DistTensor) else local
-    return stamp(out, dst) if rank in mesh else absent(out, dst)
+        found = stamp(out, dst) if rank in mesh else absent(out, dst)
+    pass_number(x, found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

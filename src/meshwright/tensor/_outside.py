@@ -20,9 +20,10 @@ from ._gradient_paths import Paths, gradient_paths
 from ._handle_values import everywhere
 from ._local import spec_of_whole
 from ._metadata import check_answer
+from ._names import name_of
 from ._plan import Drawn, Inline, Step, is_constant, is_view_of_plain, is_written, plan_call
 from ._run import run_graph, run_inline, run_plain
-from ._stage_order import name_of, stages_of, written_by
+from ._stage_order import stages_of, written_by
 from ._tree import map_tensors, tensors_in
 from ._trial_calls import dtypes_given
 from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag

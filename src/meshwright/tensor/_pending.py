@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current, identity
 from meshwright.layout import Layout, Spec
 
 from ._convert import Move, convert_local
+from ._identity import called_back, called_for, keep_number
 from ._places import is_backward, keep_place
 from .torch_hooks import bare_apply, no_interception
 
@@ -29,11 +30,15 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(slots=True)
 class _Pending:
-    """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far."""
+    """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far.
+
+    `number` tells which backward passes made them (`_identity`).
+    """
 
     leaf: Any
     spec: Spec
     terms: Tensor | None
+    number: int
 
     def take(self) -> Tensor:
         """The terms, which nobody keeps any longer."""
@@ -58,6 +63,7 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.leaf, ctx.how = x, how
         keep_place(ctx)
+        keep_number(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -67,7 +73,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back = ctx.how.transpose.of_dtype(grads[0].dtype)
-        with no_interception():
+        with no_interception(), called_back(ctx):
             return _Deferred._back(ctx, back, grads[0])
 
     @staticmethod
@@ -96,9 +102,10 @@ def _is_watched(leaf: Any) -> bool:
 def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
     found = _state.waiting.get((id(leaf), spec))
     if found is None:
-        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach())
+        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), identity.what[0])
     else:
         found.terms = found.take() + grad
+        found.number = hash((found.number, identity.what[0]))
 
 
 class deferring:  # entered in every step: a class is faster than a generator
@@ -141,7 +148,10 @@ def flush_read() -> None:
 def _add_up(waiting: Sequence[_Pending]) -> None:
     with no_interception(), torch.no_grad():
         for bucket in _buckets(waiting):
-            for item, grad in zip(bucket, _reduced(bucket), strict=True):
+            leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
+            with called_for("the gradients of parameters", leaves, numbers):
+                sums = _reduced(bucket)
+            for item, grad in zip(bucket, sums, strict=True):
                 item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad.add_(grad)
 
 

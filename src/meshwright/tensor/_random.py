@@ -25,6 +25,7 @@ from ._convert import arranged, convert_local
 from ._counter import DISTRIBUTIONS, Counted, draw_bits, is_counted
 from ._dist_tensor import DistTensor, local_rank, stamp
 from ._errors import RandomSourceError
+from ._identity import note_drawing
 from ._local import is_empty, spec_of_whole
 from ._marks import as_one
 from ._per_rank import PerRank
@@ -100,6 +101,8 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
     """
     dtype = (draw.like or {}).get("dtype") or spec.dtype
     source = drawing_by()
+    if source != "rank":
+        note_drawing(x.device, draw.kwargs.get("generator"))
     if source == "torch" or (source == "counter" and not is_counted(draw.name, dtype)):
         whole = draw.fill(_empty_strided(spec.shape, x._spec.full_strides, spec.dtype, x.device))
         have = spec_of_whole(whole, spec.mesh)

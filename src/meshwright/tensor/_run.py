@@ -17,6 +17,7 @@ from ._alias import break_view, run_whole
 from ._capture import Captured, Node, autocast_dtype, strides_of
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, Run, plain_view, stamp
+from ._identity import note_drawing
 from ._law import Law, own
 from ._local import shared_move, write_into
 from ._plan import Drawn, Inline, Step
@@ -274,6 +275,7 @@ def run_drawn(found: Drawn) -> Run:
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         left = iter(found.outs)
+        note_drawing(next(t.device for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)), None)
         return map_tensors(lambda t: _kept(t, next(left)), run_whole(func, args, kwargs or _NOTHING))
 
     return run

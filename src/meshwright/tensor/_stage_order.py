@@ -116,13 +116,3 @@ def written_by(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
     in_place_operator = base.startswith("__i") and base not in ("__invert__", "__index__", "__int__")
     writes = base == "__setitem__" or in_place_operator or (base.endswith("_") and not base.endswith("__"))
     return tensors[0] if writes else None
-
-
-def name_of(func: Any) -> str:
-    """The name a user knows `func` by."""
-    name = getattr(func, "__name__", None) or str(func)
-    if name in ("__get__", "__set__"):
-        held = getattr(func, "__self__", None)
-        held = getattr(getattr(held, "fget", None), "__self__", held)  # torch's own attribute behind a property
-        return str(getattr(held, "__name__", name))
-    return str(name)

@@ -20,9 +20,9 @@ from ._dispatch import planned
 from ._dist_tensor import DistTensor, signature, stamp
 from ._errors import OperationError, TraceError
 from ._local import whole_spec
+from ._names import name_of
 from ._overlap import share_elements
 from ._registry import DIRECT
-from ._stage_order import name_of
 from ._tree import map_tensors, tensors_in
 from ._whole import StandIn, tell_whole, whole_in_order
 from ._writes import version_of

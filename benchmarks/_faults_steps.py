@@ -1,0 +1,167 @@
+"""Rows 17 to 19, 22 and 23: numbers that go wrong on one rank, and layouts that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from benchmarks._fault_runs import Ended, Verdict, run_ranks
+
+HIDDEN, BATCH, STEPS, FAULT_AT = 16, 8, 6, 3
+
+
+def train(folder: str, case: str) -> None:
+    """One rank of a training run in which something goes wrong on rank 1 at step 3."""
+    here = mw.init_process()
+    torch.manual_seed(0)
+    mesh = mw.init_mesh(tp=2) if case.startswith("tp") else mw.init_mesh(dp=2)
+    net = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+    cut = [mw.Shard(0)] if case.startswith("tp") else [mw.Replicate()]
+    for layer in (net[0], net[2]):
+        assert isinstance(layer, nn.Linear)
+        layer.weight = mw.shard_tensor(layer.weight, mesh, cut)
+        layer.bias = mw.shard_tensor(layer.bias, mesh, cut)
+    optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.01)
+    data = mw.shard_tensor(torch.randn(BATCH, HIDDEN), mesh, [mw.Replicate() if "tp" in case else mw.Shard(0)])
+    mw.check_steps("skip" if "skip" in case else "stop", replicas=1, replay=1 if "replay" in case else 0)
+    model = mw.to_static(net, None, nn.functional.mse_loss, optimizer) if "static" in case else None
+    for step in range(STEPS):
+        fault = here.rank == 1 and (step == FAULT_AT or ("lasting" in case and step > FAULT_AT))
+        if fault and "collective" in case:
+            _damage_sums("lasting" in case)
+        if model is not None:
+            if fault:
+                _damage(net, case)
+            print(float(model(data, data)))
+            continue
+        optimizer.zero_grad()
+        ((net(data) - data) ** 2).mean().backward()
+        if fault:
+            _damage(net, case)
+        optimizer.step()
+    print("finished", float(sum(mw.unshard_dtensor(p).sum() for p in net.parameters())))
+
+
+def _damage(net: nn.Module, case: str) -> None:
+    first = next(net.parameters())
+    if "nan" in case:
+        _local(first if "static" in case else first.grad)[0, 0] = float("nan")
+    elif "flip" in case:
+        _local(first).view(torch.int32)[0, 0] ^= 1 << 12
+
+
+def _local(x: Tensor | None) -> Tensor:
+    assert isinstance(x, mw.DistTensor)
+    return x.to_local().detach()
+
+
+def _damage_sums(lasting: bool) -> None:
+    """Change one bit of the next large sum of this rank, or of all sums."""
+    from meshwright.comm import ProcessCarrier
+
+    carry, left = ProcessCarrier._reduce_all, [1]
+
+    def damaged(self: ProcessCarrier, x: Tensor, call: object, over: bool) -> Tensor:
+        out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType]
+        if out.is_floating_point() and out.numel() > HIDDEN and (left[0] or lasting):
+            left[0] = 0
+            out.view(-1).view(torch.int32)[0] ^= 1 << 12
+        return out
+
+    ProcessCarrier._reduce_all = damaged
+
+
+def layouts(folder: str, case: str) -> None:
+    """One rank that asks for something that cannot be."""
+    rank = mw.init_process().rank
+    mesh = mw.init_mesh(dp=2)
+    if case == "parts":
+        print(mw.dtensor_from_local(torch.full((3 + 2 * rank,), 3.0 + rank), mesh, [mw.Shard(0)]).mean().item())
+    elif case == "parameter":
+        mw.shard_tensor(nn.Parameter(torch.ones(3)), mesh, [mw.Partial()])
+    elif case == "duplicate":
+        mw.ProcessMesh([0, 0], ["dp"])
+    elif case == "negative":
+        mw.ProcessMesh([[0, -1]], ["a", "b"])
+    elif case == "too many":
+        mw.init_mesh(dp=4)
+    elif case == "dim":
+        mw.shard_tensor(torch.ones(3), mesh, [mw.Shard(2)])
+    elif case == "overlapping":
+        mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]) + mw.shard_tensor(
+            torch.ones(4), mw.ProcessMesh([1, 0], ["x"]), [mw.Shard(0)]
+        )
+    elif case == "uneven":
+        x = mw.shard_tensor(torch.arange(3.0), mesh, [mw.Shard(0)])
+        one = mw.shard_tensor(torch.arange(1.0), mesh, [mw.Shard(0)])
+        assert (x.mean().item(), one.sum().item()) == (1.0, 0.0)
+        raise RuntimeError("fix: both are right")
+
+
+def _judged(function: str, cases: Sequence[str], told: Callable[[str, Ended], bool]) -> Verdict:
+    missed: list[str] = []
+    times: list[float] = []
+    for case in cases:
+        ended = run_ranks(f"benchmarks._faults_steps:{function}", 2, arguments=[case])
+        times += [e.seconds for e in ended]
+        if not all(told(case, e) for e in ended):
+            missed.append(case)
+    text = f"{len(cases) - len(missed)} of {len(cases)}" + (f"; not {', '.join(missed)}" if missed else "")
+    return Verdict(not missed, text, max(times))
+
+
+BAD = ("dp nan", "tp nan", "dp static nan", "tp static nan", "tp skip nan", "dp skip nan", "tp static skip nan")
+FLIPS = ("dp flip", "dp static flip")
+SUMS = ("dp collective", "dp collective lasting", "dp static replay collective")
+
+
+def _bad_told(case: str, e: Ended) -> bool:
+    if "skip" in case:
+        return e.status == 0 and "finished" in e.output and "nan" not in e.output.splitlines()[-1]
+    return e.status != 0 and "NonFiniteGradientError" in e.output and "rank" in e.output
+
+
+def bad_numbers() -> Verdict:
+    """NaN in the gradients of one rank: all ranks stop or skip before the update, and name the tensor."""
+    return _judged("train", BAD, _bad_told)
+
+
+def flipped() -> Verdict:
+    """A bit flips in one replica of a parameter: the next comparison names tensor and rank."""
+    return _judged("train", FLIPS, lambda _, e: e.status != 0 and "ReplicaError" in e.output and "0.weight" in e.output)
+
+
+def corrupted() -> Verdict:
+    """A collective gives a wrong sum: found, and a transient fault is told from one that persists."""
+    return _judged("train", SUMS, _sum_told)
+
+
+def _sum_told(case: str, e: Ended) -> bool:
+    return e.status != 0 and ("persists" if "lasting" in case else "transient") in e.output
+
+
+LAYOUTS = ("parts", "parameter", "duplicate", "negative", "too many", "dim", "overlapping", "uneven")
+
+
+def wrong_sizes() -> Verdict:
+    """Sizes that do not fit the mesh: an error before any collective, or the right uneven result."""
+    return _judged("layouts", ("parts", "too many", "dim", "uneven"), lambda _, e: e.status != 0 and "fix:" in e.output)
+
+
+def wrong_meshes() -> Verdict:
+    """Duplicate ranks, negative ones, pending parameters, overlapping meshes: a clear error for each."""
+    cases = ("parameter", "duplicate", "negative", "overlapping")
+    return _judged("layouts", cases, lambda _, e: e.status != 0 and "fix:" in e.output)
+
+
+ROWS: dict[int, Callable[[], Verdict]] = {
+    17: bad_numbers, 18: flipped, 19: corrupted, 22: wrong_sizes, 23: wrong_meshes,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for ended in run_ranks(f"benchmarks._faults_steps:{sys.argv[1]}", 2, arguments=[sys.argv[2]]):
+        print(f"--- rank {ended.rank}: status {ended.status} after {ended.seconds} s\n{ended.output[-1500:]}")

@@ -1,0 +1,43 @@
+"""The table of what differs between two ranks that made the same call for different values."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from ._identity import facts
+from .torch_hooks import Store
+
+_LIMIT = timedelta(seconds=3)
+_SHOWN, _LONGEST = 8, 60
+_NOTHING = "nothing"
+
+
+class Facts:
+    """The facts of this rank, for its peers, and theirs."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        self.rank, self.store = rank, store
+
+    def tell(self, call: str) -> None:
+        """Let the peers of a call read what is known here."""
+        self.store.set(f"facts/{call}/{self.rank}", json.dumps(facts))
+
+    def differences(self, call: str, peer: int) -> str:
+        """Return what differs between this rank and `peer`, which has told its facts or is about to; "" if nothing."""
+        try:
+            key = f"facts/{call}/{peer}"
+            self.store.wait([key], _LIMIT)
+            theirs: dict[str, str] = json.loads(self.store.get(key))
+        except RuntimeError:  # the peer is gone, or compares with another rank
+            return ""
+        (low, a), (high, b) = sorted([(self.rank, facts), (peer, theirs)], key=lambda side: side[0])
+        rows = [f"{name} is {_short(a, name)} on rank {low} and {_short(b, name)} on rank {high}"
+                for name in {**a, **b} if a.get(name) != b.get(name)]  # fmt: skip
+        more = f", and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+        return "; ".join(rows[:_SHOWN]) + more
+
+
+def _short(told: dict[str, str], name: str) -> str:
+    value = told.get(name, _NOTHING)
+    return value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."

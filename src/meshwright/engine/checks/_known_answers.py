@@ -1,0 +1,47 @@
+"""Sums and products whose results are known: they tell whether a fault is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Group, current
+
+_SIZE, _TIMES = 64, 8
+
+
+def diagnosis(group: Group) -> str:
+    """Return whether known sums between the ranks, and products on each, are right now; every rank makes the call."""
+    wrong = {name: _wrong_ranks(test, group) for name, test in _TESTS.items()}
+    told = [f"{name} are wrong on rank {', '.join(map(str, ranks))}" for name, ranks in wrong.items() if ranks]
+    if not told:
+        return f"{' and '.join(_TESTS)} are right now, so the fault was transient, or of memory"
+    return f"{' and '.join(told)}: the fault persists"
+
+
+def _sum_is_right(group: Group) -> bool:
+    here = current()
+    mine = torch.arange(_SIZE, dtype=torch.float32) + here.rank
+    right = torch.arange(_SIZE, dtype=torch.float32) * len(group) + sum(group)
+    return all(torch.equal(here.all_reduce(mine, "sum", group), right) for _ in range(_TIMES))
+
+
+def _product_is_right(group: Group) -> bool:
+    n = torch.arange(_SIZE, dtype=torch.float32)
+    a, b = (n.unsqueeze(1) + n) % 7, (n.unsqueeze(1) * 3 + n) % 5
+    right = (a.long().unsqueeze(2) * b.long()).sum(1).float()
+    return all(torch.equal(a @ b, right) for _ in range(_TIMES))
+
+
+_TESTS: dict[str, Callable[[Group], bool]] = {
+    "known sums between ranks": _sum_is_right,
+    "known products": _product_is_right,
+}
+
+
+def _wrong_ranks(test: Callable[[Group], bool], group: Group) -> list[int]:
+    right = torch.tensor([int(test(group))])
+    told: list[Tensor] = current().all_gather(right, group, [(1,)] * len(group))
+    return [rank for rank, x in zip(group, told, strict=True) if not int(x)]

@@ -1,0 +1,50 @@
+"""The parameters and states of an optimizer, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.comm import Group
+from meshwright.tensor import DistTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor and its name for people: that of the parameter, and the key of a state."""
+
+    name: str
+    tensor: Tensor
+
+
+def parameters_of(optimizer: Optimizer) -> list[Named]:
+    """Return the parameters in their order, the same on every rank.
+
+    An optimizer that was given `model.named_parameters()` knows names; otherwise numbers stand for them.
+    """
+    found: list[Named] = []
+    for at, group in enumerate(optimizer.param_groups):
+        names: Sequence[str] = group.get("param_names") or [
+            f"parameter {n} of group {at}" for n in range(len(group["params"]))
+        ]
+        found += [Named(name, p) for name, p in zip(names, group["params"], strict=True)]
+    return found
+
+
+def states_of(optimizer: Optimizer, parameters: Sequence[Named]) -> Iterator[Named]:
+    """Yield the states that are tensors on a mesh."""
+    for each in parameters:
+        states: dict[str, Any] = optimizer.state.get(each.tensor, {})
+        for key, x in states.items():
+            if isinstance(x, DistTensor):
+                yield Named(f"{each.name}, {key}", x)
+
+
+def ranks_of(tensors: Sequence[Named]) -> Group:
+    """Return the ranks of all meshes that the tensors are on."""
+    meshes = {id(x.tensor.spec.mesh): x.tensor.spec.mesh for x in tensors if isinstance(x.tensor, DistTensor)}
+    return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.process_ids}))

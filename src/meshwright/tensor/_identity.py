@@ -1,0 +1,215 @@
+"""Numbers that tell what a tensor was computed by, equal on all ranks that run the same program.
+
+A tensor that is made of a plain one has the number of the line that made it. The result of a call has a number made of
+those of the function, of its distributed operands and of its plain numbers. Collectives that a call needs have that
+number, in the backward pass as well, so that ranks which run their operators in another order learn of it before they
+exchange wrong values (`comm.identity`). A write to a view, or a result that autograd makes by itself, does not change a
+number: equal programs have equal numbers all the same.
+
+Nothing is numbered on simulated ranks, nor on a process that is alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.comm import identity, note_fact, when_compared
+from meshwright.layout import user_frame
+
+from ._dist_tensor import DistTensor
+from ._names import name_of
+from ._surroundings import checksum, random_state, surroundings
+from .torch_hooks import FakeTensor
+
+_MOST_FUNCTIONS = _MOST_LABELS = 8192
+_functions: dict[Any, tuple[int, str]] = {}
+"""Function → its number and its name."""
+
+
+class _Following:
+    """True if calls are numbered in this process."""
+
+    on = False
+
+
+class _Made(threading.local):
+    """How many tensors each line has made, and what they are called by their numbers."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.labels: dict[int, str] = {}
+
+
+_made = _Made()
+_carry_out: Any = vars(DistTensor)["__torch_function__"].__func__
+
+
+def follow() -> None:
+    """Number all calls and tensors of this process from now on."""
+    if not _Following.on:
+        _Following.on = True
+        DistTensor.__torch_function__ = classmethod(_numbered)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+T = TypeVar("T", bound=DistTensor)
+
+
+def born(x: T, whole: Tensor | None = None) -> T:
+    """Return `x`, which was made of a plain tensor, with a number of its own.
+
+    It is made of the line of the user's code, of versions and settings, and of the values of `whole`, which all ranks
+    have.
+    """
+    if _Following.on and not isinstance(x, FakeTensor):
+        around, line = surroundings(), PurePath(user_frame()).name
+        count = _made.counts[line] = _made.counts.get(line, 0) + 1
+        label, held = f"tensor {count} made at {line}", checksum(whole)
+        note_fact(label, f"{x._spec!r} with checksum {held}")
+        if len(_made.labels) >= _MOST_LABELS:
+            _made.labels.clear()
+        x._number = hash((_hash(f"{label} {x._spec!r} {held}"), around))
+        _made.labels[x._number] = label
+    return x
+
+
+def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
+    """Make the state of a generator, which all ranks have alike, part of the number of the call in progress."""
+    if _Following.on:
+        number, name = identity.what
+        identity.what = hash((number, random_state(device, generator))), name
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Number the parameters of an optimizer anew, which it is about to change."""
+    if _Following.on:
+        for at, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
+            for name, value in options.items():
+                note_fact(f"{name} of group {at} of {type(optimizer).__name__}", value)
+            _count(group["params"], _hash(repr(options)))
+
+
+def _count(parameters: Iterable[Tensor], step: int) -> None:
+    for p in parameters:
+        if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
+            p._number = hash((p._number, step))
+
+
+def pass_number(x: DistTensor, y: DistTensor) -> None:
+    """Give `y`, which has the value of `x`, the number of `x`."""
+    if _Following.on:
+        y._number = x._number
+
+
+def keep_number(ctx: Any) -> None:
+    """Keep in the context of an autograd function what its forward pass was for."""
+    if _Following.on:
+        ctx.what = identity.what
+
+
+class called_for:
+    """Inside, this thread's collectives are for what is done to these tensors, or for something with these numbers."""
+
+    def __init__(self, name: str, tensors: Iterable[Tensor] = (), numbers: Iterable[object] = ()) -> None:
+        self.name, self.tensors, self.numbers = name, tensors, numbers
+
+    def __enter__(self) -> None:
+        self.before = identity.what
+        if _Following.on:
+            own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
+            numbers = [getattr(x, "_number", 0) for x in self.tensors]
+            label = _made.labels.get(numbers[0]) if numbers else None
+            identity.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
+
+    def __exit__(self, *error: object) -> None:
+        identity.what = self.before
+
+
+class called_back:
+    """Inside, this thread's collectives are for the gradient of what `keep_number` saw."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx = ctx
+
+    def __enter__(self) -> None:
+        self.before = identity.what
+        if _Following.on:
+            number, name = self.ctx.what
+            identity.what = hash((number, self.before[0])), f"the gradient of {name}"
+
+    def __exit__(self, *error: object) -> None:
+        identity.what = self.before
+
+
+def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
+    known, name = _functions.get(func) or _note(func)
+    before = identity.what
+    if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
+        identity.what = hash((known, args[0]._number, args[1]._number)), name
+    else:
+        identity.what = _number_of(known, args, kwargs), name
+    try:
+        out = _carry_out(cls, func, types, args, kwargs)
+    finally:
+        number, identity.what = identity.what[0], before  # which `note_drawing` may have changed
+    if type(out) is DistTensor:
+        out._number = number
+    elif out is not None:
+        _number_all(out, number)
+    return out
+
+
+def _number_of(known: int, args: Any, kwargs: Any) -> int:
+    parts: list[Any] = [known]
+    _collect(args, parts)
+    if kwargs:
+        _collect(kwargs.values(), parts)
+    return hash(tuple(parts))
+
+
+def _collect(values: Iterable[Any], parts: list[Any]) -> None:
+    """Add the numbers of the tensors, and the plain numbers, among the arguments of a call."""
+    for value in values:
+        kind = type(value)
+        if kind is DistTensor:
+            parts.append(value._number)
+        elif kind is int or kind is bool or (kind is float and value == value):  # the hash of a NaN is its address
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            _collect(value, parts)
+        elif isinstance(value, DistTensor):
+            parts.append(value._number)
+
+
+def _number_all(out: Any, number: int) -> None:
+    """Number a result: a tensor of a derived class, or several ones."""
+    if isinstance(out, DistTensor):
+        out._number = number
+    elif isinstance(out, (tuple, list)):
+        for at, each in enumerate(cast("Sequence[Any]", out)):
+            if isinstance(each, DistTensor):
+                each._number = hash((number, at))
+
+
+def _note(func: Any) -> tuple[int, str]:
+    if len(_functions) >= _MOST_FUNCTIONS:
+        _functions.clear()
+    name = name_of(func)
+    found = _functions[func] = (_hash(name), name)
+    return found
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+when_compared(follow)

@@ -1,0 +1,15 @@
+"""Names of functions as users know them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def name_of(func: Any) -> str:
+    """The name a user knows `func` by."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        held = getattr(func, "__self__", None)
+        held = getattr(getattr(held, "fget", None), "__self__", held)  # torch's own attribute behind a property
+        return str(getattr(held, "__name__", name))
+    return str(name)

@@ -1,0 +1,54 @@
+"""What all ranks must have alike beside their program: versions, settings, random states, values of whole tensors."""
+
+from __future__ import annotations
+
+import os
+import platform
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.comm import note_fact
+
+_LOOKED_AT = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
+"""Variables of the environment that change what ranks send each other."""
+
+
+def surroundings() -> int:
+    """Return a number made of the versions and settings of this process, which are noted as facts."""
+    held = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        **{name: os.environ.get(name, "") for name in _LOOKED_AT},
+    }
+    for name, value in held.items():
+        note_fact(name, value)
+    return crc32(repr(list(held.values())).encode())
+
+
+def random_state(device: torch.device, generator: torch.Generator | None) -> int:
+    """Return a checksum of the state of a generator; of the device's own one if `generator` is None."""
+    note_fact("torch.initial_seed()", torch.initial_seed())
+    held = generator.get_state() if generator is not None else _own_state(device)
+    found = crc32(held.numpy().data)
+    note_fact(f"state of the random generator of {device.type} before its last use", found)
+    return found
+
+
+def _own_state(device: torch.device) -> Tensor:
+    own = getattr(torch, device.type, None)
+    return torch.get_rng_state() if device.type == "cpu" or own is None else own.get_rng_state(device)
+
+
+def checksum(x: Tensor | None) -> int:
+    """Return a checksum of the values of a tensor on the CPU, or of a leaf that is trained; 0 for any other."""
+    if x is None or x.is_meta or (x.device.type != "cpu" and not (x.is_leaf and x.requires_grad)):
+        return 0
+    plain = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0

@@ -1,0 +1,131 @@
+"""`python _identity_program.py FOLDER`: one of two ranks, of which rank 1 does each case's thing in another way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.comm import DisagreementError, ProcessCarrier
+from meshwright.tensor import DistTensor
+
+Case = Callable[[bool], object]
+
+
+def laid(*placements: mw.Placement, seed: int = 0) -> DistTensor:
+    """Return a 4 × 4 tensor of given numbers."""
+    x = torch.arange(16.0).reshape(4, 4) + seed
+    return mw.shard_tensor(x, mw.init_mesh(tp=2), list(placements))
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return the whole value, by one collective."""
+    return mw.unshard_dtensor(x)
+
+
+def other_order(other: bool) -> None:
+    a, b = laid(mw.Shard(0)), laid(mw.Shard(0))
+    for x in (b, a) if other else (a, b):
+        whole(x)
+
+
+def other_operator(other: bool) -> None:
+    x = laid(mw.Shard(0))
+    whole(x.exp() if other else x.sin())
+
+
+def other_number(other: bool) -> None:
+    whole(laid(mw.Shard(0)) * (3.0 if other else 2.0))
+
+
+def other_operand(other: bool) -> None:
+    a, b, x = laid(mw.Shard(1)), laid(mw.Shard(1)), laid(mw.Replicate())
+    whole(torch.nn.functional.linear(x, b if other else a) * 2)
+
+
+def other_gradient(other: bool) -> None:
+    w, x = laid(mw.Shard(1)).requires_grad_(), laid(mw.Replicate()).requires_grad_()
+    y = torch.nn.functional.linear(x, w).tanh()
+    (y.abs() if other else y.square()).sum().backward()
+    assert x.grad is not None
+
+
+def other_values(other: bool) -> None:
+    whole(laid(mw.Shard(0), seed=int(other)))
+
+
+def other_step(other: bool) -> None:
+    w = torch.nn.Parameter(laid(mw.Shard(0)))
+    optimizer = torch.optim.SGD([w], lr=0.2 if other else 0.1)
+    w.sum().backward()
+    optimizer.step()
+    whole(w)
+
+
+def one_step_less(other: bool) -> None:
+    w = torch.nn.Parameter(laid(mw.Shard(0)))
+    optimizer = torch.optim.Adam([w], lr=0.1)
+    w.sum().backward()
+    if not other:
+        optimizer.step()
+    whole(w)
+
+
+def other_seed(other: bool) -> None:
+    torch.manual_seed(int(other))
+    whole(torch.nn.functional.dropout(laid(mw.Shard(0)), 0.5))
+
+
+def other_random_state(other: bool) -> None:
+    if other:
+        torch.rand(3)
+    whole(torch.rand_like(laid(mw.Shard(0))))
+
+
+CASES: tuple[Case, ...] = (
+    *(other_order, other_operator, other_number, other_operand, other_gradient, other_values, other_step),
+    *(one_step_less, other_seed, other_random_state),
+)
+
+
+def alike(rank: int) -> None:
+    """Do what one rank alone may do: look at parts, compute without collectives, ask for shapes."""
+    x = laid(mw.Shard(0))
+    if rank == 1:
+        y = (x * 2).sin()
+        x.to_local().sum().item()
+        y.detach().add_(1)
+        assert x.shape == (4, 4)
+    whole(x + 1)
+    mw.init_process().barrier((0, 1))
+
+
+def told(case: Case, ranks: ProcessCarrier) -> str:
+    """Return the error of a case, or ""."""
+    torch.manual_seed(0)
+    try:
+        case(ranks.rank == 1)
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str) -> None:
+    """Write what each case told, with the cases as they are on equal ranks first."""
+    ranks = mw.init_process()
+    assert isinstance(ranks, ProcessCarrier)
+    torch.manual_seed(0)
+    for case in CASES:
+        case(False)
+    alike(ranks.rank)
+    found = {case.__name__: told(case, ranks) for case in CASES}
+    (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
