@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.comm import init_process as init_process
     from meshwright.comm import prefix_prints as prefix_prints
     from meshwright.comm import simulate as simulate
+    from meshwright.comm import stragglers as stragglers
     from meshwright.engine import ColwiseParallel as ColwiseParallel
     from meshwright.engine import DistModel as DistModel
     from meshwright.engine import GlobalSampler as GlobalSampler
@@ -151,6 +152,7 @@ __all__ = [
     "show",
     "simulate",
     "split_pipeline",
+    "stragglers",
     "strategy_from_toml",
     "strategy_to_toml",
     "to_static",
@@ -163,7 +165,7 @@ __all__ = [
 
 _OTHER_ROOMS = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
-    "comm": ["init_process", "prefix_prints", "simulate"],
+    "comm": ["init_process", "prefix_prints", "simulate", "stragglers"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "report": ["show"],

@@ -12,7 +12,9 @@ from meshwright.comm import (
     LaunchError,
     MissingCallError,
     NestedSimulationError,
+    NoAnswerError,
     NoCarrierError,
+    StragglerWarning,
 )
 from meshwright.cost import CostError
 from meshwright.engine import (
@@ -81,6 +83,7 @@ __all__ = [
     "MixedMeshError",
     "ModelError",
     "NestedSimulationError",
+    "NoAnswerError",
     "NoCarrierError",
     "NonFiniteGradientError",
     "OperationError",
@@ -103,6 +106,7 @@ __all__ = [
     "SimulatedRankError",
     "StageError",
     "StaticError",
+    "StragglerWarning",
     "StrategyError",
     "TorchDTensorError",
     "TraceError",

@@ -153,7 +153,7 @@ def wrong(carrier: ProcessCarrier, directory: Path) -> dict[str, Any]:
     if me == 0:
         carrier.send(torch.ones(2, 3), 1, 5)
         carrier.send(torch.ones(2, 3), 1, 6)
-        time.sleep(1.5)
+        time.sleep(3.0)
         carrier.send(torch.ones(1), 1, 7)
     if me == 1:
         told["shape"] = error_of(lambda: carrier.receive(0, 5, (3, 2), torch.float32, "cpu"))

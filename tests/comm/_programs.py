@@ -188,7 +188,7 @@ def late() -> list[str]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         if ranks.rank == 1:
-            time.sleep(1.5)
+            time.sleep(2.5)
         ranks.barrier((0, 1, 2))
     return [str(warning.message) for warning in heard]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._faults_launcher import CASES, launch_case
 from meshwright.comm import launch
 
 LISTENER = """
@@ -50,3 +51,10 @@ def test_a_signal_to_the_launcher_goes_to_every_rank(tmp_path: Path) -> None:
     sender.start()
     assert launch([str(script), str(tmp_path)], 2, timeout=60) == 128 + signal.SIGTERM
     assert {p.name for p in tmp_path.glob("signal-*")} == {"signal-0", "signal-1"}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="the system has no /proc")
+@pytest.mark.parametrize("case", ["SIGTERM twice while ranks save", "SIGKILL of the launcher, ranks hold the lock"])
+def test_no_process_outlives_the_launcher(case: str) -> None:
+    good, found, _ = launch_case(*CASES[case])
+    assert good, found

@@ -14,18 +14,21 @@ from ._errors import (
     LaunchError,
     MissingCallError,
     NestedSimulationError,
+    NoAnswerError,
     NoCarrierError,
+    StragglerWarning,
 )
 from ._guard import Check
 from ._identity import identity, is_compared, note_fact, when_compared
 from ._launch import launch
 from ._looking import Kept, first_rank_prints, prefix_prints
 from ._posted import Posted
-from ._process import ProcessCarrier, init_process
+from ._process import ProcessCarrier, init_process, stragglers
 from ._recorded import Recorded
 from ._reduce import reduce as joined
 from ._shared_values import WATCHES, Watch
 from ._simulated import Simulated, simulate
+from ._stragglers import Straggler
 
 __all__ = [
     "WATCHES",
@@ -46,12 +49,15 @@ __all__ = [
     "LaunchError",
     "MissingCallError",
     "NestedSimulationError",
+    "NoAnswerError",
     "NoCarrierError",
     "Posted",
     "ProcessCarrier",
     "Receive",
     "Recorded",
     "Simulated",
+    "Straggler",
+    "StragglerWarning",
     "Watch",
     "current",
     "first_rank_prints",
@@ -65,6 +71,7 @@ __all__ = [
     "note_fact",
     "prefix_prints",
     "simulate",
+    "stragglers",
     "use",
     "when_compared",
 ]

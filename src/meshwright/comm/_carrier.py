@@ -23,6 +23,7 @@ from ._call import Call, Group, Shape, message_call, received_bytes, send_for
 from ._counters import Counters
 from ._errors import CallError, DeadlockError, wrong_message
 from ._reduce import check_reduction, reduce
+from ._stragglers import Straggler
 
 Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
 """What `exchange` expects: the peer's global rank, the shape, the dtype, the device to put it on."""
@@ -214,6 +215,10 @@ class Carrier(ABC):
         call = Call("barrier", "", None, (), (), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             self._barrier(call)
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that this one waits for, though they wait for nobody; none where ranks are simulated."""
+        return []
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...

@@ -8,7 +8,10 @@ CommError
 ├── DeadlockError           every rank waits for another
 ├── MissingCallError        a rank ended, or went elsewhere, while others wait for it
 ├── DeadPeerError           a rank's process is gone
+├── NoAnswerError           a rank's process is there, and cannot come to a call: it is stopped, or its host is away
 └── LaunchError             local ranks that could not be started
+
+StragglerWarning            ranks wait for a slower one
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from meshwright.layout import MeshwrightError
 
 class CommError(MeshwrightError, RuntimeError):
     """Root of what can go wrong between ranks."""
+
+    def add_fix(self, text: str) -> None:
+        """Say one thing more in the last part."""
+        self.write = f"{self.write}; {text}"
+        self.args = (self.asked, self.found, self.why, self.write)
 
 
 class CallError(CommError, ValueError):
@@ -48,8 +56,16 @@ class DeadPeerError(CommError):
     """A rank's process is gone."""
 
 
+class NoAnswerError(CommError):
+    """A rank's process is there, and cannot come to a call: it is stopped, or its host does not respond."""
+
+
 class LaunchError(CommError):
     """Local ranks that could not be started."""
+
+
+class StragglerWarning(RuntimeWarning):
+    """Ranks wait for a rank that is slower than they are."""
 
 
 _COLLECTIVES = (

@@ -7,10 +7,7 @@ first mistake, and its text says what the other rank did.
 
     a frame that differs                      DisagreementError, at once
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
-    no frame within `limit`, and then
-        every rank waits for another          DeadlockError
-        a debugger has stopped the rank       a warning; it is waited for without an end
-        the rank computes                     a warning that names it; MissingCallError after `patience`
+    no frame                                  what `_examine.py` finds
 
 A message has no frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks
 that are gone, that wait too, or that are slow.
@@ -19,9 +16,10 @@ that are gone, that wait too, or that are slow.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -29,45 +27,36 @@ from typing import NamedTuple
 from meshwright.layout import user_frame
 
 from ._call import Call, Group, common_part, is_pairwise, transfers
-from ._errors import (
-    CallError,
-    CommError,
-    DeadlockError,
-    DeadPeerError,
-    DisagreementError,
-    MissingCallError,
-    disagreement,
-    missing,
-)
+from ._errors import CallError, CommError, DisagreementError, disagreement
+from ._examine import Examiner
 from ._facts import Facts
 from ._identity import identity
-from ._links import Frame, GoneError, Links, State
+from ._links import Frame, GoneError, Links
 from ._looking import in_debugger
 from ._messages import Message, Messages
 from ._side import Side
+from ._state import State
+from ._stragglers import Waits
+from ._watch import Watch
 
 _MASK = (1 << 64) - 1
 _PRIME = 1000003
 _LONGEST_TEXT = 1000
 _KEPT_PRINTS = 8192
 _LOOKS_AFTER_FAILURE = 10
-_SHOWN_MESSAGES = 8
-_WRITE_FOR_COLLECTIVES = "the same collectives on every rank; MESHWRIGHT_PATIENCE=seconds if the other is only slow"
+_LONGEST_SAID = 300
 _OTHER_VALUES = (
     "the calls have one form, but are for other values: other operators, other tensors or another number of steps "
     "came before"
 )
 _WRITE_FOR_VALUES = "the same program, settings, seeds and whole tensors on every rank"
-_WRITE_FOR_MESSAGES = (
-    "a send for every receive, with the same tag; init_process(transfer_limit=seconds) if the other is only slow"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """How calls are compared: every `every`-th call of a group (0: none), and how long a peer is waited for.
 
-    After `limit` seconds a dead peer, a deadlock or a rank that went elsewhere is an error and a slow rank a
+    After `limit` seconds a deadlock or a rank whose process is stopped is an error, after four limits a slow rank is a
     warning; after `patience` seconds the slow rank is an error too.
 
     >>> Check.parse("100")
@@ -113,10 +102,6 @@ def _told(call: Call) -> str:
     return f"{said} at {line}" if line else said
 
 
-_States = dict[int, State | None]
-"""By rank, what it is doing; None where nobody answers."""
-
-
 class _Print(NamedTuple):
     common: int
     identity: int
@@ -140,11 +125,14 @@ class Guard:
         self._is_aside = False
         self._waits_for: list[int] = []
         self._receive_call: Call | None = None
+        self._last: Call | None = None
         self._calls = 0
+        self.waits = Waits()
 
     def connect(self, links: Links) -> None:
         """Use these links from now on."""
         self._links = links
+        self.examiner = Examiner(self.rank, links, self._messages, self.state)
 
     def state(self) -> State:
         """What the rank is doing, for those who ask."""
@@ -155,7 +143,11 @@ class Guard:
         waits = receive is not None or (call is not None and not self._is_aside)
         works = self._messages.is_moving() or (self._side.is_busy() and not meets)
         what = " and in ".join(calls)
-        return State(what, sender + meets, self._calls, receive is not None, waits and not works, in_debugger())
+        stuck, last, at = waits and not works, self._last, "" if calls else _line_of_main()
+        said = "" if last is None else str(last)[:_LONGEST_SAID]
+        return State(
+            what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
+        )
 
     def before(self, call: Call) -> None:
         """Compare `call` with the peers' calls; returns when all are about to make the same.
@@ -186,21 +178,23 @@ class Guard:
 
     def after(self) -> None:
         """The call is over."""
-        self._call = None
+        self._last, self._call = self._call, None
 
     def wait_for_message(self, call: Call, limit: float) -> Message:
         """The message of a receive, within the limit in seconds."""
         peer, *_ = call.message
         self._receive_call = call
         self._calls += 1
-        watch = _Watch(self.check.limit, limit)
+        watch = Watch(self.check.limit, limit)
         try:
             while (found := self._messages.receive(peer, call.tag, watch.slice())) is None:
+                if watch.is_time():
+                    watch.note_life(peer, self._links.life(peer))
                 if watch.is_late():
-                    self._examine(call, [peer], watch)
+                    self.examiner.examine(call, [peer], watch)
         except GoneError:
-            raise self.gone(call, peer) from None
-        self._receive_call = None
+            raise self.examiner.gone(call, peer) from None
+        self._receive_call, self._last = None, call
         return found
 
     def explain(self, call: Call, error: Exception) -> CommError:
@@ -209,7 +203,7 @@ class Guard:
         for _ in range(_LOOKS_AFTER_FAILURE):
             for peer in peers:
                 if self._links.ask(peer) is None:
-                    return self.gone(call, peer)
+                    return self.examiner.gone(call, peer)
             time.sleep(0.2)
         return CommError(
             f"rank {self.rank}: {call}",
@@ -225,24 +219,35 @@ class Guard:
         self._waits_for = list(peers)
         unsent = [peer for peer in peers if not self._send(call, peer, data)]
         frames: dict[int, Frame] = {}
-        watch = _Watch(self.check.limit, self.check.patience)
+        watch = Watch(self.check.limit, self.check.patience)
+        waited = dict.fromkeys(peers, 0.0)
         while self._waits_for:
             for peer in list(self._waits_for):
+                begin = time.perf_counter()
                 found = self._receive(call, peer, data, unsent, watch.slice() / len(self._waits_for))
+                waited[peer] += time.perf_counter() - begin
                 if found is not None:
+                    self.waits.note(peer, waited[peer])
                     self._compare(call, frame, peer, found)
                     frames[peer] = found
                     self._waits_for.remove(peer)
-            if self._waits_for and watch.is_late():
-                self._examine(call, self._waits_for, watch)
+            if self._waits_for:
+                self._look(call, watch)
         return frames
+
+    def _look(self, call: Call, watch: Watch) -> None:
+        """Raise if a peer that has not come never will."""
+        if watch.is_time():
+            self.examiner.look(call, self._waits_for, watch)
+        if watch.is_late():
+            self.examiner.examine(call, self._waits_for, watch)
 
     def _send(self, call: Call, peer: int, data: bytes) -> bool:
         try:
             return self._links.send(peer, data)
         except GoneError:
             if not self._links.is_open(peer):
-                raise self.gone(call, peer) from None
+                raise self.examiner.gone(call, peer) from None
             return True  # what it sent before it went is still to be read, and may say why
 
     def _receive(self, call: Call, peer: int, data: bytes, unsent: list[int], limit: float) -> Frame | None:
@@ -254,7 +259,7 @@ class Guard:
                 self._send(call, peer, data)
             return self._links.receive(peer, limit)
         except GoneError:
-            raise self.gone(call, peer) from None
+            raise self.examiner.gone(call, peer) from None
 
     def _compare(self, call: Call, mine: Frame, peer: int, other: Frame) -> None:
         if mine[:4] == other[:4]:
@@ -288,69 +293,6 @@ class Guard:
             "the shapes of every piece, taken from one layout on all ranks",
         )
 
-    def _examine(self, call: Call, peers: Sequence[int], watch: _Watch) -> None:
-        """Raise if the ranks that are waited for cannot come; warn, once, if they only take their time."""
-        states = self._states_behind(call, peers)
-        everyone = states | {self.rank: self.state()}
-        ring = _is_ring(everyone)
-        if ring and watch.is_still(everyone):
-            raise DeadlockError(
-                f"rank {self.rank}: {call}",
-                self._say(states),
-                f"every rank has waited for another for {watch.waited:.0f} s",
-                "the same order of collectives on all ranks that share them, and sends before what they must wait for",
-            )
-        late = MissingCallError(
-            f"rank {self.rank}: {call}",
-            self._say(states),
-            f"rank {self.rank} has waited for {watch.waited:.0f} s",
-            _WRITE_FOR_MESSAGES if call.kind == "receive" else _WRITE_FOR_COLLECTIVES,
-        )
-        if any(state is not None and state.debugged for state in states.values()):
-            watch.start_again()
-        elif watch.waited > watch.patience:
-            raise late
-        if not ring and watch.warn_now():
-            warnings.warn(str(late), RuntimeWarning, stacklevel=2)
-
-    def _states_behind(self, call: Call, peers: Sequence[int]) -> _States:
-        """What the ranks that we wait for are doing, and those that they wait for, and so on.
-
-        One that has ended will not come to a collective; a message may be on its way all the same.
-        """
-        states: _States = {}
-        ahead = [(peer, call.kind == "receive") for peer in peers]
-        while ahead:
-            peer, may_have_sent = ahead.pop(0)
-            if peer == self.rank or peer in states:
-                continue
-            state = states[peer] = self._links.ask(peer)
-            if state is not None:
-                ahead += [(other, state.receives) for other in state.waits_for]
-            elif not may_have_sent:
-                raise self.gone(call, peer)
-        return states
-
-    def _say(self, states: _States) -> str:
-        said = [f"rank {rank} {'has ended' if state is None else state}" for rank, state in sorted(states.items())]
-        left = self._messages.not_received()
-        if left:
-            said.append(f"rank {self.rank} has not received: {', '.join(left[:_SHOWN_MESSAGES])}")
-        return "; ".join(said)
-
-    def gone(self, call: Call, peer: int) -> CommError:
-        """The error about a peer that has ended, or died."""
-        farewell = self._links.farewell_of(peer)
-        asked, found = f"rank {self.rank}: {call}", f"rank {peer} ended {farewell}"
-        if farewell is None:
-            return DeadPeerError(
-                asked,
-                f"rank {peer} is dead",
-                "its process is gone without a word",
-                f"a look at the output of rank {peer}, and a restart",
-            )
-        return missing(asked, found, message=call.kind in ("send", "receive"))
-
     def _print_of(self, call: Call, name: str) -> _Print:
         found = self._prints.get((call, name))
         if found is None:
@@ -378,48 +320,10 @@ class Guard:
         return name
 
 
-class _Watch:
-    """How long a rank has waited, when to look again, and whether anything has moved since."""
-
-    def __init__(self, limit: float, patience: float) -> None:
-        self.patience = patience
-        self._started = time.monotonic()
-        self._look_at = min(limit, patience)
-        self._before: _States | None = None
-        self._warned = False
-        self.waited = 0.0
-
-    def is_late(self) -> bool:
-        self.waited = time.monotonic() - self._started
-        if self.waited < self._look_at:
-            return False
-        self._look_at = self.waited + 1.0
-        return True
-
-    def start_again(self) -> None:
-        """What was waited does not count: a person looks at a rank."""
-        self._started = time.monotonic()
-        self._look_at = 1.0
-
-    def slice(self) -> float:
-        """Seconds to wait before the next look."""
-        return min(max(self._look_at - self.waited, 0.05), 1.0)
-
-    def is_still(self, states: _States) -> bool:
-        still, self._before = states == self._before, states
-        return still
-
-    def warn_now(self) -> bool:
-        warned, self._warned = self._warned, True
-        return not warned
-
-
-def _is_ring(states: _States) -> bool:
-    """Whether every rank waits for another one. Where one waits for a message, nobody may be about to send."""
-    found = [state for state in states.values() if state is not None and state.call and state.waits_for]
-    if len(found) < len(states):
-        return False
-    return all(state.stuck for state in found) or not any(state.receives for state in found)
+def _line_of_main() -> str:
+    """The line of the user's code in which the main thread is."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "" if frame is None else user_frame(frame)
 
 
 def _hash(value: object) -> int:

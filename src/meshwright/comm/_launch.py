@@ -1,9 +1,11 @@
-"""Local ranks as processes: started together, watched, and ended together."""
+"""Local ranks as processes: started together, watched, and ended together.
+
+None of them outlives the launcher. If the launcher is killed, the process that runs `_reaper.py` ends them.
+"""
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -14,17 +16,24 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
+from . import _reaper
 from ._errors import LaunchError
 from ._looking import KEPT_LINES, print_lines
 from ._rendezvous import host_store
+from ._token import VARIABLE, new_token
 from .torch_hooks import TCPStore
 
 _GRACE_AFTER_FAILURE = 3.0
 _GRACE_AFTER_TERMINATE = 3.0
 _GRACE_TO_SAVE = 30.0
+_BETWEEN_LOOKS = 0.05
 _TIMED_OUT = 124
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TO_END = (signal.SIGTERM, signal.SIGHUP)
+"""Signals at which ranks finish their step and save."""
 
 
 @dataclass
@@ -36,6 +45,8 @@ class _Rank:
     own_session: bool
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=KEPT_LINES))
     follower: threading.Thread | None = None
+    was_told: bool = False
+    """Whether it has got a signal to end, of which one is enough: the second might meet a rank that saves."""
 
 
 def launch(
@@ -50,7 +61,8 @@ def launch(
     The processes find torchrun's variables in their environment, and a store on loopback that this process serves.
     Rank 0 prints as it is, and with `all_print` so do the others; else their last lines appear, prefixed, when the run
     fails. When one rank fails the others have a few seconds to say what they saw, and are then ended; so are all on
-    SIGINT, SIGTERM or after `timeout` seconds (status 124). At SIGTERM they have half a minute to finish and save.
+    SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). At SIGTERM they have half a minute to finish and
+    save; another SIGTERM changes nothing, and a second SIGINT ends them at once.
     """
     if ranks < 1 or not argv:
         raise LaunchError(
@@ -61,18 +73,20 @@ def launch(
         )
     store = host_store("127.0.0.1", 0, ranks, timedelta(minutes=30))
     run = uuid4().hex[:12]
-    base = {**os.environ, **(env or {})}
+    base = {**os.environ, **(env or {}), VARIABLE: new_token()}
+    mark = f"{VARIABLE}={base[VARIABLE]}"
     started: list[_Rank] = []
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    signals: list[int] = []
-    try:
-        with _forwarded_signals(started) as signals:
+    failed: int | None = None
+    with _forwarded_signals(started) as signals, _reaping(mark) as reaper:
+        try:
             for rank in range(ranks):
-                started.append(_start(argv, rank, _environment(base, rank, ranks, store.port, run), ended, all_print))
-            failed = _watch(started, ended, signals, timeout)
-            _give_time(started, failed)
-    finally:
-        _end(started, _GRACE_TO_SAVE if signal.SIGTERM in signals else _GRACE_AFTER_TERMINATE)
+                started.append(_start(argv, rank, _environment(base, rank, ranks, store.port, run), all_print))
+                _tell(reaper, f"{started[-1].process.pid}")
+            failed = _watch(started, signals, timeout)
+            _give_time(started, failed, signals)
+        finally:
+            _end(started, signals)
+            _reaper.end_marked(mark)
     if signals:
         return 128 + signals[0]
     if failed is None:
@@ -98,9 +112,7 @@ def _environment(base: Mapping[str, str], rank: int, ranks: int, port: int, run:
     }
 
 
-def _start(
-    argv: Sequence[str], rank: int, env: dict[str, str], ended: queue.SimpleQueue[int], all_print: bool
-) -> _Rank:
+def _start(argv: Sequence[str], rank: int, env: dict[str, str], all_print: bool) -> _Rank:
     """Rank 0 keeps the terminal, so that a debugger in it works; the others have pipes and a session of their own."""
     keeps_terminal = rank == 0 and sys.stdin is not None and sys.stdin.isatty()
     process = subprocess.Popen(
@@ -114,63 +126,79 @@ def _start(
         errors="replace",
     )
     started = _Rank(rank, process, not keeps_terminal)
-    told = (started, ended, all_print)
-    started.follower = threading.Thread(target=_follow, args=told, name=f"follow rank {rank}", daemon=True)
-    started.follower.start()
+    if process.stdout is not None:
+        told = (started, all_print)
+        started.follower = threading.Thread(target=_follow, args=told, name=f"follow rank {rank}", daemon=True)
+        started.follower.start()
     return started
 
 
-def _follow(rank: _Rank, ended: queue.SimpleQueue[int], prints: bool) -> None:
-    """Keeps the last lines that are not printed."""
-    if rank.process.stdout is not None:
-        with rank.process.stdout as lines:
-            for line in lines:
-                if prints:
-                    print(line, end="", flush=True)
-                else:
-                    rank.lines.append(line.rstrip("\n"))
-    rank.process.wait()
-    ended.put(rank.rank)
+def _follow(rank: _Rank, prints: bool) -> None:
+    """Keep the last lines that are not printed."""
+    assert rank.process.stdout is not None
+    with rank.process.stdout as lines:
+        for line in lines:
+            if prints:
+                print(line, end="", flush=True)
+            else:
+                rank.lines.append(line.rstrip("\n"))
 
 
-def _watch(ranks: list[_Rank], ended: queue.SimpleQueue[int], signals: list[int], timeout: float | None) -> int | None:
-    """The rank seen to fail first; None when all ended well, a signal came, or time ran out."""
+def _watch(ranks: list[_Rank], signals: list[int], timeout: float | None) -> int | None:
+    """The rank seen to fail first; None when all ended well, a signal came, or time ran out.
+
+    The process is asked, and not its output: another process that it has started may keep the output open.
+    """
     end = time.monotonic() + (timeout if timeout is not None else float("inf"))
-    left = len(ranks)
-    while left and not signals and time.monotonic() < end:
-        with suppress(queue.Empty):
-            rank = ended.get(timeout=0.2)
-            left -= 1
-            if ranks[rank].process.returncode:
-                return rank
+    while not signals and time.monotonic() < end:
+        codes = [rank.process.poll() for rank in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
+        time.sleep(_BETWEEN_LOOKS)
     return None
 
 
-def _give_time(ranks: list[_Rank], failed: int | None) -> None:
+def _give_time(ranks: list[_Rank], failed: int | None, signals: list[int]) -> None:
     """After a failure, let the others find out and say so."""
     end = time.monotonic() + _GRACE_AFTER_FAILURE
-    while failed is not None and time.monotonic() < end and any(rank.process.poll() is None for rank in ranks):
-        time.sleep(0.05)
+    while failed is not None and not signals and time.monotonic() < end and _some_live(ranks):
+        time.sleep(_BETWEEN_LOOKS)
 
 
-def _end(ranks: list[_Rank], grace: float) -> None:
-    """No process of the run is left, nor any that it has started in its session."""
+def _some_live(ranks: list[_Rank]) -> bool:
+    return any(rank.process.poll() is None for rank in ranks)
+
+
+def _end(ranks: list[_Rank], signals: list[int]) -> None:
+    """No rank is left, nor any process of its session."""
     for rank in ranks:
-        _send(rank, signal.SIGTERM)
-    end = time.monotonic() + grace
-    for rank in ranks:
-        with suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, end - time.monotonic()))
+        if not rank.was_told:
+            _send(rank, signal.SIGTERM)
+    end = time.monotonic() + _grace(signals)
+    while _some_live(ranks) and time.monotonic() < end:
+        if signals.count(signal.SIGINT) > 1:
+            break
+        time.sleep(_BETWEEN_LOOKS)
     for rank in ranks:
         _send(rank, signal.SIGKILL)
+        if rank.own_session:
+            _reaper.send_group(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
         rank.process.wait()
         if rank.follower is not None:
             rank.follower.join(timeout=1.0)
 
 
+def _grace(signals: list[int]) -> float:
+    """Seconds that ranks have to end by themselves."""
+    return _GRACE_TO_SAVE if any(number in _TO_END for number in signals) else _GRACE_AFTER_TERMINATE
+
+
 def _send(rank: _Rank, number: int) -> None:
     if rank.process.poll() is not None:
         return
+    rank.was_told = rank.was_told or number in _TO_END
     with suppress(ProcessLookupError):
         if rank.own_session:
             os.killpg(rank.process.pid, number)
@@ -179,20 +207,52 @@ def _send(rank: _Rank, number: int) -> None:
 
 
 @contextmanager
+def _reaping(mark: str) -> Generator[subprocess.Popen[str] | None]:
+    """Inside, a process waits for the end of this one; None where it cannot be started."""
+    try:
+        reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(_reaper.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+    except OSError:
+        yield None
+        return
+    _tell(reaper, mark)
+    try:
+        yield reaper
+    finally:
+        _tell(reaper, _reaper.DONE)
+        with suppress(OSError):
+            reaper.communicate()
+
+
+def _tell(reaper: subprocess.Popen[str] | None, line: str) -> None:
+    if reaper is not None and reaper.stdin is not None:
+        with suppress(OSError):
+            reaper.stdin.write(f"{line}\n")
+            reaper.stdin.flush()
+
+
+@contextmanager
 def _forwarded_signals(ranks: list[_Rank]) -> Generator[list[int]]:
-    """SIGINT and SIGTERM go on to every rank and are remembered; the terminal itself tells a rank that keeps it."""
+    """The signals to end go on to every rank, once, and are remembered; a rank with the terminal has its SIGINT."""
     seen: list[int] = []
 
     def forward(number: int, frame: object) -> None:
         seen.append(number)
         for rank in ranks:
-            if rank.own_session or number != signal.SIGINT:
+            if not rank.was_told and (rank.own_session or number != signal.SIGINT):
                 _send(rank, number)
 
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in _FORWARDED if number not in ignored}
     try:
         yield seen
     finally:
@@ -205,7 +265,8 @@ def _first_to_fail(store: TCPStore, run: str, ranks: list[_Rank], seen: int) -> 
     if (ranks[seen].process.returncode or 0) < 0:
         return seen
     key = f"meshwright/{run}/0/failed/1"
-    return int(store.get(key)) if store.check([key]) else seen
+    told = store.get(key).decode(errors="replace") if store.check([key]) else ""
+    return int(told) if told.isdecimal() and int(told) < len(ranks) else seen
 
 
 def _report(ranks: list[_Rank], seen: int, first: int) -> int:

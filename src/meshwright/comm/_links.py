@@ -4,6 +4,8 @@ Each rank listens on one port. The higher rank of a pair connects to the lower o
 frames, one per checked call: through memory where the two ranks share some, else through the connection, which tells
 in both cases that a process is gone. Messages have connections of their own. A question (a short-lived connection) is
 answered from a thread with what the rank is doing, also while the rank itself computes.
+
+A rank that does not answer is not taken for dead: the system of its host says whether its process is there.
 """
 
 from __future__ import annotations
@@ -16,19 +18,28 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from mmap import mmap
 from typing import NamedTuple
 
+from ._life import Identity, Life, own_identity
+from ._listener import Hello, Listener
 from ._region import attach, create, forget, home
-from ._rendezvous import Place, listen
-from ._ring import RING, GoneError, Ring
+from ._rendezvous import Place
+from ._ring import RING, GoneError, Ring, readable
+from ._state import State, read_state, silent
+from ._token import run_token, sealed, unsealed
 from .torch_hooks import Store
 
 _HEADER = struct.Struct("<IQQQQQ")
-_HELLO = struct.Struct("<16scI64s")
-"""The run's token, what for, the caller's rank, and the name of the memory for both."""
-_LINK, _QUESTION, _MESSAGES = b"L", b"?", b"M"
+_LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
+"""What a connection is for: a link, a question about the rank itself, messages, one about a process of its host."""
 _YES, _NO = b"+", b"-"
-_ANSWER_LIMIT = 5.0
+_CONNECT_LIMIT, _ANSWER_LIMIT, _BUSY_LIMIT = 2.0, 5.0, 1.0
+_MOST_ANSWER = 2**16
+_STOPPED = "its process is stopped"
+_BUSY = "its process runs; perhaps a call holds Python's global interpreter lock"
+_FAR = "its host accepts the connection, and its process says nothing"
+_NO_HOST = "its host does not respond"
 
 
 class Frame(NamedTuple):
@@ -44,29 +55,6 @@ class Frame(NamedTuple):
     def packed(self) -> bytes:
         """The frame as bytes."""
         return _HEADER.pack(len(self.text), *self[:5]) + self.text
-
-
-class State(NamedTuple):
-    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made.
-
-    With conversions on the side a rank may be in two calls, or go on computing while it is in one: it is `stuck` if
-    all of it waits, and nothing of its messages is on the way. It is `debugged` while a debugger has stopped it.
-    """
-
-    call: str
-    waits_for: tuple[int, ...]
-    calls: int
-    receives: bool = False
-    stuck: bool = False
-    debugged: bool = False
-
-    def __str__(self) -> str:
-        if self.debugged:
-            return f"is stopped in a debugger, after {self.calls} collectives"
-        if not self.call:
-            return f"is in no collective, after {self.calls} of them"
-        waits = f", waiting for {', '.join(map(str, self.waits_for))}" if self.waits_for else ""
-        return f"is in {self.call}{waits}"
 
 
 class _Link:
@@ -89,6 +77,10 @@ class _Link:
     def close(self) -> None:
         with suppress(OSError):
             self._wire.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """Close this process's copy of the connection alone."""
+        self._wire.close()
 
     def receive(self, limit: float) -> Frame | None:
         """The next frame; None if none has come within the limit, GoneError if none will."""
@@ -125,6 +117,36 @@ class _Link:
         return Frame(group, number, common, what, balance, text)
 
 
+class _Opening(NamedTuple):
+    """A link that the other rank has not accepted yet."""
+
+    wire: socket.socket
+    name: str
+    memory: mmap | None
+
+    def accepted(self, limit: float) -> _Link | None:
+        """Return the link once the other rank says what memory it has; OSError if it has closed the connection."""
+        if not readable(self.wire, limit):
+            return None
+        answer = self.wire.recv(1)
+        if not answer:
+            raise ConnectionResetError
+        shared = self.memory is not None and answer == _YES
+        return _Link(self.wire, Ring(self.memory, first=True) if self.memory is not None and shared else None)
+
+    def end(self) -> None:
+        """Take the name of the memory away, which both ranks have opened, or never will."""
+        if self.name:
+            forget(self.name)
+
+
+class _Peer(NamedTuple):
+    """Where a rank listens, and its process."""
+
+    address: tuple[str, int]
+    identity: Identity
+
+
 class Links:
     """This rank's end of all its links.
 
@@ -138,24 +160,30 @@ class Links:
         answer: Callable[[], State],
         welcome: Callable[[int, socket.socket], None],
     ) -> None:
-        self.rank = place.rank
+        self.rank, self._size = place.rank, place.size
         self._store = store
         self._answer, self._take = answer, welcome
         self._links: dict[int, _Link] = {}
-        self._addresses: dict[int, tuple[str, int]] = {}
+        self._opening: dict[int, _Opening] = {}
+        self._peers: dict[int, _Peer] = {}
         self._arrived = threading.Condition()
-        host = "127.0.0.1" if place.loopback else _own_address(place)
-        self._server = listen(host)
-        if self.rank == 0:
-            store.set("token", os.urandom(16).hex())
-        self._token = bytes.fromhex(store.get("token").decode())
-        store.set(f"at/{self.rank}", json.dumps(self._server.getsockname()))
-        self._thread = threading.Thread(target=self._serve, name="meshwright links", daemon=True)
-        self._thread.start()
+        self._token = run_token(place, store)
+        self._listener = Listener(
+            "127.0.0.1" if place.loopback else _own_address(place), self._token, place.size, self._welcome
+        )
+        self._address = json.dumps([*self._listener.address, *own_identity()])
+        self.publish()
+        os.register_at_fork(after_in_child=self._leave)
+
+    def publish(self, store: Store | None = None) -> None:
+        """Write into the store where this rank listens, if that is not there: a stranger may have taken it away."""
+        store, key = store or self._store, f"at/{self.rank}"
+        if not store.check([key]):
+            store.set(key, sealed(self._token, key, self._address))
 
     def send(self, peer: int, data: bytes) -> bool:
         """Whether the bytes went to `peer`; not if there is no link yet, which `wait_open` waits for."""
-        link = self._links.get(peer) or self._open(peer)
+        link = self._links.get(peer) or self._open(peer, 0.0)
         if link is None:
             return False
         link.send(data)
@@ -168,8 +196,8 @@ class Links:
     def wait_open(self, peer: int, limit: float) -> bool:
         """Whether the link to `peer` is open, within the limit: opened by `peer`, or by us once `peer` listens."""
         if peer < self.rank:
-            if self._links.get(peer) is None and self._open(peer) is None:
-                time.sleep(min(limit, 0.05))
+            if self._links.get(peer) is None and self._open(peer, limit) is None:
+                time.sleep(min(limit, 0.02))
             return peer in self._links
         with self._arrived:
             return self._arrived.wait_for(lambda: peer in self._links, limit)
@@ -178,36 +206,45 @@ class Links:
         """The next frame from `peer`, or None after the limit; GoneError if `peer` has closed its end."""
         return self._links[peer].receive(limit)
 
+    def life(self, peer: int) -> Life:
+        """Return what the system says of the process of `peer`, at once."""
+        found = self._peer(peer)
+        return Life.UNKNOWN if found is None else found.identity.life
+
     def ask(self, peer: int) -> State | None:
-        """What `peer` is doing; None if nobody answers."""
-        try:
-            if not self._listens(peer):
-                return State("", (), 0)
-            with self._connect(peer, _QUESTION) as wire:
-                wire.settimeout(_ANSWER_LIMIT)
-                call, waits_for, *more = json.loads(_read_all(wire))
-                return State(call, tuple(waits_for), *more)
-        except (OSError, ValueError, RuntimeError):
+        """What `peer` is doing; None if its process is gone, or takes no connection any more."""
+        found = self._peer(peer)
+        if found is None:
+            return silent("it has not come up")
+        life = found.identity.life
+        if life is Life.GONE:
             return None
+        if life is Life.STOPPED:
+            return silent(_STOPPED, stopped=True)
+        if life is Life.TRACED:
+            return State("", (), 0, debugged=True)
+        return self._asked(peer, life)
 
     def open_for_messages(self, peer: int, limit: float) -> socket.socket:
         """A connection for messages to `peer`, once its process has come up; GoneError if there is none to be had."""
         end = time.monotonic() + limit
-        try:
-            while not self._listens(peer):
-                if time.monotonic() > end:
-                    raise GoneError
-                time.sleep(0.02)
-            return self._connect(peer, _MESSAGES)
-        except (OSError, RuntimeError) as error:
-            raise GoneError from error
+        while time.monotonic() < end:
+            wire = self._accepted(peer, end) if self._listens(peer) else None
+            if wire is not None:
+                return wire
+            if self.life(peer) is Life.GONE:
+                break
+            time.sleep(0.02)
+        raise GoneError
 
     def has_closed(self, peer: int) -> bool:
-        """Whether nobody listens any more where `peer` did; the system listens for a busy process."""
+        """True if nobody listens any more where `peer` did; the system listens for a busy process."""
+        if self.life(peer) is Life.GONE:
+            return True
         try:
             if self._listens(peer):
                 self._connect(peer, _QUESTION).close()
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             return True
         except (OSError, RuntimeError):
             return False
@@ -216,97 +253,167 @@ class Links:
     def say_farewell(self, error: str | None) -> None:
         """Tell the store that this rank has ended, and how; then close every link."""
         with suppress(RuntimeError):
+            self._publish(f"ended/{self.rank}", "normally" if error is None else f"with {error}")
+        with suppress(RuntimeError):
             if error is not None:
                 self._store.set(f"failed/{self._store.add('failures', 1)}", str(self.rank))
-            self._store.set(f"ended/{self.rank}", "normally" if error is None else f"with {error}")
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._thread.join(timeout=1.0)
-        self._server.close()
+        self._listener.close()
         for link in list(self._links.values()):
             link.close()
 
     def farewell_of(self, peer: int, limit: float = 1.0) -> str | None:
         """How `peer` said that it ended; None if it went without a word."""
-        end = time.monotonic() + limit
+        key, end = f"ended/{peer}", time.monotonic() + limit
+        gone = self.life(peer) is Life.GONE
         with suppress(RuntimeError):
-            while not self._store.check([f"ended/{peer}"]):
-                if time.monotonic() > end:
+            while not self._store.check([key]):
+                if gone or time.monotonic() > end:
                     return None
                 time.sleep(0.05)
-            return self._store.get(f"ended/{peer}").decode()
+            return unsealed(self._token, key, self._store.get(key))
         return None
 
-    def _open(self, peer: int) -> _Link | None:
-        """A new link to a lower rank that listens already."""
+    def _open(self, peer: int, limit: float) -> _Link | None:
+        """A new link to a lower rank, if it listens and accepts within the limit; GoneError if it never will."""
         if peer > self.rank or not self._listens(peer):
             return None
         try:
-            link = self._links[peer] = self._link_to(peer)
+            begun = self._opening.get(peer)
+            if begun is None:
+                begun = self._opening[peer] = self._begin(peer)
+            link = begun.accepted(limit)
+        except (TimeoutError, ConnectionResetError, BrokenPipeError):
+            self._end_opening(peer)
+            return None
         except OSError as error:
+            self._end_opening(peer)
             raise GoneError from error
+        if link is not None:
+            self._end_opening(peer)
+            self._links[peer] = link
         return link
 
-    def _link_to(self, peer: int) -> _Link:
-        """A link with memory for both, where the other rank can have it."""
-        made = create(2 * RING) if home() else None
-        name, memory = ("", None) if made is None else made
+    def _begin(self, peer: int) -> _Opening:
+        """Ask for a link with memory for both, where the other rank can have it."""
+        name, memory = (create(2 * RING) if home() else None) or ("", None)
         try:
-            wire = self._connect(peer, _LINK, name)
-            wire.settimeout(_ANSWER_LIMIT)
-            shared = memory is not None and wire.recv(1) == _YES
-            wire.settimeout(None)
-        finally:
-            if made is not None:
-                forget(name)
-        return _Link(wire, Ring(memory, first=True) if memory is not None and shared else None)
+            return _Opening(self._connect(peer, _LINK, name), name, memory)
+        except OSError:
+            forget(name)
+            raise
+
+    def _end_opening(self, peer: int) -> None:
+        begun = self._opening.pop(peer, None)
+        if begun is not None:
+            begun.end()
+
+    def _accepted(self, peer: int, end: float) -> socket.socket | None:
+        """Return a connection for messages that `peer` has accepted; None if it has not, but may."""
+        try:
+            wire = self._connect(peer, _MESSAGES)
+        except (TimeoutError, ConnectionResetError):
+            return None
+        except OSError as error:
+            raise GoneError from error
+        while not readable(wire, _BUSY_LIMIT) and time.monotonic() < end and self.life(peer) is not Life.GONE:
+            pass
+        with suppress(OSError):
+            if readable(wire, 0.0) and wire.recv(1) == _YES:
+                return wire
+        wire.close()
+        return None
+
+    def _asked(self, peer: int, life: Life) -> State | None:
+        """Return the answer of a process that may be busy."""
+        try:
+            wire = self._connect(peer, _QUESTION)
+        except TimeoutError:
+            return silent(_NO_HOST, stopped=True)
+        except (OSError, RuntimeError):
+            return None
+        limit = _BUSY_LIMIT if life is Life.RUNNING else _ANSWER_LIMIT
+        with wire, suppress(OSError, ValueError):
+            return read_state(json.loads(_read_all(wire, limit)))
+        return silent(_BUSY) if life is Life.RUNNING else self._told_by_neighbour(peer)
+
+    def _told_by_neighbour(self, peer: int) -> State | None:
+        """Return what another rank on the host of `peer` sees of its process."""
+        known = self._peers[peer].identity
+        for rank in range(self._size):
+            found = self._peer(rank)
+            if rank in (peer, self.rank) or found is None or found.identity.system != known.system:
+                continue
+            with suppress(OSError, ValueError), self._connect(rank, _ABOUT, f"{peer}") as wire:
+                life = Life[_read_all(wire, _ANSWER_LIMIT).decode()]
+                return None if life is Life.GONE else silent(_SEEN.get(life, _FAR), life is Life.STOPPED)
+        return silent(_FAR)
+
+    def _publish(self, key: str, value: str) -> None:
+        self._store.set(key, sealed(self._token, key, value))
 
     def _listens(self, peer: int) -> bool:
-        if peer not in self._addresses and self._store.check([f"at/{peer}"]):
-            host, port = json.loads(self._store.get(f"at/{peer}"))
-            self._addresses[peer] = (host, port)
-        return peer in self._addresses
+        return self._peer(peer) is not None
 
-    def _connect(self, peer: int, purpose: bytes, memory: str = "") -> socket.socket:
-        wire = socket.create_connection(self._addresses[peer], timeout=_ANSWER_LIMIT)
+    def _peer(self, peer: int) -> _Peer | None:
+        """Return where `peer` is; None before it has come up."""
+        found = self._peers.get(peer)
+        if found is None and self._store.check([f"at/{peer}"]):
+            text = unsealed(self._token, f"at/{peer}", self._store.get(f"at/{peer}"))
+            host, port, *process = json.loads(text)
+            found = self._peers[peer] = _Peer((host, port), Identity(*process))
+        return found
+
+    def _connect(self, peer: int, purpose: bytes, name: str = "") -> socket.socket:
+        wire = socket.create_connection(self._peers[peer].address, timeout=_CONNECT_LIMIT)
         wire.settimeout(None)
-        wire.sendall(_HELLO.pack(self._token, purpose, self.rank, memory.encode()))
+        wire.sendall(Hello(purpose, self.rank, name).packed(self._token))
         return wire
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                wire, _ = self._server.accept()
-            except OSError:
-                return
-            with suppress(OSError, struct.error):
-                self._welcome(wire)
-
-    def _welcome(self, wire: socket.socket) -> None:
-        wire.settimeout(_ANSWER_LIMIT)
-        token, purpose, peer, name = _HELLO.unpack(wire.recv(_HELLO.size, socket.MSG_WAITALL))
-        wire.settimeout(None)
-        if token != self._token:
-            wire.close()
-        elif purpose == _QUESTION:
+    def _welcome(self, hello: Hello, wire: socket.socket) -> None:
+        """Take a connection of a rank of the run; it is the listener's thread."""
+        if hello.purpose == _QUESTION:
             with wire:
                 wire.sendall(json.dumps(self._answer()).encode())
-        elif purpose == _MESSAGES:
-            self._take(peer, wire)
+        elif hello.purpose == _ABOUT:
+            with wire:
+                wire.sendall(self.life(int(hello.name) if hello.name.isdecimal() else self.rank).name.encode())
+        elif hello.purpose == _MESSAGES:
+            wire.sendall(_YES)
+            wire.settimeout(None)
+            self._take(hello.rank, wire)
+        elif hello.purpose == _LINK:
+            self._link(hello, wire)
         else:
-            memory = attach(name.rstrip(b"\0").decode(), 2 * RING) if home() else None
-            if name.strip(b"\0"):
-                wire.sendall(_NO if memory is None else _YES)
-            with self._arrived:
-                self._links[peer] = _Link(wire, None if memory is None else Ring(memory, first=False))
-                self._arrived.notify_all()
+            wire.close()
+
+    def _link(self, hello: Hello, wire: socket.socket) -> None:
+        memory = attach(hello.name, 2 * RING) if home() else None
+        wire.sendall(_NO if memory is None else _YES)
+        wire.settimeout(None)
+        with self._arrived:
+            self._links[hello.rank] = _Link(wire, None if memory is None else Ring(memory, first=False))
+            self._arrived.notify_all()
+
+    def _leave(self) -> None:
+        """Close, in a process that this one has forked, what would hide the end of this one from its peers."""
+        self._listener.leave()
+        for link in list(self._links.values()):
+            link.leave()
 
 
-def _read_all(wire: socket.socket) -> bytes:
-    data = b""
-    while part := wire.recv(65536):
+_SEEN = {Life.STOPPED: _STOPPED, Life.RUNNING: _BUSY}
+
+
+def _read_all(wire: socket.socket, limit: float) -> bytes:
+    """Return all that comes until the connection ends; OSError after the limit or beyond 64 KiB."""
+    end, data = time.monotonic() + limit, b""
+    while len(data) < _MOST_ANSWER:
+        wire.settimeout(max(end - time.monotonic(), 0.001))
+        part = wire.recv(_MOST_ANSWER)
+        if not part:
+            return data
         data += part
-    return data
+    raise OSError(f"an answer of more than {_MOST_ANSWER} bytes")
 
 
 def _own_address(place: Place) -> str:

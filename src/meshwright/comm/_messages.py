@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._life import Life
 from ._links import Links
 from ._ring import GoneError
 
@@ -156,7 +157,8 @@ class Messages:
             if self._is_over(peer):
                 raise GoneError
             has_opened = peer in self._inboxes
-        if not has_opened and self._links.has_closed(peer):
+        gone = self._links.life(peer) is Life.GONE if has_opened else self._links.has_closed(peer)
+        if gone and peer not in self._arriving:
             self._note_closed(peer)
         return None
 

@@ -9,12 +9,15 @@ in max and min, and knows no int16, no float8 and no product of complex numbers.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha1
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,25 +27,30 @@ from meshwright.reshard import Plan
 
 from ._call import Call, Group, Shape
 from ._carrier import Arrival, Carrier, Receive, check_message
-from ._current import install, installed
-from ._errors import CallError
+from ._current import current, install, installed
+from ._errors import CallError, CommError, StragglerWarning
 from ._facts import Facts
 from ._guard import Check, Guard
 from ._identity import calls_are_compared, identity
 from ._kept_memory import keep_memory
+from ._life import Life
 from ._links import GoneError, Links
 from ._messages import Message, Messages
+from ._record import Noted, Record
 from ._reduce import reduce
 from ._rendezvous import Place, open_store, read_place
-from ._shared_memory import SharedMemory, open_shared
+from ._shared_memory import Peers, SharedMemory, open_shared
 from ._side import Side
-from .torch_hooks import Backend, PrefixStore, Store, open_backend
+from ._stragglers import Straggler, is_slow
+from ._watchdog import Watchdog
+from .torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
 
 T = TypeVar("T")
 Transport = Backend | SharedMemory
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
+_BETWEEN_WARNINGS, _BETWEEN_QUESTIONS = 60.0, 5.0
 
 
 class ProcessCarrier(Carrier):
@@ -62,9 +70,12 @@ class ProcessCarrier(Carrier):
         self._side = Side()
         self._messages = Messages()
         self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
+        self._record = Record(place)
+        self._process = os.getpid()
         self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
+        self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
 
     @contextmanager
     def checking(self, check: Check | str | int) -> Generator[None]:
@@ -89,9 +100,14 @@ class ProcessCarrier(Carrier):
 
     def close(self) -> None:
         """Say to the other ranks that this one has ended; called when the process exits."""
+        if os.getpid() != self._process:
+            return  # a process that the rank has forked
         error: BaseException | None = getattr(sys, "last_value", None)
+        self._watchdog.close()
         if error is None:
             self._messages.finish(_TIME_FOR_LAST_MESSAGES)
+        elif self._record.path is None:
+            self._record.write(_last_words(error), self._about())
         self._links.say_farewell(None if error is None else _last_words(error))
         self._messages.close()
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
@@ -117,15 +133,17 @@ class ProcessCarrier(Carrier):
     def _send(self, x: Tensor, call: Call) -> None:
         _check_host(x.device, call)
         message = Message(str(call), _bytes(x))
-        try:
-            self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
-        except GoneError:
-            raise self._guard.gone(call, call.message[0]) from None
+        with self._noted(call):
+            try:
+                self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
+            except GoneError:
+                raise self._guard.examiner.gone(call, call.message[0]) from None
 
     def _receive(self, call: Call, device: torch.device) -> Tensor:
         _check_host(device, call)
-        sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
-        check_message(call, self.rank, sent)
+        with self._noted(call):
+            sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
+            check_message(call, self.rank, sent)
         _, shape, dtype = call.message
         return data.view(dtype).view(shape)
 
@@ -139,15 +157,59 @@ class ProcessCarrier(Carrier):
 
     def _carried(self, call: Call, carry: Callable[[], T]) -> T:
         """`carry()`, once all ranks of the call are about to do the same."""
-        self._guard.before(call)
+        with self._noted(call) as noted:
+            self._guard.before(call)
+            noted.agreed = time.time()
+            self._watchdog.begin(call)
+            try:
+                return carry()
+            except MeshwrightError:
+                raise
+            except (RuntimeError, OSError) as error:
+                raise self._guard.explain(call, error) from error
+            finally:
+                self._watchdog.end()
+                self._guard.after()
+
+    @contextmanager
+    def _noted(self, call: Call) -> Generator[Noted]:
+        """Note a call in the record, which is written if it fails."""
+        noted = self._record.begin(call)
         try:
-            return carry()
-        except MeshwrightError:
+            yield noted
+        except CommError as error:
+            self._record.name_in(error, self._about())
             raise
-        except (RuntimeError, OSError) as error:
-            raise self._guard.explain(call, error) from error
-        finally:
-            self._guard.after()
+        noted.ended = time.time()
+        if self._guard.waits.is_suspicious():
+            self._warn_of_stragglers()
+
+    def _about(self) -> dict[str, Any]:
+        """What the record says beside the calls."""
+        peers = self._guard.waits.by_peer().values()
+        return {"state": str(self._guard.state()), "waits": {each.rank: round(each.share, 4) for each in peers}}
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that this one waits for, though they wait for nobody; the slowest first."""
+        return self._guard.waits.stragglers(self._waiting_share)
+
+    def _waiting_share(self, peer: int) -> float | None:
+        state = self._links.ask(peer)
+        return None if state is None or state.silence else state.waits
+
+    def _warn_of_stragglers(self) -> None:
+        found = [each for each in self.stragglers() if is_slow(each)]
+        self._guard.waits.warned(_BETWEEN_WARNINGS if found else _BETWEEN_QUESTIONS)
+        if found:
+            text = "; ".join(map(str, found))
+            warnings.warn(f"rank {self.rank} waits for slower ranks: {text}", StragglerWarning, stacklevel=2)
+
+    def _end_at_once(self, error: CommError) -> None:
+        """End the process, whose call cannot be interrupted; it is the watchdog's thread."""
+        self._record.name_in(error, self._about())
+        print(f"meshwright: rank {self.rank} ends:\n{error}", file=sys.stderr, flush=True)
+        self._links.say_farewell(f"{type(error).__name__}: {error.found}")
+        os._exit(1)
 
     def _reduce_all(self, x: Tensor, call: Call, over: bool) -> Tensor:
         op = "sum" if call.op == _AS_SUM else call.op
@@ -210,6 +272,9 @@ class ProcessCarrier(Carrier):
             backend.messages(leaving, awaited)
         return out
 
+    def _peers_of(self, group: Group) -> Peers:
+        return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is Life.GONE)
+
     def _open_for(self, x: Tensor, group: Group) -> Transport:
         return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
 
@@ -218,9 +283,11 @@ class ProcessCarrier(Carrier):
         found = self._opened.get((name, group))
         if found is None:
             key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
-            store = PrefixStore(f"{name}/{key}", self._store)
+            # the transport waits in the store, which serves one thread: others go on with another connection
+            store = PrefixStore(f"{name}/{key}", another_connection(self._store))
             place, size = group.index(self.rank), len(group)
-            found = open_shared(store, place, size, self._limit) if name == "gloo" and self._shares else None
+            if name == "gloo" and self._shares:
+                found = open_shared(store, place, size, self._limit, self._peers_of(group))
             if found is None:
                 found = open_backend(name, store, place, size, self._limit, self._place.loopback)
             self._opened[(name, group)] = found
@@ -258,6 +325,17 @@ def init_process(
     if place.size > 1 and check.every:
         calls_are_compared()
     return carrier
+
+
+def stragglers() -> list[Straggler]:
+    """Return the ranks that are slower than this one, the slowest first, by the waits of the last seconds.
+
+    A `Straggler` has the `rank`, the `share` of this rank's time that it costs, and the mean `wait` in seconds. Each
+    rank may ask at any time, and alone. The list is empty in the first seconds, if ranks take turns in being slow, and
+    on simulated ranks. A `StragglerWarning` says the same by itself, at most once a minute, if a rank costs a fifth of
+    the time.
+    """
+    return current().stragglers()
 
 
 def _last_words(error: BaseException) -> str:

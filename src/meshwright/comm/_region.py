@@ -58,7 +58,7 @@ def create(size: int) -> tuple[str, mmap.mmap] | None:
 
 
 def attach(name: str, size: int) -> mmap.mmap | None:
-    """The memory of that name; None where it cannot be had."""
+    """Return this user's memory of that name; None where it cannot be had."""
     if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
         return None
     try:
@@ -66,7 +66,8 @@ def attach(name: str, size: int) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        return mmap.mmap(file, size) if os.fstat(file).st_size == size else None
+        about = os.fstat(file)
+        return mmap.mmap(file, size) if about.st_size == size and about.st_uid == os.getuid() else None
     except OSError:
         return None
     finally:

@@ -81,7 +81,14 @@ class Ring:
 def _check(wire: socket.socket) -> None:
     """Raises GoneError when the connection is closed; nothing ever comes through it."""
     try:
-        if select.select([wire], [], [], 0)[0] and not wire.recv(1, socket.MSG_PEEK):
+        if readable(wire, 0.0) and not wire.recv(1, socket.MSG_PEEK):
             raise GoneError
     except (OSError, ValueError) as error:
         raise GoneError from error
+
+
+def readable(wire: socket.socket, limit: float) -> bool:
+    """True if something comes, or the connection ends, within `limit` seconds."""
+    poll = select.poll()  # `select.select` takes no number above 1023
+    poll.register(wire, select.POLLIN)
+    return bool(poll.poll(limit * 1000.0))

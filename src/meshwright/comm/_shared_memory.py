@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -28,14 +30,25 @@ _LINE = 8
 """Numbers in a cache line, which no two ranks write to."""
 _FLAG, _PROCESS, _WORDS = 0, 1, 2
 """Where a rank's numbers are in its line: its flag, its process, and a word for each of two rounds."""
+_BETWEEN_ASKS, _BETWEEN_LOOKS = 0.002, 0.25
+"""Seconds between two questions to the store, and two looks at a rank's process."""
 _SHARED = 2**14
 """With more than two ranks, larger parts of a reduction (in bytes) are reduced by one rank each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What is asked about the others while a rank waits: `check` may raise, `is_gone` is about a place in the group."""
+
+    check: Callable[[], None] = lambda: None
+    is_gone: Callable[[int], bool] = lambda place: False
 
 
 class SharedMemory:
     """One group's transport; `open_shared` opens it."""
 
-    def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta) -> None:
+    def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta, peers: Peers | None = None) -> None:
+        self._peers = peers or Peers()
         self._place, self._size, self._limit = place, size, limit.total_seconds()
         self._flags = memoryview(memory)[: size * _LINE * 8].cast("Q")
         self._mine = place * _LINE
@@ -170,6 +183,7 @@ class SharedMemory:
         flags = self._flags
 
         def alarm() -> None:
+            self._peers.check()
             if not is_running(flags[other + _PROCESS]) and flags[other] < number:
                 raise RuntimeError(f"the process of place {other // _LINE} in the group has ended")
 
@@ -186,23 +200,42 @@ def _ranges(length: int, step: int) -> list[tuple[int, int]]:
     return list(pairwise([*range(0, length, step), length])) or [(0, 0)]
 
 
-def open_shared(store: Store, place: int, size: int, limit: timedelta) -> SharedMemory | None:
+def open_shared(
+    store: Store, place: int, size: int, limit: timedelta, peers: Peers | None = None
+) -> SharedMemory | None:
     """The transport of one group; None where not all of its members can share memory, which all find alike."""
+    peers = peers or Peers()
     length = size * (_LINE * 8 + 2 * SLOT)
     store = PrefixStore("shared", store)
     store.set(f"home/{place}", home())
-    homes = {store.get(f"home/{p}").decode() for p in range(size)}
+    homes = {_awaited(store, f"home/{p}", p, limit, peers).decode() for p in range(size)}
     if len(homes) > 1 or not homes.pop():
         return None
     made = create(length) if place == 0 else None
     try:
         if place == 0:
             store.set("name", made[0] if made is not None else "")
-        memory = made[1] if made is not None else attach(store.get("name").decode(), length)
-        found = None if memory is None else SharedMemory(memory, place, size, limit)
+        memory = made[1] if made is not None else attach(_awaited(store, "name", 0, limit, peers).decode(), length)
+        found = None if memory is None else SharedMemory(memory, place, size, limit, peers)
         store.set(f"open/{place}", "yes" if found is not None else "no")
-        everyone = [store.get(f"open/{p}") == b"yes" for p in range(size)]
+        everyone = [_awaited(store, f"open/{p}", p, limit, peers) == b"yes" for p in range(size)]
     finally:
         if made is not None:
             forget(made[0])
     return found if all(everyone) else None
+
+
+def _awaited(store: Store, key: str, place: int, limit: timedelta, peers: Peers) -> bytes:
+    """The value of a key that the rank of a place sets; RuntimeError if it never will."""
+    begin = looked = time.monotonic()
+    while not store.check([key]):
+        time.sleep(_BETWEEN_ASKS)
+        now = time.monotonic()
+        if now - begin > limit.total_seconds():
+            raise RuntimeError(f"place {place} in the group did not come within {limit.total_seconds():g} s")
+        if now - looked > _BETWEEN_LOOKS:
+            looked = now
+            peers.check()
+            if peers.is_gone(place) and not store.check([key]):
+                raise RuntimeError(f"the process of place {place} in the group has ended")
+    return store.get(key)

@@ -43,6 +43,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "another_connection",
     "default_store",
     "forward_ad",
     "open_backend",
@@ -184,6 +185,11 @@ def default_store() -> Store | None:
     if not dist.is_initialized():
         return None
     return distributed_c10d._get_default_store()
+
+
+def another_connection(store: Store) -> Store:
+    """Return the same store for another thread, which need not wait while this one waits; stubs do not know `clone`."""
+    return cast(Any, store).clone()
 
 
 def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:

@@ -1,0 +1,106 @@
+"""Ends the processes of a launcher that is gone; run as a script, with the standard library alone.
+
+The launcher writes the mark of its run, which is in the environment of all processes of the run, then a line with the
+number of each rank's process, and "done" at its end. If its pipe closes without that word, it was killed: the marked
+processes get SIGTERM, and SIGKILL three seconds later. That holds too for processes that are stopped, that hold
+Python's interpreter lock, or whose parents have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+GRACE = 3.0
+DONE = "done"
+_STARTED = 19
+"""Where the time of the start is in /proc/PID/stat, counted from the state."""
+_ROUNDS = 5
+Family = dict[int, int]
+"""Processes by number, each with the time of its start, which tells it from a later one of the same number."""
+
+
+def process_fields(process: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def start_of(process: int) -> int:
+    """Return when a process has started; 0 if there is none, or if it has ended."""
+    fields = process_fields(process)
+    return int(fields[_STARTED]) if len(fields) > _STARTED and fields[0] not in "ZX" else 0
+
+
+def marked(mark: str) -> Family:
+    """Return the processes of this user with the text in their environment; none without /proc."""
+    found: Family = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdecimal() and int(entry) != os.getpid() and _has(int(entry), mark.encode()):
+            found[int(entry)] = start_of(int(entry))
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """Kill the marked processes, and those that they start meanwhile."""
+    for _ in range(_ROUNDS):
+        family = {process: started for process, started in marked(mark).items() if started}
+        if not family:
+            return
+        send_family(family, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def send_family(family: Family, number: int) -> None:
+    """Send a signal to those processes that are still there."""
+    for process, started in family.items():
+        if started and start_of(process) == started:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+
+
+def send_group(process: int, number: int) -> None:
+    """Send a signal to what is left of the process group that `process` has begun."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, number)
+
+
+def _has(process: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return mark in file.read()
+    except OSError:
+        return False
+
+
+def _end(mark: str, started: Family) -> None:
+    """End the processes of the run."""
+    family = marked(mark) | started
+    send_family(family, signal.SIGTERM)
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end and any(begin and start_of(process) == begin for process, begin in family.items()):
+        time.sleep(0.05)
+    send_family(family, signal.SIGKILL)
+    end_marked(mark)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    mark, started = sys.stdin.readline().strip(), Family()
+    for line in sys.stdin:
+        if line.strip() == DONE:
+            return
+        started[int(line)] = start_of(int(line))
+    if mark:
+        _end(mark, started)
+
+
+if __name__ == "__main__":
+    main()

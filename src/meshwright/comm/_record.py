@@ -1,0 +1,126 @@
+"""The flight record of a rank: its last 200 calls, written as JSON when a call fails, and never otherwise.
+
+    MESHWRIGHT_RECORDS    the folder; "off" for no records; else a folder of the user where temporary files are
+
+Each run has a folder of its own there, with one file a rank: `rank-3.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ._call import Call
+from ._errors import CommError
+from ._rendezvous import Place
+
+VARIABLE = "MESHWRIGHT_RECORDS"
+LENGTH = 200
+_RUNS = 20
+"""Records of so many runs are kept in the default folder."""
+
+
+class Noted:
+    """One call of the record, and the times at which it began, was agreed on, and ended."""
+
+    __slots__ = ("agreed", "began", "call", "ended", "number")
+
+    def __init__(self, number: int, call: Call) -> None:
+        self.number, self.call = number, call
+        self.began = time.time()
+        self.agreed: float | None = None
+        self.ended: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the call as JSON has it; times are seconds since 1970, or null."""
+        times = {"began": self.began, "agreed": self.agreed, "ended": self.ended}
+        return {"number": self.number, "call": str(self.call)} | times
+
+
+class Record:
+    """The last calls of a rank."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._calls: deque[Noted] = deque(maxlen=LENGTH)
+        self._count = 0
+        self.path: Path | None = None
+        """Where the record was written, if it was."""
+
+    def begin(self, call: Call) -> Noted:
+        """Note that a call begins."""
+        self._count += 1
+        noted = Noted(self._count, call)
+        self._calls.append(noted)
+        return noted
+
+    def write(self, error: str, about: Mapping[str, Any]) -> Path | None:
+        """Write the record, and return where; None where records are off, or cannot be written."""
+        folder = record_folder(self._place.attempt)
+        if folder is None or self._place.size < 2:
+            return None
+        place, calls = self._place, [noted.as_json() for noted in list(self._calls)]
+        found: dict[str, Any] = {"rank": place.rank, "size": place.size, "run": place.attempt}
+        found |= {"host": socket.gethostname(), "process": os.getpid(), "written": time.time(), "error": error}
+        found |= {**about, "calls": calls}
+        path = folder / f"rank-{self._place.rank}.json"
+        with suppress(OSError):
+            _write(path, json.dumps(found, indent=1))
+            self.path = path
+            return path
+        return None
+
+    def name_in(self, error: CommError, about: Mapping[str, Any]) -> None:
+        """Write the record, and name its path in the error."""
+        path = self.write(str(error), about)
+        if path is not None:
+            error.add_fix(f"the last calls of each rank are in {path.parent}, of this one in {path.name}")
+
+
+def record_folder(run: str, env: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder for the records of a run, which is made with the first one; None where they are off."""
+    env = os.environ if env is None else env
+    asked, name = env.get(VARIABLE, ""), "".join(c if c.isalnum() or c in "-_." else "-" for c in run)
+    if asked == "off":
+        return None
+    if asked:
+        return Path(asked).absolute() / name
+    return Path(tempfile.gettempdir()) / f"meshwright-records-{os.getuid()}" / name
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole whenever it is there, for the user alone."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if VARIABLE not in os.environ:
+        _check_own(path.parent.parent)
+        _forget_old(path.parent)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(file, "w", encoding="utf-8") as out:
+        out.write(text)
+    part.replace(path)
+
+
+def _check_own(folder: Path) -> None:
+    """Raise OSError unless the folder is one of this user, and no link: others may write where temporary files are."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    folder.chmod(0o700)
+
+
+def _forget_old(newest: Path) -> None:
+    runs = sorted(newest.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+    for each in runs[:-_RUNS]:
+        if each != newest:
+            shutil.rmtree(each, ignore_errors=True)

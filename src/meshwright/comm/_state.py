@@ -1,0 +1,57 @@
+"""What a rank is doing, as a value that goes from rank to rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class State(NamedTuple):
+    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made.
+
+    With conversions on the side a rank may be in two calls, or go on computing while it is in one: it is `stuck` if
+    all of it waits, and nothing of its messages is on the way. It is `debugged` while a debugger has stopped it.
+    `silence` says why the rank does not answer; it is `stopped` if it cannot go on by itself. `at` is the line of
+    the user's code where it computes, `waits` the share of its time that it waits for others.
+    """
+
+    call: str
+    waits_for: tuple[int, ...]
+    calls: int
+    receives: bool = False
+    stuck: bool = False
+    debugged: bool = False
+    last: str = ""
+    at: str = ""
+    waits: float = 0.0
+    silence: str = ""
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        if self.silence:
+            return f"does not answer: {self.silence}"
+        if self.debugged:
+            return f"is stopped in a debugger, after {self.calls} collectives"
+        if not self.call:
+            last = f", the last {self.last}" if self.last else ""
+            at = f"; it is at {self.at}" if self.at else ""
+            return f"is in no collective, after {self.calls} of them{last}{at}"
+        waits = f", waiting for {', '.join(map(str, self.waits_for))}" if self.waits_for else ""
+        return f"is in {self.call}{waits}"
+
+
+_KINDS: tuple[type, ...] = (str, list, int, bool, bool, bool, str, str, float, str, bool)
+
+
+def silent(why: str, stopped: bool = False) -> State:
+    """Return the state of a rank that does not answer."""
+    return State("", (), 0, silence=why, stopped=stopped)
+
+
+def read_state(found: object) -> State:
+    """Return the state that JSON gives; ValueError for anything else."""
+    fields: list[object] = list(found) if isinstance(found, list) else []
+    fits = len(fields) == len(_KINDS) and all(map(isinstance, fields, _KINDS))
+    if not fits:
+        raise ValueError(f"no state of a rank: {found!r}")
+    call, waits_for, *more = fields
+    return State(call, tuple(waits_for), *more)  # type: ignore[arg-type]
