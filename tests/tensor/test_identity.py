@@ -18,7 +18,7 @@ CASES = {
     "other_gradient": "gradient",
     "other_values": "with checksum",
     "other_step": "lr of group 0 of SGD is 0.1 on rank 0 and 0.2 on rank 1",
-    "one_step_less": "another number of steps",
+    "one_step_less": "for the check of a step",
     "other_random_state": "state of the random generator of cpu before its last use",
     "other_seed": "torch.initial_seed() is 0 on rank 0 and 1 on rank 1",
 }
