@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.checkpoint import CheckpointError, CheckpointFileError
+from meshwright.checkpoint import (
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointWarning,
+)
 from meshwright.comm import (
     CallError,
     CommError,
@@ -59,6 +63,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CheckpointFileError",
+    "CheckpointWarning",
     "CollectiveError",
     "CommError",
     "CompileError",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ._catalogue import Catalogue
+from ._check import check_files, check_pieces
+from ._checksums import with_checksums
 from ._dcp import METADATA, read_dcp
 from ._dcp_format import DcpFormat
 from ._errors import CheckpointError, bad_file
+from ._files import is_file, is_folder, names_in, timed
 from ._format import Format, Manifested
 from ._hub import HubFormat, find_hub, read_index, read_single
-from ._load import check_files, read_whole
 from ._manifest import MANIFEST, check_sizes, read_manifest
 from ._save import finish_earlier
 from ._steps import latest
@@ -30,24 +33,32 @@ def format_of(name: str) -> Format:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
-    """What a file or folder holds; of a folder of steps, the latest complete one.
+    """Return what a file or folder holds; of a folder of steps, the latest complete one.
 
-    Raises CheckpointFileError where there is no checkpoint, or one whose description is damaged.
+    Raises CheckpointFileError where there is no checkpoint, or one whose description is damaged, and ReadTimeoutError
+    where the file system does not answer.
     """
     place = Path(path).absolute()
-    if place.is_file():
-        return read_index(place) if place.suffix == ".json" else read_single(place)
-    if (place / MANIFEST).exists():
+    return timed(lambda: _opened(place))
+
+
+def _opened(place: Path) -> Catalogue:
+    if is_file(place):
+        alone = place.suffix != ".json"
+        found = replace(read_single(place), alone=True) if alone else read_index(place)
+        return with_checksums(found, place.name if alone else None)
+    names = names_in(place)
+    if MANIFEST in names:
         return read_manifest(place)
-    if (place / METADATA).exists():
-        return read_dcp(place)
+    if METADATA in names:
+        return with_checksums(read_dcp(place))
     step = latest(place)
     found = read_manifest(step) if step is not None else find_hub(place)
     if found is None:
-        what = "a folder of something else" if place.is_dir() else "no such file or folder"
-        raise bad_file(path, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
+        what = "a folder of something else" if is_folder(place) else "no such file or folder"
+        raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
                        "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
-    return found
+    return found if step is not None else with_checksums(found)
 
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
@@ -67,13 +78,16 @@ def open_together(path: str | os.PathLike[str]) -> Catalogue:
 
 
 def verify(path: str | os.PathLike[str]) -> Catalogue:
-    """What a path holds, once every file and every tensor in it has been looked at.
+    """Return what a path holds, once every file and every tensor in it has been looked at.
 
     Raises CheckpointFileError for the first file that is not what it was.
     """
     catalogue = open_checkpoint(path)
+    timed(lambda: _verify(catalogue))
+    return catalogue
+
+
+def _verify(catalogue: Catalogue) -> None:
     check_sizes(catalogue)
     check_files(catalogue, sorted(catalogue.files))
-    for name in catalogue.entries:
-        read_whole(catalogue, name)
-    return catalogue
+    check_pieces(catalogue, [(name, piece) for name, entry in catalogue.entries.items() for piece in entry.pieces])
