@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from ._catalogue import Catalogue, FileFacts, Range, file_name
 from ._errors import CheckpointFileError, bad_file
-from ._files import status
+from ._files import open_bytes, status
 from ._header import is_count
 from ._json import has_seal, read_json, sealed
 from ._manifest import facts_of
+from ._safetensors import digest_of
 
 CHECKSUMS, KIND, FORMAT = "meshwright.checksums.json", "meshwright checksums", 1
 C = TypeVar("C", bound=Catalogue)
@@ -49,31 +50,44 @@ def facts_of_bytes(data: bytes) -> FileFacts:
     return FileFacts(len(data), sha256(data).hexdigest())
 
 
-def with_checksums(catalogue: C, alone: str | None = None) -> C:
-    """Return a catalogue with the checksums beside its files, if they are there; `alone` is its only file.
-
-    Raises CheckpointFileError for checksums that were changed, and for a file of the checkpoint that has none.
-    """
-    path = catalogue.folder / CHECKSUMS
+def checksums_in(folder: Path) -> dict[str, FileFacts]:
+    """Return the checksums beside the files of a checkpoint, or none. Raises CheckpointFileError for changed ones."""
+    path = folder / CHECKSUMS
     if status(path) is None:
-        return catalogue
+        return {}
     content, data = read_json(path, "no JSON, or a part of one")
     if not has_seal(data):
         raise bad_file(path, "another SHA-256 than it says", "the checksums were changed", _FIX)
     try:
         if (content["kind"], content["format"]) != (KIND, FORMAT):
             raise ValueError(f"kind {str(content['kind'])[:80]}, format {str(content['format'])[:80]}")
-        files = facts_from(catalogue.folder, content["files"])
+        return facts_from(folder, content["files"])
     except CheckpointFileError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise bad_file(path, "checksums of another form", str(error), _FIX) from error
-    if alone is not None and alone in files:
-        files = {alone: files[alone]}
-    if strange := sorted(catalogue.files.keys() - files.keys()):
+
+
+def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], links: bool = False) -> None:
+    """Raise CheckpointFileError if the file that describes a checkpoint is not the one that was written."""
+    said = known.get(name)
+    if said is None:
+        return
+    with open_bytes(folder / name, links) as file:
+        size = file.size
+    if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
+        raise bad_file(folder / name, f"{size} bytes with another SHA-256 than was written down",
+                       f"{CHECKSUMS} says {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
+
+
+def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
+    """Return a catalogue with the checksums that are known. Raises CheckpointFileError for a file that has none."""
+    if not known:
+        return catalogue
+    if strange := sorted(catalogue.files.keys() - known.keys()):
         raise bad_file(catalogue.folder / strange[0], f"a file of which {CHECKSUMS} says nothing",
                        "the checksums are those of another checkpoint", _FIX)  # fmt: skip
-    return replace(catalogue, files=files)
+    return replace(catalogue, files=known)
 
 
 def _facts(told: Any) -> FileFacts:

@@ -171,14 +171,6 @@ def _kind(mode: int) -> str:
     return next((name for name, is_one in tests.items() if is_one(mode)), "device")
 
 
-def read_bytes(path: Path, most: int, links: bool = False) -> bytes:
-    """Return a whole file of at most `most` bytes. Raises CheckpointFileError for a longer one."""
-    with open_bytes(path, links) as file:
-        if file.size > most:
-            raise bad_file(path, f"{file.size} bytes", f"such a file has at most {most}")
-        return file.read(0, file.size)
-
-
 def status(path: Path) -> os.stat_result | None:
     """Return what the system knows of a path, links followed; None if there is nothing."""
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from hashlib import sha256
+from typing import Any
 
 import torch
 
@@ -38,19 +39,29 @@ class LoadReport:
         return frozenset((*self.missing_keys, *self.mismatched))
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What does not fit, the shapes of missing tensors (None for a value), and the first rank that met something."""
+
+    report: LoadReport
+    shapes: Mapping[str, Sequence[int] | None]
+    rank: int | None
+
+
 def compared(
     catalogue: Catalogue,
     tensors: Mapping[str, Held],
     values: Iterable[str],
     ranks: World,
+    others: Mapping[str, str],
     expected: Callable[[str], bool] = lambda name: True,
-) -> tuple[LoadReport, int | None]:
-    """Return what does not fit on any rank, and the first rank where something does not.
+) -> Comparison:
+    """Return what does not fit on any rank.
 
     `expected` selects the names of the checkpoint of which all should be asked for. Every rank makes the call.
     """
-    _, everyone = ranks.agreed(lambda: _differences(catalogue, tensors, values, ranks.rank))
-    missing = {name: text for one in everyone for name, text in one["missing"].items()}
+    _, everyone = ranks.agreed(lambda: _differences(catalogue, tensors, values, others))
+    missing: dict[str, Any] = {name: shape for one in everyone for name, shape in one["missing"].items()}
     mismatched = {name: text for one in everyone for name, text in one["mismatched"].items()}
     mine = json.dumps(sorted({*tensors, *values}))
     asked = ranks.all_gather_distinct(mine, sha256(mine.encode()).hexdigest())
@@ -58,15 +69,15 @@ def compared(
     saved = [*catalogue.entries, *catalogue.values]
     unexpected = [name for name in saved if name not in names and expected(name)]
     where = next((rank for rank, one in enumerate(everyone) if one["missing"] or one["mismatched"]), None)
-    return LoadReport(tuple(missing), tuple(unexpected), mismatched), where
+    return Comparison(LoadReport(tuple(missing), tuple(unexpected), mismatched), missing, where)
 
 
 def _differences(
-    catalogue: Catalogue, tensors: Mapping[str, Held], values: Iterable[str], rank: int
-) -> dict[str, dict[str, str]]:
-    """Return what does not fit on this rank, in words. Raises CheckpointError for terms that are not joined."""
-    missing: dict[str, str] = {}
-    mismatched: dict[str, str] = {}
+    catalogue: Catalogue, tensors: Mapping[str, Held], values: Iterable[str], others: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return what does not fit on this rank. Raises CheckpointError for terms that are not joined."""
+    missing: dict[str, list[int] | None] = {}
+    mismatched = dict(others)
     for name, held in tensors.items():
         if held.spec is not None:
             check_whole(name, held.spec, "to load")
@@ -76,22 +87,26 @@ def _differences(
         elif name in catalogue.values:
             mismatched[name] = "a value in the checkpoint, a tensor in the state"
         else:
-            missing[name] = "tensor"
+            missing[name] = list(_shape(held))
     for name in values:
         if name in catalogue.entries:
             mismatched[name] = "a tensor of that name in the checkpoint, a value in the state"
         elif name not in catalogue.values:
-            missing[name] = "value"
+            missing[name] = None
     return {"missing": missing, "mismatched": mismatched}
 
 
 def _apart(catalogue: Catalogue, name: str, held: Held) -> str:
     """Return how a tensor differs from the one that was saved, or nothing."""
-    shape, dtype = (held.part.shape, held.part.dtype) if held.spec is None else (held.spec.shape, held.spec.dtype)
+    shape, dtype = _shape(held), held.part.dtype if held.spec is None else held.spec.dtype
     entry = catalogue.entries[name]
-    if tuple(shape) == entry.shape and widens(entry.dtype, dtype):
+    if shape == entry.shape and widens(entry.dtype, dtype):
         return ""
-    return f"{entry.dtype} of shape {entry.shape} in the checkpoint, {dtype} of shape {tuple(shape)} in the state"
+    return f"{entry.dtype} of shape {entry.shape} in the checkpoint, {dtype} of shape {shape} in the state"
+
+
+def _shape(held: Held) -> tuple[int, ...]:
+    return tuple(held.part.shape if held.spec is None else held.spec.shape)
 
 
 def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -107,12 +122,13 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted
 
 
-def mismatch(catalogue: Catalogue, report: LoadReport, tensors: Mapping[str, Held]) -> CheckpointError:
-    """Return the error that lists everything in a report."""
+def mismatch(catalogue: Catalogue, found: Comparison) -> CheckpointError:
+    """Return the error that lists everything that does not fit."""
+    report = found.report
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     lines = [
-        *_lines(report.missing_keys, lambda name: _not_there(catalogue, report, name, tensors)),
+        *_lines(report.missing_keys, lambda name: _not_there(catalogue, found, name)),
         *_lines(report.mismatched, lambda name: report.mismatched[name]),
         *_lines(report.unexpected_keys, lambda name: "in the checkpoint, not in the state"),
     ]
@@ -135,15 +151,15 @@ def _on_one_line(name: str) -> str:
     return name.replace("\n", r"\n")
 
 
-def _not_there(catalogue: Catalogue, report: LoadReport, name: str, tensors: Mapping[str, Held]) -> str:
+def _not_there(catalogue: Catalogue, found: Comparison, name: str) -> str:
     """Return that a name is not there, with the one under which it may have been saved."""
-    if name not in tensors:
+    shape, report = found.shapes[name], found.report
+    if shape is None:
         return f"no such value among {len(catalogue.values)}"
     told = f"no such tensor among {len(catalogue.entries)}"
     if report.missing_keys.index(name) >= MOST_RENAMED:
         return told
-    held = tensors[name]
-    shape = tuple(held.part.shape if held.spec is None else held.spec.shape)
-    alike = [n for n in report.unexpected_keys if n in catalogue.entries and catalogue.entries[n].shape == shape]
+    saved = (n for n in report.unexpected_keys if n in catalogue.entries)
+    alike = [n for n in saved if catalogue.entries[n].shape == tuple(shape)]
     near = get_close_matches(name, alike[: 10 * MOST_RENAMED], 1, 0.3)
     return f"{told}; {_on_one_line(near[0])} has its shape: renamed?" if near else told

@@ -22,7 +22,7 @@ from meshwright.reshard import plan
 from ._catalogue import Catalogue, Entry, FileFacts, OpenFile, file_name
 from ._checksums import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
 from ._errors import CheckpointError, bad_file
-from ._files import names_in, open_bytes
+from ._files import open_bytes
 from ._format import Job, write_new
 from ._json import read_json
 from ._safetensors import Item, aligned, entries_of, open_file, write_file
@@ -168,13 +168,11 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def find_hub(folder: Path) -> Hub | None:
-    """Return what the safetensors files of a folder hold, if there are such."""
-    names = names_in(folder)
+def hub_file(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the index of a folder with these names, or its only file of tensors; None if there is no such."""
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
-    if len(indexes) == 1 or INDEX in indexes:
-        return read_index(folder / (INDEX if INDEX in indexes else indexes[0]))
-    if len(files) == 1 or SINGLE in files:
-        return read_single(folder / (SINGLE if SINGLE in files else files[0]))
+    for found, usual in ((indexes, INDEX), (files, SINGLE)):
+        if len(found) == 1 or usual in found:
+            return folder / (usual if usual in found else found[0])
     return None

@@ -11,10 +11,8 @@ from typing import Any
 
 from ._budget import LARGEST, Budget
 from ._errors import bad_file
-from ._files import read_bytes
+from ._files import open_bytes
 
-LONGEST = 1 << 30
-"""Bytes of the longest text that is read."""
 COSTS = {b"{": 240, b"[": 64, b",": 72, b":": 72}
 """Bytes of memory that a character of JSON can stand for, at most."""
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\Z')
@@ -39,10 +37,17 @@ def parsed(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def read_whole_file(path: Path, budget: Budget, links: bool = False) -> bytes:
+    """Return the bytes of a file that describes a checkpoint. Raises CheckpointFileError for one beyond the bound."""
+    with open_bytes(path, links) as file:
+        budget.spend(file.size, f"{file.size} bytes of a description")
+        return file.read(0, file.size)
+
+
 def read_json(path: Path, what: str, links: bool = False) -> tuple[Any, bytes]:
     """Return the value and the bytes of a JSON file. Raises CheckpointFileError for any other file."""
     budget = Budget(path)
-    data = read_bytes(path, LONGEST, links)
+    data = read_whole_file(path, budget, links)
     try:
         return parsed(data, path, budget), data
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from ._catalogue import Catalogue, FileFacts, Piece
 from ._check import check_files, check_pieces
 from ._errors import CheckpointError
 from ._files import timed
-from ._fit import LoadReport, compared, mismatch
+from ._fit import Comparison, LoadReport, compared, mismatch
 from ._manifest import check_sizes
 from ._runs import Meeting, Runs, meetings, runs_of, whole_runs
 from ._state import Held
@@ -34,6 +34,7 @@ def load(
     values: Iterable[str] = (),
     *,
     strict: bool = True,
+    others: Mapping[str, str] | None = None,
     whole: Callable[[str], bool] | None = None,
     scratch: Mapping[str, Held] | None = None,
     accept: Callable[[], None] | None = None,
@@ -41,21 +42,23 @@ def load(
     """Fill the tensors in place, and return what does not fit; every rank calls it, each with what it holds.
 
     `values` are the names of the values that are wanted. With `strict`, whatever does not fit is an error; a name of
-    the checkpoint that nobody asks for is one where `whole` says so. `scratch` is filled before; then `accept` may
+    the checkpoint that nobody asks for is one where `whole` says so. `others` are things of the caller that do not fit,
+    and how. `scratch` is filled before; then `accept` may
     raise. Raises CheckpointError, on every rank and before the first tensor is written; CheckpointFileError for files
     that are not what they were.
     """
     ranks, scratch = world(), scratch or {}
-    report, where = compared(catalogue, tensors, values, ranks, whole or (lambda name: True))
-    if strict and (where is not None or (whole is not None and report.unexpected_keys)):
-        raise _on_every_rank(mismatch(catalogue, report, tensors), report, {*tensors, *values}, where)
+    found = compared(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
+    report = found.report
+    if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
+        raise _on_every_rank(mismatch(catalogue, found), found, {*tensors, *values})
     fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
     reads = _reads(catalogue, fit, ranks.rank)
     files = ranks.gathered([*reads])
     files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
     ranks.agreed(lambda: timed(lambda: check_sizes(catalogue)))
     ranks.agreed(lambda: timed(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
-    pieces = [(name, piece) for found in reads.values() for name, piece, _ in found]
+    pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
     ranks.agreed(lambda: timed(lambda: check_pieces(catalogue, pieces)))
     ready: list[Read] = []
     ranks.agreed(lambda: timed(lambda: ready.extend(_boxes(catalogue, reads))))
@@ -66,10 +69,10 @@ def load(
     return report
 
 
-def _on_every_rank(error: CheckpointError, report: LoadReport, mine: Set[str], where: int | None) -> CheckpointError:
-    """Return the error, with a note where another rank met it."""
-    if where is not None and not report.left_out & mine:
-        error.add_note(f"raised on rank {where}")
+def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:
+    """Return the error, with a note where only another rank met it."""
+    if found.rank is not None and not found.report.left_out & mine:
+        error.add_note(f"raised on rank {found.rank}")
     return error
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ._catalogue import Catalogue
 from ._check import check_files, check_pieces
-from ._checksums import with_checksums
+from ._checksums import check_description, checksums_in, with_checksums
 from ._dcp import METADATA, read_dcp
 from ._dcp_format import DcpFormat
 from ._errors import CheckpointError, bad_file
 from ._files import is_file, is_folder, names_in, timed
 from ._format import Format, Manifested
-from ._hub import HubFormat, find_hub, read_index, read_single
+from ._hub import HubFormat, hub_file, read_index, read_single
 from ._manifest import MANIFEST, check_sizes, read_manifest
-from ._save import finish_earlier
+from ._save import finish_earlier, tell_of_earlier
 from ._steps import latest
 from ._world import world
 
@@ -44,27 +44,46 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
 
 def _opened(place: Path) -> Catalogue:
     if is_file(place):
-        alone = place.suffix != ".json"
-        found = replace(read_single(place), alone=True) if alone else read_index(place)
-        return with_checksums(found, place.name if alone else None)
+        return _opened_file(place)
     names = names_in(place)
     if MANIFEST in names:
         return read_manifest(place)
     if METADATA in names:
-        return with_checksums(read_dcp(place))
+        known = checksums_in(place)
+        check_description(place, METADATA, known)
+        return with_checksums(read_dcp(place), known)
     step = latest(place)
-    found = read_manifest(step) if step is not None else find_hub(place)
-    if found is None:
-        what = "a folder of something else" if is_folder(place) else "no such file or folder"
-        raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
-                       "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
-    return found if step is not None else with_checksums(found)
+    if step is not None:
+        return read_manifest(step)
+    hub = hub_file(place, names)
+    if hub is not None:
+        return _opened_hub(hub)
+    what = "a folder of something else" if is_folder(place) else "no such file or folder"
+    raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
+                   "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
+
+
+def _opened_hub(file: Path) -> Catalogue:
+    """Return what the files of a hub hold: an index, or a single file."""
+    known = checksums_in(file.parent)
+    if file.suffix != ".json":
+        return with_checksums(read_single(file), known)
+    check_description(file.parent, file.name, known, links=True)
+    return with_checksums(read_index(file), known)
+
+
+def _opened_file(file: Path) -> Catalogue:
+    """Return what a file holds whose own path was given: others may lie beside it."""
+    if file.suffix == ".json":
+        return _opened_hub(file)
+    known = {name: facts for name, facts in checksums_in(file.parent).items() if name == file.name}
+    return replace(with_checksums(read_single(file), known), alone=True)
 
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
-    """What a path holds, the same for all ranks, which all call it; what is being written is complete before."""
+    """Return what a path holds, the same for all ranks, which all call it, once what they save is complete."""
     ranks = world()
-    finish_earlier(ranks)
+    tell_of_earlier(finish_earlier(ranks))
     found: list[Catalogue] = []
 
     def act() -> str:

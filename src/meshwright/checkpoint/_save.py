@@ -64,7 +64,7 @@ def save(
     FolderInUseError for a folder of steps into which another job saves.
     """
     ranks = world()
-    finish_earlier(ranks)
+    earlier = finish_earlier(ranks)
     table = table_of(tensors, values, ranks)
 
     def taken(mine: Sequence[str]) -> Parts:
@@ -72,6 +72,7 @@ def save(
 
     saving = begun(Path(path).absolute(), format, ranks, table, shared_out(table.specs), taken, tensors, keep)
     _under_way[ranks.carrier or _nobody] = saving
+    tell_of_earlier(earlier)
     return saving
 
 
@@ -106,15 +107,22 @@ def begun(
     return Saving(final, job, format, work, keep, lock)
 
 
-def finish_earlier(ranks: World) -> None:
-    """Wait for what this rank saved before. A failure that nobody has been told is told by a CheckpointWarning."""
+def finish_earlier(ranks: World) -> CheckpointError | None:
+    """Wait for what this rank saved before; return a failure that nobody has been told of."""
     earlier = _under_way.pop(ranks.carrier or _nobody, None)
     if earlier is None or earlier.is_told:
-        return
+        return None
     try:
         earlier.wait()
     except CheckpointError as error:
-        warnings.warn(f"an earlier save failed, and training went on\n{error}", CheckpointWarning, stacklevel=4)
+        return error
+    return None
+
+
+def tell_of_earlier(error: CheckpointError | None) -> None:
+    """Tell of the failure that `finish_earlier` returned."""
+    if error is not None:
+        warnings.warn(f"an earlier save failed, and the program went on\n{error}", CheckpointWarning, stacklevel=5)
 
 
 @atexit.register

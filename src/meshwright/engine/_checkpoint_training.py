@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def load_checkpoint(
     """
     network, optimizer = _parts(model, optimizer)
     catalogue = open_together(path)
-    other = _check(catalogue, optimizer, strict)
+    _check_run(catalogue)
+    other = "" if optimizer is None else _other_optimizer(catalogue, optimizer)
     kept = None if other else optimizer
     tensors = {f"{MODEL}{name}": held(x) for name, x in network.state_dict().items() if isinstance(x, Tensor)}
     same = _lie_on_the_same_meshes(catalogue, tensors)
@@ -123,6 +124,7 @@ def load_checkpoint(
         catalogue,
         tensors,
         strict=strict,
+        others={"optimizer": other} if other else {},
         whole=lambda name: name in catalogue.entries and name.startswith(scopes),
         scratch=random,
         accept=lambda: check_random(random),
@@ -138,7 +140,6 @@ def load_checkpoint(
     if scale is not None and SCALE in catalogue.values:
         scale.load_state_dict(catalogue.values[SCALE])
     put_back_random(random, world(), same)
-    report = replace(report, mismatched={**report.mismatched, "optimizer": other}) if other else report
     return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder, report)
 
 
@@ -178,23 +179,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def _check(catalogue: Catalogue, optimizer: Optimizer | None, strict: bool) -> str:
-    """Return how the saved optimizer differs from this one, in words; nothing if it does not.
-
-    Raises CheckpointError for a checkpoint of something else, and with `strict` for another optimizer.
-    """
+def _check_run(catalogue: Catalogue) -> None:
+    """Raise CheckpointError for a checkpoint of something else."""
     if not _is_run(catalogue):
         raise CheckpointError(
             f"to go on from {catalogue.folder}", "no step and no states of random generators in it",
             "it was not written by mw.save_checkpoint", "mw.load_state_dict(state, path) for what is in it",
         )  # fmt: skip
-    other = "" if optimizer is None else _other_optimizer(catalogue, optimizer)
-    if other and strict:
-        raise CheckpointError(
-            f"to go on from {catalogue.folder}", other, "its states mean something else to another optimizer",
-            "the optimizer that was saved; or strict=False, which loads the model alone",
-        )  # fmt: skip
-    return other
 
 
 def _is_run(catalogue: Catalogue) -> bool:
