@@ -6,6 +6,8 @@ from meshwright.checkpoint import (
     CheckpointError,
     CheckpointFileError,
     CheckpointWarning,
+    FolderInUseError,
+    ReadTimeoutError,
 )
 from meshwright.comm import (
     CallError,
