@@ -26,7 +26,7 @@ import torch
 import torch.utils.data
 from torch import Tensor, nn
 
-import meshwright.tensor
+import meshwright.tensor  # noqa: F401 - replaces functions of torch that are walked below
 
 Lay = Callable[[Tensor], Any]
 

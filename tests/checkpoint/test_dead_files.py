@@ -16,7 +16,7 @@ from meshwright.checkpoint import CheckpointError, CheckpointFileError, ReadTime
 
 from .harms import FORMS, copied, right, saved, whole
 
-OPERATIONS = ("open", "fstat", "stat", "preadv", "scandir")
+OPERATIONS = ("open", "fstat", "stat", "pread", "preadv", "scandir")
 """The functions of `os` through which files are read."""
 
 

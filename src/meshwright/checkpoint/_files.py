@@ -120,9 +120,17 @@ class OpenBytes:
     def read(self, at: int, count: int) -> bytes:
         """Return `count` bytes from byte `at` on. Raises CheckpointFileError where the file is shorter."""
         self._check(at, count)
-        data = bytearray(count)
-        self.read_into(at, memoryview(data))
-        return bytes(data)
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = operation(self.path, os.pread, self._descriptor, min(count, CHUNK), at)
+            except OSError as error:
+                raise no_system(self.path, error) from error
+            if not part:
+                raise self._cut_short(at)
+            parts.append(part)
+            at, count = at + len(part), count - len(part)
+        return b"".join(parts) if len(parts) != 1 else parts[0]
 
     def read_into(self, at: int, out: memoryview) -> None:
         """Fill `out` with the bytes from byte `at` on. Raises CheckpointFileError where the file is shorter."""
@@ -135,8 +143,11 @@ class OpenBytes:
             except OSError as error:
                 raise no_system(self.path, error) from error
             if not got:
-                raise bad_file(self.path, f"an end at byte {at + done}", f"it had {self.size} bytes before")
+                raise self._cut_short(at + done)
             done += got
+
+    def _cut_short(self, at: int) -> CheckpointError:
+        return bad_file(self.path, f"an end at byte {at}", f"it had {self.size} bytes before")
 
     def _check(self, at: int, count: int) -> None:
         if at < 0 or count < 0 or at + count > self.size:
