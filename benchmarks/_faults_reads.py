@@ -126,8 +126,7 @@ def _hostile() -> dict[str, Callable[[Path], object]]:
 def reads_hostile(folder: str) -> None:
     """Load every hostile folder; print the growth of memory, the longest time, and what was not refused."""
     mw.init_process()
-    before, worst, accepted = _peak(), 0.0, list[str]()
-    rank = mw.get_rank()
+    worst, accepted, rank = 0.0, list[str](), mw.get_rank()
     places = {name: Path(folder, f"{rank}.{n}") for n, name in enumerate(_hostile())}
     if os.fork() == 0:  # what the files are made of is not the reader's memory
         for name, make in _hostile().items():
@@ -135,6 +134,7 @@ def reads_hostile(folder: str) -> None:
             make(places[name])
         os._exit(0)
     os.wait()
+    before = _peak()
     for name, place in places.items():
         start = time.perf_counter()
         if _tried_alone(place) is None:
