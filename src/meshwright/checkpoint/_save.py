@@ -238,6 +238,9 @@ class Saving:
         if first is not None and ranks.size > 1:
             self._error = error_of(first)
         _untold.pop(id(self), None)
+        key = ranks.carrier or _nobody
+        if _under_way.get(key) is self:
+            del _under_way[key]  # it refers to its carrier, which would never end
         return self._result()
 
     def _result(self) -> Path:
