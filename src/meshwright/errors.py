@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.checkpoint import CheckpointError, CheckpointFileError
+from meshwright.checkpoint import (
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointWarning,
+    FolderInUseError,
+    ReadTimeoutError,
+)
 from meshwright.comm import (
     CallError,
     CommError,
@@ -62,6 +68,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CheckpointFileError",
+    "CheckpointWarning",
     "CollectiveError",
     "CommError",
     "CompileError",
@@ -71,6 +78,7 @@ __all__ = [
     "DifferenceError",
     "DisagreementError",
     "ExpertsError",
+    "FolderInUseError",
     "LaunchError",
     "LayoutError",
     "LocalMapError",
@@ -94,6 +102,7 @@ __all__ = [
     "ProgramFileError",
     "RanWholeWarning",
     "RandomSourceError",
+    "ReadTimeoutError",
     "ReplicaError",
     "ReshardError",
     "RewriteError",

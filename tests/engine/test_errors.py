@@ -344,7 +344,7 @@ def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.M
 
 
 # Raised where a process or the command line is needed; tests/comm and tests/models have their cases.
-ELSEWHERE = {"CommError", "DeadPeerError", "LaunchError", "ModelError"}
+ELSEWHERE = {"CommError", "DeadPeerError", "FolderInUseError", "LaunchError", "ModelError", "ReadTimeoutError"}
 
 
 def test_every_class_has_a_case() -> None:

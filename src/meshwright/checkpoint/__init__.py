@@ -2,9 +2,11 @@
 
 from ._catalogue import Catalogue, Entry, FileFacts, Piece
 from ._convert import convert
-from ._errors import CheckpointError, CheckpointFileError
+from ._errors import CheckpointError, CheckpointFileError, CheckpointWarning, FolderInUseError, ReadTimeoutError
+from ._fit import LoadReport
 from ._format import Format
 from ._load import load, read_whole
+from ._lock import hold_folder
 from ._open import FORMATS, format_of, open_checkpoint, open_together, verify
 from ._save import Saving, save
 from ._state import Held
@@ -17,17 +19,22 @@ __all__ = [
     "Catalogue",
     "CheckpointError",
     "CheckpointFileError",
+    "CheckpointWarning",
     "Entry",
     "FileFacts",
+    "FolderInUseError",
     "Format",
     "Held",
+    "LoadReport",
     "Piece",
+    "ReadTimeoutError",
     "Saving",
     "World",
     "convert",
     "decoded",
     "encoded",
     "format_of",
+    "hold_folder",
     "latest",
     "load",
     "open_checkpoint",

@@ -18,7 +18,7 @@ from meshwright.layout import ProcessMesh
 from ._errors import bad_file
 from ._runs import Runs, shape_of
 
-_NAME = re.compile(r"[\w-][\w.-]*")
+_NAME = re.compile(r"\.?[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The bytes of a tensor or value in a file, and their CRC-32."""
+
+    name: str
+    at: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Length of a file, and its SHA-256 where that was written down."""
+    """Length of a file, and its SHA-256 and the ranges of its tensors where those were written down."""
 
     nbytes: int | None = None
     sha256: str | None = None
+    ranges: tuple[Range, ...] = ()
 
 
 class OpenFile(ABC):
@@ -78,8 +89,21 @@ class Catalogue(ABC):
     files: Mapping[str, FileFacts]
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Who wrote it, and what else is known of the whole."""
+    described_in: tuple[str, ...] = ()
+    """Files that say what there is, or hold values: checked whichever tensors are read."""
+    alone: bool = False
+    """Whether the path of one file was given: others may lie beside it."""
 
     kind = ""
+    links = False
+    """Whether a file may be a symbolic link, as in the cache of a model hub."""
+    suffix = ".safetensors"
+    """How the names of files with tensors end."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True if `files` has every file of tensors in the folder, with its checksum."""
+        return not self.alone and bool(self.files) and all(facts.sha256 is not None for facts in self.files.values())
 
     @abstractmethod
     def opened(self, file: str) -> AbstractContextManager[OpenFile]:
@@ -94,8 +118,8 @@ class Catalogue(ABC):
 
 
 def file_name(folder: Path, name: object) -> str:
-    """`name`, if it is the name of a file in the folder itself and nothing else."""
-    if isinstance(name, str) and _NAME.fullmatch(name):
+    """Return `name`. Raises CheckpointFileError if it is not the name of a file in the folder itself."""
+    if isinstance(name, str) and len(name) < 256 and _NAME.fullmatch(name):
         return name
     raise bad_file(folder, f"a file called {str(name)[:80]!r}", "files of a checkpoint lie in its own folder",
                    "a checkpoint from a source that you trust")  # fmt: skip

@@ -8,9 +8,11 @@ from pathlib import Path
 from meshwright.layout import Spec, replicated
 
 from ._catalogue import Catalogue
+from ._check import check_files
 from ._errors import CheckpointError
+from ._files import timed
 from ._format import Format
-from ._load import check_files, read_whole
+from ._load import read_whole
 from ._manifest import check_sizes
 from ._safetensors import check_dtype
 from ._save import begun
@@ -21,13 +23,13 @@ from ._world import World
 
 
 def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, only: str = "") -> Path:
-    """Writes what `source` holds in another format, into the new folder `path`.
+    """Write what `source` holds in another format, into the new folder `path`.
 
     With `only`, it is the tensors whose names begin with that, and their names without it. Raises CheckpointError for
     what the format cannot hold, CheckpointFileError for a damaged source.
     """
-    check_sizes(source)
-    check_files(source, sorted(source.files))
+    timed(lambda: check_sizes(source))
+    timed(lambda: check_files(source, sorted(source.files)))
     names = {name.removeprefix(only): name for name in source.entries if name.startswith(only)}
     if not names:
         raise CheckpointError(f"the tensors {only}… of {source.folder}", f"none among {len(source.entries)}",

@@ -1,26 +1,30 @@
 """torch's distributed checkpoints, read without running what is in them.
 
-Their `.metadata` is a pickle. It is read by an unpickler that knows a list of names and makes records of our own in
-their place, which hold what was written and do nothing; any other name is refused. Tensors and values are read by
-`torch.load(weights_only=True)`.
+Their `.metadata` is a pickle, which the interpreter of `_unpickle.py` reads: records of our own stand for the objects
+of torch, and any name but those of such metadata is refused. Tensors and values are read by `_archive.py`.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._archive import SavedTensor, read_archive
+from ._budget import Budget
 from ._catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
-from ._errors import CheckpointFileError, bad_file, no_system
+from ._errors import CheckpointFileError, bad_file
+from ._files import OpenBytes, open_bytes
+from ._header import is_count
+from ._json import read_whole_file
 from ._runs import are_whole, shape_of
+from ._unpickle import Meaning, Record, unpickled
 
 METADATA = ".metadata"
 _CLASSES = {
@@ -33,161 +37,173 @@ _CLASSES = {
 """Module → the classes for which a record stands."""
 
 
-class _Record:
-    """What stands for an object of a class that is not loaded: its fields."""
-
-    fields: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.fields = state
-
-    def get(self, name: str) -> Any:
-        return self.fields.get(name) if isinstance(self.fields, dict) else None
+def _sizes(dims: Any = ()) -> tuple[int, ...]:
+    found = tuple(dims)
+    if len(found) > 64 or not all(is_count(n) for n in found):
+        raise ValueError("it has sizes that are no counts")
+    return found
 
 
 def _nothing(*_: Any) -> None:
-    """What stands for a value that no one needs: paths, memory formats and layouts of tensors."""
+    """Return None, which stands for a value that is not needed: a path, a memory format, a layout."""
 
 
-def _size(dims: Any = ()) -> tuple[int, ...]:
-    return tuple(int(n) for n in dims)
-
-
-_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _nothing,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _nothing,
-    **{(module, "PosixPath"): _nothing for module in ("pathlib", "pathlib._local")},
-    **{(module, "PurePosixPath"): _nothing for module in ("pathlib", "pathlib._local")},
-    ("collections", "OrderedDict"): dict,
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(module, name): Meaning(Record) for module, names in _CLASSES.items() for name in names},
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+    ("torch", "Size"): Meaning(_sizes),
+    ("torch.serialization", "_get_layout"): Meaning(_nothing),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Meaning(_nothing),
+    **{(module, "PosixPath"): Meaning(_nothing) for module in ("pathlib", "pathlib._local")},
+    **{(module, "PurePosixPath"): Meaning(_nothing) for module in ("pathlib", "pathlib._local")},
+    ("collections", "OrderedDict"): Meaning(dict),
 }
 """Name → what stands for it."""
-
-
-class Restricted(pickle.Unpickler):
-    """An unpickler that finds only what the metadata of a distributed checkpoint needs."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return _Record
-        if (module, name) in _FUNCTIONS:
-            return _FUNCTIONS[module, name]
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no such metadata needs")
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        raise pickle.UnpicklingError("it names an object outside of it")
 
 
 @dataclass(frozen=True, slots=True)
 class Dcp(Catalogue):
     """A checkpoint of torch.distributed.checkpoint."""
 
-    kind = "dcp"
+    kind, suffix = "dcp", ".distcp"
 
     def opened(self, file: str) -> AbstractContextManager[OpenFile]:
-        return _open(self.folder / file)
+        return _open(self.folder / file, self.files.get(file, FileFacts()).sha256 is not None)
 
 
 def read_dcp(folder: Path) -> Dcp:
-    """The checkpoint in a folder. Raises CheckpointFileError for metadata that is none, or names what it must not."""
+    """Return the checkpoint in a folder.
+
+    Raises CheckpointFileError for metadata that is none, names what it must not, or describes what cannot be.
+    """
     path = folder / METADATA
     try:
-        with open(path, "rb") as file:
-            found = Restricted(file).load()
+        budget = Budget(path)
+        found = unpickled(read_whole_file(path, budget), budget, _NAMES)
         return _catalogue(folder, found)
     except CheckpointFileError:
         raise
-    except OSError as error:
-        raise no_system(path, error) from error
     except Exception as error:  # a broken pickle may raise anything
         raise bad_file(path, "no metadata of a distributed checkpoint, or a part of it",
                        str(error) or type(error).__name__) from error  # fmt: skip
 
 
-def _catalogue(folder: Path, found: Any) -> Dcp:
-    places = {(index.get("fqn"), index.get("offset")): info for index, info in found.get("storage_data").items()}
+Place = tuple[str, tuple[int, int]]
+"""A file, and the first byte and the number of bytes in it."""
+
+
+def _catalogue(folder: Path, found: Record) -> Dcp:
+    places = {(_name(i.get("fqn")), _offset(i.get("offset"))): info for i, info in found.get("storage_data").items()}
+    described: Mapping[Any, Record] = found.get("state_dict_metadata")
     entries: dict[str, Entry] = {}
-    values: dict[str, Any] = {}
-    for name, about in found.get("state_dict_metadata").items():
+    plain: dict[str, Place] = {}
+    for name, about in described.items():
         if about.get("chunks") is None:
-            values[name] = _value(folder, name, _place(folder, name, places[name, None]))
-            continue
-        dtype = about.get("properties").fields[0]
-        pieces = [_piece(folder, name, chunk, places) for chunk in about.get("chunks")]
-        if not are_whole(about.get("size"), [piece.runs for piece in pieces]):
-            raise bad_file(folder / METADATA, f"tensor {name} of shape {about.get('size')} in {len(pieces)} chunks",
-                           "the chunks leave gaps, overlap or lie outside")  # fmt: skip
-        entries[name] = Entry(about.get("size"), dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
-    files = {piece.file: FileFacts() for entry in entries.values() for piece in entry.pieces}
-    return Dcp(folder, entries, values, files)
+            plain[_name(name)] = _place(folder, name, places[name, None])
+        else:
+            entries[_name(name)] = _entry(folder, name, about, places)
+    spans = [(p.file, p.span or (0, 0)) for entry in entries.values() for p in entry.pieces]
+    _check_apart(folder, [*plain.values(), *spans])
+    values = {name: _value(folder, name, place) for name, place in plain.items()}
+    files = {file: FileFacts() for file in dict.fromkeys(file for file, _ in spans)}
+    described_in = (METADATA, *dict.fromkeys(file for file, _ in plain.values()))
+    return Dcp(folder, entries, values, files, described_in=described_in)
 
 
-def _piece(folder: Path, name: str, chunk: Any, places: Any) -> Piece:
-    offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
+def _name(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"a {type(value).__name__} stands for a name")
+
+
+def _offset(value: Any) -> tuple[int, ...] | None:
+    return None if value is None else _sizes(value)
+
+
+def _entry(folder: Path, name: str, about: Record, places: Any) -> Entry:
+    dtype, shape = about.get("properties").fields[0], _sizes(about.get("size"))
+    if not isinstance(dtype, torch.dtype) or not is_count(prod(shape) * dtype.itemsize):
+        raise ValueError(f"tensor {name} has a dtype or a shape that no tensor has")
+    pieces = [_piece(folder, name, chunk, places) for chunk in about.get("chunks")]
+    if not are_whole(shape, [piece.runs for piece in pieces]):
+        raise bad_file(folder / METADATA, f"tensor {name} of shape {shape} in {len(pieces)} chunks",
+                       "the chunks leave gaps, overlap or lie outside")  # fmt: skip
+    return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
+
+
+def _piece(folder: Path, name: str, chunk: Record, places: Any) -> Piece:
+    offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     file, span = _place(folder, name, places[name, offsets])
     return Piece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
 
 
-def _place(folder: Path, name: str, info: Any) -> tuple[str, tuple[int, int]]:
+def _place(folder: Path, name: str, info: Record) -> Place:
     if info.get("transform_descriptors"):
         raise bad_file(
-            folder / METADATA, f"{name}, transformed by {info.get('transform_descriptors')}",
+            folder / METADATA, f"{name}, transformed by {str(info.get('transform_descriptors'))[:80]}",
             "it was compressed or encrypted by an extension", "a checkpoint saved without extensions",
         )  # fmt: skip
-    return file_name(folder, info.get("relative_path")), (int(info.get("offset")), int(info.get("length")))
+    offset, length = info.get("offset"), info.get("length")
+    if not is_count(offset) or not is_count(length):
+        raise ValueError(f"{name} has a place in its file that is no range of bytes")
+    return file_name(folder, info.get("relative_path")), (offset, length)
 
 
-def _value(folder: Path, name: str, place: tuple[str, tuple[int, int]]) -> Any:
+def _check_apart(folder: Path, places: list[Place]) -> None:
+    """Raise CheckpointFileError where two tensors or values share bytes of a file."""
+    end, last = 0, ""
+    for file, (start, length) in sorted(places):
+        if file == last and start < end and length:
+            raise bad_file(folder / METADATA, f"two ranges of {file} that overlap at byte {start}",
+                           "every tensor and value has bytes of its own")  # fmt: skip
+        end, last = start + length, file
+
+
+def _value(folder: Path, name: str, place: Place) -> Any:
     file, span = place
     with _open(folder / file) as opened:
-        return opened.loaded(name, span)
+        return opened.value(name, span)
 
 
 class DcpFile(OpenFile):
-    """An open file; what was read last is kept, for the next box of it."""
+    """An open file; what was found last is kept, for the next box of it."""
 
-    def __init__(self, path: Path, file: io.BufferedReader) -> None:
-        self.path, self._file = path, file
+    def __init__(self, file: OpenBytes, is_checked: bool) -> None:
+        self._file, self._is_checked = file, is_checked
         self._latest: tuple[tuple[int, int], Any] | None = None
 
-    def loaded(self, name: str, span: tuple[int, int]) -> Any:
-        """What a range of bytes holds."""
-        if self._latest is not None and self._latest[0] == span:
-            return self._latest[1]
-        start, length = span
-        self._file.seek(start)
-        data = self._file.read(length)
-        if len(data) != length:
-            raise bad_file(self.path, f"{len(data)} of the {length} bytes of {name}", "the file was cut short")
-        try:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken archive may raise anything
-            raise bad_file(self.path, f"{name}, which torch.load(weights_only=True) refuses",
-                           (str(error) or type(error).__name__).split("\n")[0]) from error  # fmt: skip
-        self._latest = (span, value)
-        return value
+    def found(self, name: str, span: tuple[int, int]) -> Any:
+        """Return what a range of bytes holds; tensors as their places in it."""
+        if self._latest is None or self._latest[0] != span:
+            self._latest = (span, read_archive(self._file, name, span))
+        return self._latest[1]
+
+    def value(self, name: str, span: tuple[int, int]) -> Any:
+        """Return a value, with the tensors in it."""
+        return self._read_all(self.found(name, span))
+
+    def _read_all(self, value: Any) -> Any:
+        if isinstance(value, SavedTensor):
+            value.check(self._file)
+            return value.read(self._file)
+        if isinstance(value, dict):
+            return {key: self._read_all(inner) for key, inner in value.items()}
+        return type(value)(map(self._read_all, value)) if isinstance(value, (list, tuple)) else value
 
     def check(self, piece: Piece, dtype: torch.dtype) -> None:
-        x = self.loaded(piece.key, piece.span or (0, 0))
-        if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != shape_of(piece.runs):
-            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise bad_file(self.path, f"{piece.key}, {found}",
+        x = self.found(piece.key, piece.span or (0, 0))
+        if not isinstance(x, SavedTensor) or x.dtype != dtype or x.shape != shape_of(piece.runs):
+            found = f"{x.dtype} of shape {x.shape}" if isinstance(x, SavedTensor) else f"a {type(x).__name__}"
+            raise bad_file(self._file.path, f"{piece.key}, {found}",
                            f"the metadata says {dtype} of shape {shape_of(piece.runs)}")  # fmt: skip
+        if not self._is_checked:  # by its SHA-256
+            x.check(self._file)
 
     def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        return self.loaded(piece.key, piece.span or (0, 0))[box]
+        return self.found(piece.key, piece.span or (0, 0)).read(self._file, box)
 
 
 @contextmanager
-def _open(path: Path) -> Generator[DcpFile]:
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError as error:
-        raise bad_file(path, "no such file", "the metadata says that it is there") from error
-    except OSError as error:
-        raise no_system(path, error) from error
-    with file:
-        yield DcpFile(path, file)
+def _open(path: Path, is_checked: bool = False) -> Generator[DcpFile]:
+    with open_bytes(path) as file:
+        yield DcpFile(file, is_checked)

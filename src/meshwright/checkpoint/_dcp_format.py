@@ -8,11 +8,15 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 
+from ._catalogue import FileFacts, Range
+from ._checksums import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
 from ._dcp import METADATA
 from ._errors import CheckpointError
 from ._format import Job, write_new
@@ -35,24 +39,30 @@ class DcpFormat:
         return lambda: self._write(job)
 
     def _write(self, job: Job) -> list[Any]:
-        """This rank's file; where each tensor and value is in it."""
-        told: list[Any] = []
-        with open(job.folder / _file_of(job.ranks.rank), "xb") as file:
+        """Write this rank's file; return what is known of it, and the offsets of each tensor in it."""
+        file, offsets = _file_of(job.ranks.rank), list[Any]()
+        with open(job.folder / file, "xb") as out:
+            written = _Written(out)
             for name, part in job.mine():
-                told.append([name, _offsets(part.runs), *_saved(file, job.parts[name]())])
+                written.save(name, job.parts[name]())
+                offsets.append(_offsets(part.runs))
             if job.ranks.rank == 0:
-                told += [[name, None, *_saved(file, decoded(v))] for name, v in job.table.values.items()]
-            file.flush()
-            os.fsync(file.fileno())
-        return told
+                for name, value in job.table.values.items():
+                    written.save(name, decoded(value))
+                    offsets.append(None)
+            out.flush()
+            os.fsync(out.fileno())
+        return [facts_json({file: written.facts()}), offsets]
 
     def finish(self, job: Job, reports: Sequence[Any]) -> None:
         dcp, storage_info = dcp_classes()
-        storage = {
-            dcp.MetadataIndex(name, offsets): storage_info(_file_of(rank), at, length)
-            for rank, report in enumerate(reports)
-            for name, offsets, at, length in report
-        }
+        facts: dict[str, FileFacts] = {}
+        storage: dict[Any, Any] = {}
+        for told, offsets in reports:
+            facts |= (found := facts_from(job.folder, told))
+            for file, about_file in found.items():
+                for at, r in zip(offsets, about_file.ranges, strict=True):
+                    storage[dcp.MetadataIndex(r.name, at)] = storage_info(file, r.at, r.nbytes)
         about: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in job.table.values}
         for name, spec in job.table.specs.items():
             chunks = [
@@ -61,7 +71,9 @@ class DcpFormat:
             ]
             about[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=spec.dtype), spec.shape, chunks)
         metadata = dcp.Metadata(about, {name: (name,) for name in about}, storage)
-        write_new(job.folder / METADATA, pickle.dumps(metadata))
+        data = pickle.dumps(metadata)
+        write_new(job.folder / METADATA, data)
+        write_new(job.folder / CHECKSUMS, checksums_text(facts | {METADATA: facts_of_bytes(data)}))
 
 
 def _file_of(rank: int) -> str:
@@ -72,9 +84,22 @@ def _offsets(runs: Runs) -> list[int]:
     return [run[0][0] for run in runs]
 
 
-def _saved(file: io.BufferedWriter, value: Any) -> tuple[int, int]:
-    """First byte and number of bytes of a tensor or value behind what is there."""
-    at = file.tell()
-    data = io.BytesIO()
-    torch.save(value.clone() if isinstance(value, torch.Tensor) else value, data)
-    return at, file.write(data.getbuffer())
+class _Written:
+    """A file to which saved tensors and values are added, and what is known of it."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file, self._digest, self._ranges = file, sha256(), list[Range]()
+
+    def save(self, name: str, value: Any) -> None:
+        """Write what `torch.save` makes of a tensor or value."""
+        data = io.BytesIO()
+        torch.save(value.clone() if isinstance(value, torch.Tensor) else value, data)
+        written = data.getbuffer()
+        self._digest.update(written)
+        self._ranges.append(Range(name, self._file.tell(), written.nbytes, zlib.crc32(written)))
+        self._file.write(written)
+
+    def facts(self) -> FileFacts:
+        """Return length, SHA-256 and ranges."""
+        length = sum(r.nbytes for r in self._ranges)
+        return FileFacts(length, self._digest.hexdigest(), tuple(self._ranges))

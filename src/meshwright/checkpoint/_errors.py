@@ -2,7 +2,9 @@
 
 MeshwrightError
 └── CheckpointError             a state that cannot be saved, or does not fit what was saved
-    └── CheckpointFileError     a file that is missing, cut short, changed, or of another kind
+    ├── CheckpointFileError     a file that is missing, cut short, changed, or of another kind
+    │   └── ReadTimeoutError    a file system that does not answer
+    └── FolderInUseError        a folder into which another job saves
 """
 
 from __future__ import annotations
@@ -15,9 +17,33 @@ from meshwright.layout import MeshwrightError
 class CheckpointError(MeshwrightError, ValueError):
     """A state that cannot be saved, or does not fit what was saved."""
 
+    def __init__(self, asked: str, found: str, why: str, write: str) -> None:
+        super().__init__(*(printable(text) for text in (asked, found, why, write)))
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters escaped, but for the ends of lines.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
 
 class CheckpointFileError(CheckpointError):
     """A file of a checkpoint that is missing, cut short, changed, or of another kind."""
+
+
+class ReadTimeoutError(CheckpointFileError):
+    """A file system that does not answer within the time limit of a read."""
+
+
+class FolderInUseError(CheckpointError):
+    """A folder into which another job saves."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint that was not written, or not guarded, where the program goes on."""
 
 
 def bad_file(path: str | os.PathLike[str], found: str, why: str, write: str = "") -> CheckpointFileError:
@@ -32,16 +58,26 @@ def no_system(path: str | os.PathLike[str], error: OSError) -> CheckpointFileErr
     return bad_file(path, error.strerror or str(error), "the system does not give the file")
 
 
+def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Return the error for what the system says when a checkpoint is written."""
+    where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
+    return CheckpointError(
+        f"to save {os.fspath(path)}", f"{error.strerror or error}{where}", "the file system does not take the files",
+        "make room or allow writing there, or save to another folder; earlier checkpoints are as they were",
+    )  # fmt: skip
+
+
 def text_of(error: BaseException) -> list[str]:
-    """Class and four parts of an error, for other ranks."""
+    """Return class and four parts of an error, for other ranks."""
     if isinstance(error, MeshwrightError):
         return [type(error).__name__, error.asked, error.found, error.why, error.write]
     said = str(error) or type(error).__name__
-    return ["CheckpointError", "a checkpoint", type(error).__name__, said, "what removes the cause, and try again"]
+    return ["CheckpointError", "a checkpoint", type(error).__name__, said, "remove the cause, and try again"]
 
 
 def error_of(text: list[str]) -> CheckpointError:
-    """The error that another rank has told."""
+    """Return the error that another rank has told."""
     kind, *parts = text
     asked, found, why, write = parts
-    return (CheckpointFileError if kind == "CheckpointFileError" else CheckpointError)(asked, found, why, write)
+    kinds = {cls.__name__: cls for cls in (CheckpointFileError, ReadTimeoutError, FolderInUseError)}
+    return kinds.get(kind, CheckpointError)(asked, found, why, write)

@@ -63,8 +63,8 @@ class Manifested:
         if not mine:
             return None
         items = [Item(n, job.table.specs[n].dtype, shape_of(part.runs), job.parts[n]) for n, part in mine]
-        facts, sums = write_file(job.folder / _file_of(job.ranks.rank), aligned(items))
-        return [facts.nbytes, facts.sha256, sums]
+        facts = write_file(job.folder / _file_of(job.ranks.rank), aligned(items))
+        return [facts.nbytes, facts.sha256, {r.name: r.crc32 for r in facts.ranges}]
 
     def finish(self, job: Job, reports: Sequence[Any]) -> None:
         files = {_file_of(rank): FileFacts(*report[:2]) for rank, report in enumerate(reports) if report is not None}
@@ -73,8 +73,7 @@ class Manifested:
             spec = job.table.specs[name]
             pieces = [Piece(_file_of(rank), name, part.runs, reports[rank][2][name]) for part, rank in parts]
             tensors[name] = Entry(tuple(spec.shape), spec.dtype, tuple(pieces), repr(spec), spec.mesh)
-        text = manifest_text(tensors, job.table.values, files, job.ranks.size)
-        write_new(job.folder / MANIFEST, text.encode())
+        write_new(job.folder / MANIFEST, manifest_text(tensors, job.table.values, files, job.ranks.size))
 
 
 def _file_of(rank: int) -> str:
@@ -82,7 +81,7 @@ def _file_of(rank: int) -> str:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file, down to the disk."""
+    """Write a new file, down to the disk."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()

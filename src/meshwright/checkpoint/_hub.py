@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from meshwright.layout import ProcessMesh, Spec, replicated
 from meshwright.reshard import plan
 
 from ._catalogue import Catalogue, Entry, FileFacts, OpenFile, file_name
-from ._errors import CheckpointError, CheckpointFileError, bad_file, no_system
+from ._checksums import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
+from ._errors import CheckpointError, bad_file
+from ._files import open_bytes
 from ._format import Job, write_new
+from ._json import read_json
 from ._safetensors import Item, aligned, entries_of, open_file, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -33,31 +36,25 @@ LARGEST = 5 << 30
 class Hub(Catalogue):
     """Whole tensors in safetensors files."""
 
-    kind = "safetensors"
+    kind, links = "safetensors", True
 
     def opened(self, file: str) -> AbstractContextManager[OpenFile]:
-        return open_file(self.folder / file)
+        return open_file(self.folder / file, links=True)
 
 
 def read_single(path: Path) -> Hub:
-    """One file."""
-    try:
-        facts = FileFacts(path.stat().st_size)
-    except OSError as error:
-        raise no_system(path, error) from error
+    """Return what one file holds."""
+    with open_bytes(path, links=True) as file:
+        facts = FileFacts(file.size)
     return Hub(path.parent, entries_of(path), {}, {path.name: facts})
 
 
 def read_index(path: Path) -> Hub:
-    """Several files, and the index that says where each tensor is."""
+    """Return what several files hold; an index says where each tensor is."""
+    content, _ = read_json(path, "no index of safetensors files", links=True)
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        placed: dict[str, str] = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
-    except CheckpointFileError:
-        raise
-    except OSError as error:
-        raise no_system(path, error) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        placed = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
+    except (LookupError, TypeError, AttributeError) as error:
         raise bad_file(path, "no index of safetensors files", str(error),
                        'JSON with {"weight_map": {name: file}}') from error  # fmt: skip
     found: dict[str, Entry] = {}
@@ -70,7 +67,7 @@ def read_index(path: Path) -> Hub:
         raise bad_file(
             path.parent / placed[min(missing)], f"no tensor {min(missing)}", f"{path.name} says that it is there"
         )
-    return Hub(path.parent, {name: found[name] for name in placed}, {}, files)
+    return Hub(path.parent, {name: found[name] for name in placed}, {}, files, described_in=(path.name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +84,20 @@ class HubFormat:
             )  # fmt: skip
         files = shared_files(job.table.specs, self.largest, job.ranks.size)
         told = [_write(job, file, names, rank) for file, names, rank in files]
-        job.ranks.agreed(lambda: _raise(next(filter(None, told), None)))
-        return lambda: None
+        job.ranks.agreed(lambda: _raise(next((t for t in told if isinstance(t, Exception)), None)))
+        written = {file: t for (file, _, _), t in zip(files, told, strict=True) if isinstance(t, FileFacts)}
+        return lambda: facts_json(written)
 
     def finish(self, job: Job, reports: Sequence[Any]) -> None:
+        facts = {file: told for report in reports for file, told in facts_from(job.folder, report).items()}
         files = shared_files(job.table.specs, self.largest, job.ranks.size)
-        if len(files) == 1:
-            return
-        total = sum(spec.nbytes for spec in job.table.specs.values())
-        placed = {name: file for file, names, _ in files for name in names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2)
-        write_new(job.folder / INDEX, text.encode())
+        if len(files) > 1:
+            total = sum(spec.nbytes for spec in job.table.specs.values())
+            placed = {name: file for file, names, _ in files for name in names}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2).encode()
+            write_new(job.folder / INDEX, text)
+            facts[INDEX] = facts_of_bytes(text)
+        write_new(job.folder / CHECKSUMS, checksums_text(facts))
 
 
 def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tuple[str, list[str], int]]:
@@ -123,8 +123,11 @@ def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tu
     return [(f"model-{at + 1:05}-of-{many:05}.safetensors", names, at % ranks) for at, names in enumerate(groups)]
 
 
-def _write(job: Job, file: str, names: Sequence[str], rank: int) -> Exception | None:
-    """One file, by one rank; all ranks bring its tensors, one after the other, also when writing them has failed."""
+def _write(job: Job, file: str, names: Sequence[str], rank: int) -> FileFacts | Exception | None:
+    """Write one file, by one rank; return what is known of it there, or what went wrong.
+
+    All ranks bring its tensors, one after the other, also when writing them has failed.
+    """
     specs = job.table.specs
     items = aligned(Item(n, specs[n].dtype, tuple(specs[n].shape), lambda n=n: bring(n)) for n in names)
     brought = iter(items)
@@ -133,15 +136,15 @@ def _write(job: Job, file: str, names: Sequence[str], rank: int) -> Exception | 
         next(brought)
         return _whole_on(rank, name, job)
 
-    failed: Exception | None = None
+    found: FileFacts | Exception | None = None
     if job.ranks.rank == rank:
         try:
-            write_file(job.folder / file, items, {"format": "pt"})
+            found = write_file(job.folder / file, items, {"format": "pt"})
         except Exception as error:
-            failed = error
+            found = error
     for item in brought:
         _whole_on(rank, item.key, job)
-    return failed
+    return found
 
 
 def _whole_on(rank: int, name: str, job: Job) -> Tensor:
@@ -165,13 +168,11 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def find_hub(folder: Path) -> Hub | None:
-    """The safetensors files of a folder, if there are such."""
-    with suppress(OSError):
-        indexes = sorted(folder.glob("*.safetensors.index.json"))
-        files = sorted(folder.glob("*.safetensors"))
-        if len(indexes) == 1 or (folder / INDEX) in indexes:
-            return read_index(folder / INDEX if (folder / INDEX) in indexes else indexes[0])
-        if len(files) == 1 or (folder / SINGLE) in files:
-            return read_single(folder / SINGLE if (folder / SINGLE) in files else files[0])
+def hub_file(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the index of a folder with these names, or its only file of tensors; None if there is no such."""
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    files = [name for name in names if name.endswith(".safetensors")]
+    for found, usual in ((indexes, INDEX), (files, SINGLE)):
+        if len(found) == 1 or usual in found:
+            return folder / (usual if usual in found else found[0])
     return None

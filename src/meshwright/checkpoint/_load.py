@@ -1,82 +1,79 @@
 """Reading a checkpoint into tensors that are there: each rank reads the slices that it holds.
 
 Nothing is written before everything has been looked at, on all ranks: that each tensor is there and fits, that each
-file has the SHA-256 that was written down (each file is read for that by one rank), and that it holds what it should.
+file has the SHA-256 that was written down (each file is read for that by one rank), that it holds what it should, and
+that all slices have been read. So a rank has memory for its part of the state once more while it loads.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import torch
 from torch import Tensor
 
 from ._catalogue import Catalogue, FileFacts, Piece
-from ._errors import CheckpointError, CheckpointFileError, bad_file
+from ._check import check_files, check_pieces
+from ._errors import CheckpointError
+from ._files import timed
+from ._fit import Comparison, LoadReport, compared, mismatch
 from ._manifest import check_sizes
 from ._runs import Meeting, Runs, meetings, runs_of, whole_runs
-from ._safetensors import bytes_of, digest_of
-from ._state import Held, check_whole
+from ._state import Held
 from ._world import World, world
 
 Reads = dict[str, list[tuple[str, Piece, list[Meeting]]]]
 """File → the tensors that are read from it: name, piece, and the boxes, there and here."""
+Read = tuple[str, tuple[slice, ...], Tensor]
+"""A tensor, a box of this rank's part, and what was read for it."""
 
 
-def load(catalogue: Catalogue, tensors: Mapping[str, Held]) -> None:
-    """Fills the tensors in place; every rank calls it, each with what it holds.
+def load(
+    catalogue: Catalogue,
+    tensors: Mapping[str, Held],
+    values: Iterable[str] = (),
+    *,
+    strict: bool = True,
+    others: Mapping[str, str] | None = None,
+    whole: Callable[[str], bool] | None = None,
+    scratch: Mapping[str, Held] | None = None,
+    accept: Callable[[], None] | None = None,
+) -> LoadReport:
+    """Fill the tensors in place, and return what does not fit; every rank calls it, each with what it holds.
 
-    Raises CheckpointError, on every rank and before the first tensor is written, for tensors that are not there or do
-    not fit, and CheckpointFileError for files that are not what they were.
+    `values` are the names of the values that are wanted. With `strict`, whatever does not fit is an error; a name of
+    the checkpoint that nobody asks for is one where `whole` says so. `others` are things of the caller that do not fit,
+    and how. `scratch` is filled before; then `accept` may
+    raise. Raises CheckpointError, on every rank and before the first tensor is written; CheckpointFileError for files
+    that are not what they were.
     """
-    ranks = world()
-    ranks.agreed(lambda: _check(catalogue, tensors, ranks.rank))
-    reads = _reads(catalogue, tensors, ranks.rank)
+    ranks, scratch = world(), scratch or {}
+    found = compared(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
+    report = found.report
+    if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
+        raise _on_every_rank(mismatch(catalogue, found), found, {*tensors, *values})
+    fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
+    reads = _reads(catalogue, fit, ranks.rank)
     files = ranks.gathered([*reads])
-    ranks.agreed(lambda: check_files(catalogue, _mine(catalogue, files, ranks)))
-    ranks.agreed(lambda: _check_pieces(catalogue, reads))
-    ranks.agreed(lambda: _fill(catalogue, tensors, reads))
+    files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
+    ranks.agreed(lambda: timed(lambda: check_sizes(catalogue)))
+    ranks.agreed(lambda: timed(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
+    pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
+    ranks.agreed(lambda: timed(lambda: check_pieces(catalogue, pieces)))
+    ready: list[Read] = []
+    ranks.agreed(lambda: timed(lambda: ready.extend(_boxes(catalogue, reads))))
+    _fill(fit, [read for read in ready if read[0] in scratch])
+    if accept is not None:
+        ranks.agreed(accept)
+    _fill(fit, [read for read in ready if read[0] not in scratch])
+    return report
 
 
-def _check(catalogue: Catalogue, tensors: Mapping[str, Held], rank: int) -> None:
-    for name, held in tensors.items():
-        shape, dtype = (held.part.shape, held.part.dtype) if held.spec is None else (held.spec.shape, held.spec.dtype)
-        if name not in catalogue.entries:
-            raise CheckpointError(
-                f"to load {name} from {catalogue.folder}", f"no such tensor among {len(catalogue.entries)}",
-                _nearest(catalogue, name), "a state of tensors that were saved; those that were not, left out",
-            )  # fmt: skip
-        entry = catalogue.entries[name]
-        if tuple(shape) != entry.shape or not widens(entry.dtype, dtype):
-            raise CheckpointError(
-                f"to load {name} from {catalogue.folder}", f"{entry.dtype} of shape {entry.shape}",
-                f"the state has {dtype} of shape {tuple(shape)}",
-                "a tensor of the shape that was saved, in its dtype or one that holds all its numbers",
-            )  # fmt: skip
-        if held.spec is not None:
-            check_whole(name, held.spec, "to load")
-    check_sizes(catalogue)
-
-
-def _nearest(catalogue: Catalogue, name: str) -> str:
-    last = name.rpartition(".")[2]
-    near = [other for other in catalogue.entries if other.rpartition(".")[2] == last]
-    return f"it has {near[0]}, for example" if near else f"it has {', '.join([*catalogue.entries][:3]) or 'none'}"
-
-
-def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a dtype holds every number of another one of its kind.
-
-    >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
-    (True, False)
-    """
-    if saved is wanted:
-        return True
-    floats = saved.is_floating_point and wanted.is_floating_point
-    alike = floats or (saved.is_complex and wanted.is_complex)
-    return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted
+def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:
+    """Return the error, with a note where only another rank met it."""
+    if found.rank is not None and not found.report.left_out & mine:
+        error.add_note(f"raised on rank {found.rank}")
+    return error
 
 
 def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
@@ -89,36 +86,6 @@ def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[st
         if rank == ranks.rank:
             mine.append(file)
     return mine
-
-
-def check_files(catalogue: Catalogue, files: list[str]) -> None:
-    """Raises CheckpointFileError where a file is not what was written, naming the tensor where that can be said."""
-    for file in files:
-        facts = catalogue.files.get(file, FileFacts())
-        if facts.sha256 is None:
-            continue
-        found = digest_of(catalogue.folder / file)
-        if found.sha256 != facts.sha256:
-            raise bad_file(catalogue.folder / file, f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
-                           f"the manifest says {facts.sha256}: the file was changed")  # fmt: skip
-
-
-def _changed(catalogue: Catalogue, file: str) -> str:
-    """Which tensor of a file was changed, in words."""
-    with suppress(CheckpointFileError), catalogue.opened(file) as opened:
-        for name, entry in catalogue.entries.items():
-            for piece in entry.pieces:
-                if piece.file != file or piece.crc32 is None:
-                    continue
-                opened.check(piece, entry.dtype)
-                x = opened.read(piece, _all_of(piece), entry.dtype)
-                if zlib.crc32(bytes_of(x)) != piece.crc32:
-                    return f"tensor {name} is another"
-    return f"the header is another, or the place of {catalogue.held_in(file)}"
-
-
-def _all_of(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(0, sum(length for _, length in run)) for run in piece.runs)
 
 
 def _reads(catalogue: Catalogue, tensors: Mapping[str, Held], rank: int) -> Reads:
@@ -140,26 +107,29 @@ def _runs(held: Held, rank: int) -> Runs | None:
     return runs_of(held.spec, rank) if rank in held.spec.mesh else None
 
 
-def _check_pieces(catalogue: Catalogue, reads: Reads) -> None:
+def _boxes(catalogue: Catalogue, reads: Reads) -> Iterator[Read]:
+    """Read every box."""
     for file, pieces in reads.items():
         with catalogue.opened(file) as opened:
-            for name, piece, _ in pieces:
-                opened.check(piece, catalogue.entries[name].dtype)
-
-
-def _fill(catalogue: Catalogue, tensors: Mapping[str, Held], reads: Reads) -> None:
-    for file, pieces in reads.items():
-        with catalogue.opened(file) as opened, torch.no_grad():
             for name, piece, boxes in pieces:
                 for there, here in boxes:
-                    tensors[name].part[here].copy_(opened.read(piece, there, catalogue.entries[name].dtype))
+                    yield name, here, opened.read(piece, there, catalogue.entries[name].dtype)
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, Held], reads: Iterable[Read]) -> None:
+    for name, here, x in reads:
+        tensors[name].part[here].copy_(x)
 
 
 def read_whole(catalogue: Catalogue, name: str) -> Tensor:
-    """A tensor of the checkpoint, whole, without looking at checksums."""
+    """Return a tensor of the checkpoint, whole, without looking at checksums."""
+    return timed(lambda: _read_whole(catalogue, name))
+
+
+def _read_whole(catalogue: Catalogue, name: str) -> Tensor:
     entry = catalogue.entries[name]
+    check_pieces(catalogue, [(name, piece) for piece in entry.pieces])
     held = {name: Held(torch.empty(entry.shape, dtype=entry.dtype))}
-    reads = _reads(catalogue, held, 0)
-    _check_pieces(catalogue, reads)
-    _fill(catalogue, held, reads)
+    _fill(held, _boxes(catalogue, _reads(catalogue, held, 0)))
     return held[name].part

@@ -5,7 +5,7 @@
      "files":   {file: {"bytes", "sha256"}},
      "tensors": {name: {"spec": "f32[8@dp, 16]", "mesh": 0, "files": [file, …], "crc32": [number, …]}},
      "values":  {name: value},
-     "sha256"}
+     "sha256": of the bytes of the text before it}
 
 The parts of a tensor, and so their shapes and places, follow from its spec; `files` says where each is, in the order of
 `parts_of`. The manifest is written last. A folder without a valid one is no checkpoint.
@@ -14,23 +14,33 @@ The parts of a tensor, and so their shapes and places, follow from its spec; `fi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.layout import MeshwrightError, ProcessMesh, parse_spec
+from meshwright.layout import MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
+from ._budget import Budget
 from ._catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
-from ._errors import CheckpointFileError, bad_file, no_system
+from ._errors import CheckpointError, CheckpointFileError, bad_file
+from ._files import names_in, status
+from ._header import is_count
+from ._json import fits, has_seal, read_json, sealed
 from ._safetensors import open_file
 from ._share import parts_of
 from ._values import decoded
 
 KIND, FORMAT, MANIFEST = "meshwright checkpoint", 1, "manifest.json"
+MOST_DIMS = 32
+RUN_COST = 200
+"""Bytes of memory that a run of indices of a part takes, at most."""
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +49,18 @@ class Own(Catalogue):
 
     kind = "meshwright"
 
+    @property
+    def is_closed(self) -> bool:
+        return True
+
     def opened(self, file: str) -> AbstractContextManager[OpenFile]:
         return open_file(self.folder / file)
 
 
 def manifest_text(
     tensors: Mapping[str, Entry], values: Mapping[str, Any], files: Mapping[str, FileFacts], world: int
-) -> str:
-    """The manifest; `values` are JSON already."""
+) -> bytes:
+    """Return the manifest; `values` are JSON already. Raises CheckpointError for values that no reader would take."""
     meshes = list(dict.fromkeys(entry.mesh for entry in tensors.values() if entry.mesh is not None))
     content: dict[str, Any] = {
         "kind": KIND,
@@ -58,7 +72,11 @@ def manifest_text(
         "tensors": {name: _entry_json(entry, meshes) for name, entry in tensors.items()},
         "values": dict(values),
     }
-    return json.dumps({**content, "sha256": _digest(content)}, allow_nan=False, indent=1)
+    if not fits(json.dumps(content["values"]).encode()):
+        raise CheckpointError("to save the values of a state", "more of them than a reader takes",
+                              "a manifest has a bound, so that a hostile one cannot fill the memory",
+                              "the long lists as tensors")  # fmt: skip
+    return sealed(content)
 
 
 def mesh_json(mesh: ProcessMesh) -> dict[str, Any]:
@@ -66,9 +84,12 @@ def mesh_json(mesh: ProcessMesh) -> dict[str, Any]:
 
 
 def mesh_of(text: Mapping[str, Any]) -> ProcessMesh:
-    """The mesh that `mesh_json` said."""
+    """Return the mesh that `mesh_json` said."""
     ranks: Any = list(text["ranks"])
-    for size in reversed(text["shape"][1:]):
+    shape: Any = text["shape"]
+    if not 0 < len(shape) <= MOST_DIMS or not all(is_count(n) for n in (*shape, *ranks)) or prod(shape) != len(ranks):
+        raise ValueError(f"a mesh of shape {str(shape)[:80]} has {len(ranks)} ranks")
+    for size in reversed(shape[1:]):
         ranks = [ranks[at : at + size] for at in range(0, len(ranks), size)]
     return ProcessMesh(ranks, text["names"])
 
@@ -83,65 +104,92 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Own:
-    """The checkpoint in a folder. Raises CheckpointFileError where there is none, or a manifest that was changed."""
+    """Return the checkpoint in a folder.
+
+    Raises CheckpointFileError if there is none, or a manifest that was changed.
+    """
     path = folder / MANIFEST
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if status(path) is None:
         raise bad_file(
             path, "no such file", "a checkpoint has a manifest, written last",
             "the folder of a checkpoint that was saved to its end",
-        ) from error  # fmt: skip
-    except OSError as error:
-        raise no_system(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise bad_file(path, "no JSON, or a part of one", str(error)) from error
+        )  # fmt: skip
+    content, data = read_json(path, "no JSON, or a part of one")
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise bad_file(path, "JSON of something else", f"it does not say kind: {KIND!r}", "the folder of a checkpoint")
     if content.get("format") != FORMAT:
-        raise bad_file(path, f"format {content.get('format')}", f"this version reads format {FORMAT}",
+        raise bad_file(path, f"format {str(content.get('format'))[:80]}", f"this version reads format {FORMAT}",
                        "the version of Meshwright that wrote it, or a newer one")  # fmt: skip
-    said = content.pop("sha256", None)
-    if said != _digest(content):
-        raise bad_file(path, "another SHA-256 than it says", "the manifest was changed")
-    return _checked(folder, path, content)
-
-
-def _checked(folder: Path, path: Path, content: Any) -> Own:
     try:
-        meshes = [mesh_of(mesh) for mesh in content["meshes"]]
-        files = {file_name(folder, n): FileFacts(f["bytes"], f["sha256"]) for n, f in content["files"].items()}
-        tensors = {name: _entry_of(folder, name, entry, meshes) for name, entry in content["tensors"].items()}
-        values = {name: decoded(value) for name, value in content["values"].items()}
-        about = {key: content[key] for key in ("format", "versions", "world")}
+        said = content.pop("sha256", None)
+        if not has_seal(data) and said != _digest(content):  # an older one: of the content, not of its text
+            raise bad_file(path, "another SHA-256 than it says", "the manifest was changed")
+        return _checked(folder, content)
     except CheckpointFileError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, MeshwrightError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MeshwrightError) as error:
         raise bad_file(path, "a manifest of another form", str(error).split("\n")[0]) from error
+
+
+def _checked(folder: Path, content: Any) -> Own:
+    budget = Budget(folder / MANIFEST)
+    meshes = [mesh_of(mesh) for mesh in content["meshes"]]
+    files = {file_name(folder, name): facts_of(told) for name, told in content["files"].items()}
+    tensors = {name: _entry_of(folder, name, entry, meshes, budget) for name, entry in content["tensors"].items()}
+    values = {name: decoded(value) for name, value in content["values"].items()}
+    about = {key: content[key] for key in ("format", "versions", "world")}
+    if strange := {p.file for entry in tensors.values() for p in entry.pieces} - files.keys():
+        raise ValueError(f"parts of tensors lie in {min(strange)}, of which it says nothing else")
     return Own(folder, tensors, values, files, about)
 
 
-def _entry_of(folder: Path, name: str, entry: Mapping[str, Any], meshes: Sequence[ProcessMesh]) -> Entry:
-    mesh = meshes[entry["mesh"]]
-    spec = parse_spec(entry["spec"], mesh)
+def facts_of(told: Any) -> FileFacts:
+    """Return what JSON says of a file. Raises ValueError for anything else."""
+    nbytes, digest = told["bytes"], told["sha256"]
+    if not is_count(nbytes) or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError(f"a file has {str(nbytes)[:80]} bytes and the SHA-256 {str(digest)[:80]}")
+    return FileFacts(nbytes, digest)
+
+
+def _entry_of(
+    folder: Path, name: str, entry: Mapping[str, Any], meshes: Sequence[ProcessMesh], budget: Budget
+) -> Entry:
+    at, files, sums = entry["mesh"], entry["files"], entry["crc32"]
+    if not is_count(at) or not all(is_count(crc32) and crc32 < 1 << 32 for crc32 in sums):
+        raise ValueError(f"tensor {name[:80]} has a mesh or checksums that are no counts")
+    spec = parse_spec(entry["spec"], meshes[at])
+    if not is_count(spec.nbytes):
+        raise ValueError(f"tensor {name[:80]} has {spec.nbytes} bytes")
+    budget.spend(_cost_of_parts(spec), f"the parts of tensor {name[:80]}, {entry['spec'][:80]}")
     pieces = [
         Piece(file_name(folder, file), name, part.runs, crc32)
-        for part, file, crc32 in zip(parts_of(spec), entry["files"], entry["crc32"], strict=True)
+        for part, file, crc32 in zip(parts_of(spec), files, sums, strict=True)
     ]
-    return Entry(tuple(spec.shape), spec.dtype, tuple(pieces), entry["spec"], mesh)
+    return Entry(tuple(spec.shape), spec.dtype, tuple(pieces), entry["spec"], spec.mesh)
+
+
+def _cost_of_parts(spec: Spec) -> int:
+    """Return an upper bound of the memory of all parts: a product dim has a run for each outer index."""
+    products = [dim for dim in spec.layout.dims if isinstance(dim, Product)]
+    runs = sum(prod(size for size, _ in dim.factors[:-1]) for dim in products)
+    return RUN_COST * runs * len(spec.mesh.process_ids)
 
 
 def check_sizes(catalogue: Catalogue) -> None:
-    """Raises CheckpointFileError where a file is not there, or has not the length that was written down."""
+    """Raise CheckpointFileError where a file is not there, has another length than was written down, or is extra."""
     for name, facts in catalogue.files.items():
         path = catalogue.folder / name
-        try:
-            length = path.stat().st_size
-        except FileNotFoundError as error:
+        found = status(path)
+        if found is None:
             raise bad_file(path, f"no such file; {catalogue.held_in(name)} should lie in it",
-                           "the checkpoint says that it is there") from error  # fmt: skip
-        except OSError as error:
-            raise no_system(path, error) from error
-        if facts.nbytes is not None and length != facts.nbytes:
-            raise bad_file(path, f"a file of {length} bytes; {catalogue.held_in(name)} should lie in it",
+                           "the checkpoint says that it is there")  # fmt: skip
+        if facts.nbytes is not None and found.st_size != facts.nbytes:
+            raise bad_file(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should lie in it",
                            f"the manifest says {facts.nbytes} bytes")  # fmt: skip
+    if not catalogue.is_closed:
+        return
+    ends = (catalogue.suffix, f"{catalogue.suffix}.index.json")
+    extra = [n for n in names_in(catalogue.folder) if n.endswith(ends) and n not in catalogue.files]
+    if extra:
+        raise bad_file(catalogue.folder / extra[0], f"a file that was not saved; {len(extra)} such in the folder",
+                       "the checkpoint tells of all its files", "the folder without it")  # fmt: skip

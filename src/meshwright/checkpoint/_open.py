@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ._catalogue import Catalogue
+from ._check import check_files, check_pieces
+from ._checksums import check_description, checksums_in, with_checksums
 from ._dcp import METADATA, read_dcp
 from ._dcp_format import DcpFormat
 from ._errors import CheckpointError, bad_file
+from ._files import is_file, is_folder, names_in, timed
 from ._format import Format, Manifested
-from ._hub import HubFormat, find_hub, read_index, read_single
-from ._load import check_files, read_whole
+from ._hub import HubFormat, hub_file, read_index, read_single
 from ._manifest import MANIFEST, check_sizes, read_manifest
-from ._save import finish_earlier
+from ._save import finish_earlier, tell_of_earlier
 from ._steps import latest
 from ._world import world
 
@@ -30,30 +33,57 @@ def format_of(name: str) -> Format:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
-    """What a file or folder holds; of a folder of steps, the latest complete one.
+    """Return what a file or folder holds; of a folder of steps, the latest complete one.
 
-    Raises CheckpointFileError where there is no checkpoint, or one whose description is damaged.
+    Raises CheckpointFileError where there is no checkpoint, or one whose description is damaged, and ReadTimeoutError
+    where the file system does not answer.
     """
     place = Path(path).absolute()
-    if place.is_file():
-        return read_index(place) if place.suffix == ".json" else read_single(place)
-    if (place / MANIFEST).exists():
+    return timed(lambda: _opened(place))
+
+
+def _opened(place: Path) -> Catalogue:
+    if is_file(place):
+        return _opened_file(place)
+    names = names_in(place)
+    if MANIFEST in names:
         return read_manifest(place)
-    if (place / METADATA).exists():
-        return read_dcp(place)
+    if METADATA in names:
+        known = checksums_in(place)
+        check_description(place, METADATA, known)
+        return with_checksums(read_dcp(place), known)
     step = latest(place)
-    found = read_manifest(step) if step is not None else find_hub(place)
-    if found is None:
-        what = "a folder of something else" if place.is_dir() else "no such file or folder"
-        raise bad_file(path, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
-                       "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
-    return found
+    if step is not None:
+        return read_manifest(step)
+    hub = hub_file(place, names)
+    if hub is not None:
+        return _opened_hub(hub)
+    what = "a folder of something else" if is_folder(place) else "no such file or folder"
+    raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
+                   "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
+
+
+def _opened_hub(file: Path) -> Catalogue:
+    """Return what the files of a hub hold: an index, or a single file."""
+    known = checksums_in(file.parent)
+    if file.suffix != ".json":
+        return with_checksums(read_single(file), known)
+    check_description(file.parent, file.name, known, links=True)
+    return with_checksums(read_index(file), known)
+
+
+def _opened_file(file: Path) -> Catalogue:
+    """Return what a file holds whose own path was given: others may lie beside it."""
+    if file.suffix == ".json":
+        return _opened_hub(file)
+    known = {name: facts for name, facts in checksums_in(file.parent).items() if name == file.name}
+    return replace(with_checksums(read_single(file), known), alone=True)
 
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
-    """What a path holds, the same for all ranks, which all call it; what is being written is complete before."""
+    """Return what a path holds, the same for all ranks, which all call it, once what they save is complete."""
     ranks = world()
-    finish_earlier(ranks)
+    tell_of_earlier(finish_earlier(ranks))
     found: list[Catalogue] = []
 
     def act() -> str:
@@ -67,13 +97,16 @@ def open_together(path: str | os.PathLike[str]) -> Catalogue:
 
 
 def verify(path: str | os.PathLike[str]) -> Catalogue:
-    """What a path holds, once every file and every tensor in it has been looked at.
+    """Return what a path holds, once every file and every tensor in it has been looked at.
 
     Raises CheckpointFileError for the first file that is not what it was.
     """
     catalogue = open_checkpoint(path)
+    timed(lambda: _verify(catalogue))
+    return catalogue
+
+
+def _verify(catalogue: Catalogue) -> None:
     check_sizes(catalogue)
     check_files(catalogue, sorted(catalogue.files))
-    for name in catalogue.entries:
-        read_whole(catalogue, name)
-    return catalogue
+    check_pieces(catalogue, [(name, piece) for name, entry in catalogue.entries.items() for piece in entry.pieces])

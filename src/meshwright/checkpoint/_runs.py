@@ -19,6 +19,7 @@ Run = tuple[Range, ...]
 """Start and length of each run of indices along one dim, ascending."""
 Runs = tuple[Run, ...]
 """The runs along every dim."""
+MOST_CELLS = 1 << 20
 Meeting = tuple[tuple[slice, ...], tuple[slice, ...]]
 """A box of elements as it lies in one part, and in another."""
 
@@ -81,21 +82,30 @@ def volume(runs: Runs) -> int:
 
 
 def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
-    """Whether every element of a tensor is in exactly one of the parts.
+    """True if every element of a tensor is in exactly one of the parts.
+
+    The edges of the parts divide the tensor into cells. Raises ValueError if there are more than a million, or than
+    64 for each part.
 
     >>> are_whole((4,), [(((0, 2),),), (((2, 2),),)]), are_whole((4,), [(((0, 3),),), (((2, 2),),)])
     (True, False)
     """
     if any(len(part) != len(shape) for part in parts):
         return False
-    edges = [sorted({0, n, *(e for p in parts for s, m in p[d] for e in (s, s + m))}) for d, n in enumerate(shape)]
-    if any(found[0] < 0 or found[-1] > n for found, n in zip(edges, shape, strict=True)):
+    parts = [part for part in parts if volume(part)]
+    ends = [sorted({0, n, *(e for p in parts for s, m in p[d] for e in (s, s + m))}) for d, n in enumerate(shape)]
+    if any(found[0] < 0 or found[-1] > n for found, n in zip(ends, shape, strict=True)):
         return False
-    count = np.zeros([len(found) - 1 for found in edges], dtype=np.int32)  # of the parts that hold each cell
+    cells = [len(found) - 1 for found in ends]
+    if prod(cells) > max(MOST_CELLS, 64 * len(parts)):
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} in {len(parts)} parts, whose edges make {prod(cells)} cells"
+        )
+    at = [{edge: n for n, edge in enumerate(found)} for found in ends]
+    count = np.zeros(cells, dtype=np.int32)  # of the parts that hold each cell
     for part in parts:
         for box in product(*part):
-            at = [slice(found.index(s), found.index(s + m)) for found, (s, m) in zip(edges, box, strict=True)]
-            count[tuple(at)] += 1
+            count[tuple(slice(where[s], where[s + m]) for where, (s, m) in zip(at, box, strict=True))] += 1
     return bool((count == 1).all())
 
 

@@ -1,8 +1,6 @@
 """Safetensors files: written as a stream, with checksums on the way; read slice by slice.
 
-A file is the length of a header in 8 bytes, the header as JSON (name, dtype, shape and bytes of every tensor), and the
-tensors' bytes without gaps. So a tensor's place is known before the first byte is written, and tensors may come one by
-one.
+The place of each tensor is known before the first byte is written, so tensors may come one by one.
 """
 
 from __future__ import annotations
@@ -18,24 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ._catalogue import Entry, FileFacts, OpenFile, Piece, expected_shape
-from ._errors import CheckpointError, bad_file, no_system
+from ._catalogue import Entry, FileFacts, OpenFile, Piece, Range, expected_shape
+from ._errors import CheckpointError, bad_file
+from ._files import CHUNK, OpenBytes, open_bytes
+from ._header import DTYPES, LONGEST_HEADER, NAMED, Stored, read_header
 from ._runs import whole_runs
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""The format's names of dtypes."""
-NAMED = {name: dtype for dtype, name in DTYPES.items()}
-LONGEST_HEADER = 100_000_000
-"""So long a header safetensors reads."""
-CHUNK = 1 << 24
+from ._slices import read_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +77,19 @@ def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) 
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(
-    path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None
-) -> tuple[FileFacts, dict[str, int]]:
-    """Writes a new file, down to the disk; gives its length and SHA-256, and the CRC-32 of each tensor."""
-    found, sums, length = sha256(), dict[str, int](), 0
+def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> FileFacts:
+    """Write a new file, down to the disk; return its length, its SHA-256, and the range and CRC-32 of each tensor."""
+    found, ranges, length = sha256(), dict[str, Range](), 0
     with open(path, "xb") as file:
         for key, part in _parts(items, metadata):
             found.update(part)
-            length += file.write(part)
             if key:
-                sums[key] = zlib.crc32(part, sums.get(key, 0))
+                before = ranges.get(key, Range(key, length, 0, 0))
+                ranges[key] = Range(key, before.at, before.nbytes + len(part), zlib.crc32(part, before.crc32))
+            length += file.write(part)
         file.flush()
         os.fsync(file.fileno())
-    return FileFacts(length, found.hexdigest()), sums
+    return FileFacts(length, found.hexdigest(), tuple(ranges.values()))
 
 
 def _parts(items: Sequence[Item], metadata: Mapping[str, str] | None) -> Iterable[tuple[str, Any]]:
@@ -125,77 +112,55 @@ def bytes_of(x: Tensor) -> memoryview:
 class SafetensorsFile(OpenFile):
     """An open file."""
 
-    def __init__(self, path: Path, file: Any) -> None:
-        self.path, self._file = path, file
-        self._keys = set(file.keys())
+    def __init__(self, file: OpenBytes) -> None:
+        self.path, self._file = file.path, file
+        self.stored = read_header(file)
 
     def check(self, piece: Piece, dtype: torch.dtype) -> None:
-        if piece.key not in self._keys:
+        found = self.stored.get(piece.key)
+        if found is None:
             raise bad_file(self.path, f"no tensor {piece.key}", "the checkpoint says that it is in this file")
-        view = self._file.get_slice(piece.key)
-        stored = NAMED.get(view.get_dtype())
         wanted = (dtype, dtype.to_real() if dtype.is_complex else dtype)
-        if stored not in wanted or tuple(view.get_shape()) != expected_shape(piece, dtype, stored):
+        if found.dtype not in wanted or found.shape != expected_shape(piece, dtype, found.dtype):
             raise bad_file(
-                self.path, f"tensor {piece.key}, {view.get_dtype()} of shape {tuple(view.get_shape())}",
+                self.path, f"tensor {piece.key}, {found.kind} of shape {found.shape}",
                 f"the checkpoint says {DTYPES.get(dtype, dtype)} of shape {expected_shape(piece, dtype, dtype)}",
             )  # fmt: skip
 
     def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        try:
-            view = self._file.get_slice(piece.key)
-            # all of a tensor by another door: a tensor without dims has no slices
-            x = view[box] if box and tuple(view.get_shape()) != _lengths(box) else self._file.get_tensor(piece.key)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise bad_file(self.path, f"tensor {piece.key}, which cannot be read", str(error)) from error
-        # a copy: pairs of doubles in the file's own memory need not lie where complex numbers may
-        return torch.view_as_complex(x.clone()) if dtype.is_complex and not x.is_complex() else x
-
-
-def _lengths(box: Sequence[slice]) -> tuple[int, ...]:
-    return tuple(s.stop - s.start for s in box)
+        found = self.stored[piece.key]
+        pairs = dtype.is_complex and found.dtype is not dtype
+        whole = (*box, slice(0, 2)) if pairs else box
+        x = read_box(self._file, found.at, found.shape, dtype.to_real() if pairs else dtype, whole)
+        return torch.view_as_complex(x) if pairs else x
 
 
 @contextmanager
-def open_file(path: Path) -> Generator[SafetensorsFile]:
-    """A file of tensors. Raises CheckpointFileError for one that is none, or was cut short."""
-    try:
-        handle: Any = safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise bad_file(path, "no such file", "the checkpoint says that it is there") from error
-    except OSError as error:
-        raise no_system(path, error) from error
-    except SafetensorError as error:
-        raise bad_file(path, "no safetensors file, or a part of one", str(error)) from error
-    with handle as file:
-        yield SafetensorsFile(path, file)
+def open_file(path: Path, links: bool = False) -> Generator[SafetensorsFile]:
+    """Open a file of tensors. Raises CheckpointFileError for one that is none, or was cut short."""
+    with open_bytes(path, links) as file:
+        yield SafetensorsFile(file)
 
 
 def entries_of(path: Path) -> dict[str, Entry]:
-    """Every tensor of a file, as one piece each."""
-    with open_file(path) as opened:
-        file: Any = opened._file
-        return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}
+    """Return every tensor of a file, as one piece each."""
+    with open_file(path, links=True) as opened:
+        return {name: _entry(path, name, found) for name, found in opened.stored.items()}
 
 
-def _entry(path: Path, name: str, view: Any) -> Entry:
-    dtype, shape = NAMED.get(view.get_dtype()), tuple(view.get_shape())
-    if dtype is None:
-        raise bad_file(path, f"tensor {name} of {view.get_dtype()}", "torch has no such dtype",
+def _entry(path: Path, name: str, found: Stored) -> Entry:
+    if found.dtype is None:
+        raise bad_file(path, f"tensor {name} of {found.kind}", "torch has no such dtype",
                        f"a file with {', '.join(NAMED)}")  # fmt: skip
-    return Entry(shape, dtype, (Piece(path.name, name, whole_runs(shape)),))
+    return Entry(found.shape, found.dtype, (Piece(path.name, name, whole_runs(found.shape)),))
 
 
-def digest_of(path: Path) -> FileFacts:
-    """Length and SHA-256 of a file as it is now."""
-    found, length = sha256(), 0
-    try:
-        with open(path, "rb") as file:
-            while data := file.read(CHUNK):
-                found.update(data)
-                length += len(data)
-    except FileNotFoundError as error:
-        raise bad_file(path, "no such file", "the checkpoint says that it is there") from error
-    except OSError as error:
-        raise no_system(path, error) from error
-    return FileFacts(length, found.hexdigest())
+def digest_of(path: Path, links: bool = False) -> FileFacts:
+    """Return length and SHA-256 of a file as it is now."""
+    found, buffer = sha256(), memoryview(bytearray(CHUNK))
+    with open_bytes(path, links) as file:
+        for at in range(0, file.size, CHUNK):
+            part = buffer[: min(CHUNK, file.size - at)]
+            file.read_into(at, part)
+            found.update(part)
+        return FileFacts(file.size, found.hexdigest())

@@ -7,26 +7,31 @@ whole, and gives the folder its name. So a checkpoint is complete as soon as it 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ._errors import CheckpointError, error_of, text_of
+from ._errors import CheckpointError, CheckpointWarning, FolderInUseError, error_of, not_written, text_of
 from ._format import Format, Job, Parts, Shares
+from ._lock import hold_by_first, is_locked, let_go, lock_new
 from ._share import shared_out
 from ._state import Held, Table, table_of
-from ._steps import beside, leftovers, prune, sync_folder
+from ._steps import beside, is_step, leftovers, prune, sync_folder
 from ._world import World, world
 
+T = TypeVar("T")
 GRACE = 60.0
 """Seconds that rank 0 waits for the others' reports once its own program has ended."""
 REPORTS = "reports"
@@ -39,6 +44,8 @@ class _Nobody:
 _nobody = _Nobody()
 _under_way: WeakKeyDictionary[Any, Saving] = WeakKeyDictionary()
 """Carrier → what its rank saved last."""
+_untold: dict[int, str] = {}
+"""Failures of saves that nobody has waited for yet."""
 
 
 def save(
@@ -49,13 +56,15 @@ def save(
     background: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Begins to write a checkpoint, which becomes `path`; every rank calls it. Wait for what it gives.
+    """Begin to write a checkpoint, which becomes `path`; every rank calls it. Wait for the Saving that it returns.
 
     In the background the tensors are copied first, so that they may change at once. With `keep`, only so many steps
-    are left beside it. Raises CheckpointError, on every rank, for what cannot be saved, and for a path that is there.
+    are left beside it. If an earlier save failed and nobody waited for it, a CheckpointWarning tells so, on every rank,
+    and this one is made. Raises CheckpointError, on every rank, for what cannot be saved, and for a path that is there;
+    FolderInUseError for a folder of steps into which another job saves.
     """
     ranks = world()
-    finish_earlier(ranks)
+    earlier = finish_earlier(ranks)
     table = table_of(tensors, values, ranks)
 
     def taken(mine: Sequence[str]) -> Parts:
@@ -63,6 +72,7 @@ def save(
 
     saving = begun(Path(path).absolute(), format, ranks, table, shared_out(table.specs), taken, tensors, keep)
     _under_way[ranks.carrier or _nobody] = saving
+    tell_of_earlier(earlier)
     return saving
 
 
@@ -76,10 +86,11 @@ def begun(
     held: Mapping[str, Held] | None = None,
     keep: int | None = None,
 ) -> Saving:
-    """A checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
-    name, _ = ranks.agreed(lambda: _place(final, keep) if ranks.rank == 0 else None)
+    """Return a checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
+    name, _ = ranks.agreed(lambda: _on_disk(final, lambda: _place(final, keep, ranks)) if ranks.rank == 0 else None)
     folder = final.with_name(ranks.gathered(name)[0])
     job = Job(folder, ranks, table, shares, {}, held or {})
+    lock = lock_new(folder) if ranks.rank == 0 else None
 
     def prepare() -> None:
         _check_shared(folder)
@@ -87,30 +98,66 @@ def begun(
 
     try:
         ranks.agreed(prepare)
-        work = format.prepared(job)
+        work = _on_disk(final, lambda: format.prepared(job))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+        let_go(lock)
         raise
-    return Saving(final, job, format, work, keep)
+    return Saving(final, job, format, work, keep, lock)
 
 
-def finish_earlier(ranks: World) -> None:
-    """Waits for what this rank saved before; raises what went wrong with it."""
+def finish_earlier(ranks: World) -> CheckpointError | None:
+    """Wait for what this rank saved before; return a failure that nobody has been told of."""
     earlier = _under_way.pop(ranks.carrier or _nobody, None)
-    if earlier is not None:
+    if earlier is None or earlier.is_told:
+        return None
+    try:
         earlier.wait()
+    except CheckpointError as error:
+        return error
+    return None
 
 
-def _place(final: Path, keep: int | None) -> str:
-    """Name of a new folder beside the checkpoint's."""
+def tell_of_earlier(error: CheckpointError | None) -> None:
+    """Tell of the failure that `finish_earlier` returned."""
+    if error is not None:
+        warnings.warn(f"an earlier save failed, and the program went on\n{error}", CheckpointWarning, stacklevel=5)
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Tell of failures that nobody has waited for; the threads that write have ended before."""
+    for text in _untold.values():
+        print(text, file=sys.stderr)
+    _untold.clear()
+
+
+def _on_disk(final: Path, act: Callable[[], T]) -> T:
+    """Return `act()`; raise CheckpointError for what the system says of files."""
+    try:
+        return act()
+    except OSError as error:
+        raise not_written(final, error) from error
+
+
+def _place(final: Path, keep: int | None, ranks: World) -> str:
+    """Return the name of a new folder beside the checkpoint's."""
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep}", "no checkpoint that would be left", "the one just written stays",
                               "keep=1 or more, or None for all")  # fmt: skip
     if os.path.lexists(final):
         raise _taken_name(final)
     final.parent.mkdir(parents=True, exist_ok=True)
+    if is_step(final):
+        hold_by_first(final.parent, ranks)
     for path in leftovers(final):
+        if is_locked(path):
+            raise FolderInUseError(
+                f"to save {final}", f"another job that writes it, in {path.name}",
+                "two jobs would write one checkpoint",
+                "another path, or end the other job first",
+            )  # fmt: skip
         shutil.rmtree(path, ignore_errors=True)
     folder = beside(final)
     (folder / REPORTS).mkdir(parents=True)
@@ -143,8 +190,16 @@ def _taken(x: Tensor, copy: bool) -> Callable[[], Tensor]:
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path, job: Job, format: Format, work: Callable[[], Any], keep: int | None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        job: Job,
+        format: Format,
+        work: Callable[[], Any],
+        keep: int | None,
+        lock: int | None = None,
+    ) -> None:
+        self.path, self._lock = path, lock
         self._job, self._format, self._work, self._keep = job, format, work, keep
         self._error: CheckpointError | None = None
         self._told: list[str] | None = None
@@ -157,8 +212,18 @@ class Saving:
         """Whether this rank has no work left; errors are told by `wait`."""
         return not self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong on this rank, as far as is known; `wait` tells what."""
+        return self._error is not None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether `wait` has been called, which raises what went wrong."""
+        return self._waited
+
     def wait(self) -> Path:
-        """The checkpoint's path, once it is complete; every rank calls it. Raises, on all, what went wrong on any."""
+        """Return the checkpoint's path once it is complete; every rank calls it. Raises, on all, what failed on any."""
         if self._waited:
             return self._result()
         self._waited = True
@@ -172,6 +237,10 @@ class Saving:
         first = next(filter(None, told), None)  # rank 0's, if it failed: that is the first that it met
         if first is not None and ranks.size > 1:
             self._error = error_of(first)
+        _untold.pop(id(self), None)
+        key = ranks.carrier or _nobody
+        if _under_way.get(key) is self:
+            del _under_way[key]  # it refers to its carrier, which would never end
         return self._result()
 
     def _result(self) -> Path:
@@ -182,22 +251,24 @@ class Saving:
     def _run(self) -> None:
         rank, folder = self._job.ranks.rank, self._job.folder
         try:
-            report = self._work()
-            _write_json(folder / REPORTS / f"{rank}.json", report)
+            report = _on_disk(self.path, self._work)
+            _on_disk(self.path, lambda: _write_json(folder / REPORTS / f"{rank}.json", report))
             if rank == 0:
-                self._commit()
+                _on_disk(self.path, self._commit)
         except BaseException as error:
             self._error = error if isinstance(error, CheckpointError) else error_of(text_of(error))
+            _untold[id(self)] = str(self._error)
             with suppress(OSError):
                 _write_json(folder / REPORTS / f"{rank}.failed", text_of(error))
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
+            let_go(self._lock)
             self._work = _nothing
             self._job.parts.clear()  # the copies
 
     def _commit(self) -> None:
-        """What rank 0 does when all have written."""
+        """Describe the whole and give the folder its name, once all ranks have written."""
         job, final = self._job, self.path
         self._format.finish(job, [self._report(rank) for rank in range(job.ranks.size)])
         shutil.rmtree(job.folder / REPORTS)
@@ -205,7 +276,8 @@ class Saving:
         if os.path.lexists(final):
             raise _taken_name(final)
         os.rename(job.folder, final)
-        sync_folder(final.parent)
+        with suppress(OSError):  # the checkpoint is complete under its name
+            sync_folder(final.parent)
         if self._keep is not None:
             prune(final.parent, self._keep)
 

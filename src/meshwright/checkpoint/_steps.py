@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from ._errors import CheckpointFileError
+from ._errors import CheckpointFileError, CheckpointWarning, ReadTimeoutError
+from ._files import names_in, timed
 from ._manifest import check_sizes, read_manifest
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_([0-9]{8,18})")
 
 
 def step_name(step: int) -> str:
@@ -25,36 +26,52 @@ def step_name(step: int) -> str:
     return f"step_{step:08}"
 
 
+def is_step(path: Path) -> bool:
+    """True if a path is named as the folder of a step."""
+    return _STEP.fullmatch(path.name) is not None
+
+
 def steps_in(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Every folder of a step, the latest first, complete or not."""
+    """Return every folder of a step, the latest first, complete or not."""
     place = Path(folder)
-    names = os.listdir(place) if place.is_dir() else []
+    names = names_in(place)
     found = [(int(match[1]), place / name) for name in names if (match := _STEP.fullmatch(name))]
     return sorted(found, reverse=True)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The latest step's folder that holds a complete checkpoint, or None.
+    """Return the latest step's folder that holds a complete checkpoint, or None.
 
     Complete means a valid manifest, and every file there with its length; reading checks the numbers too.
     """
-    return next((path for _, path in steps_in(folder) if is_complete(path)), None)
+    return timed(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
 
 
 def is_complete(path: Path) -> bool:
+    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError where the file system does not answer."""
     try:
-        check_sizes(read_manifest(path))
+        timed(lambda: check_sizes(read_manifest(path)))
+    except ReadTimeoutError:
+        raise
     except CheckpointFileError:
         return False
     return True
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the latest `keep` complete steps, and what is left of earlier removals."""
+    """Remove all but the latest `keep` complete steps, and what is left of earlier removals.
+
+    What cannot be removed is told by a CheckpointWarning: the checkpoint that was just written is complete.
+    """
     complete = [path for _, path in steps_in(folder) if is_complete(path)]
     for path in complete[keep:]:
-        with suppress(FileNotFoundError):
+        try:
             path.rename(folder / f".gone.{path.name}.{token_hex(8)}")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warnings.warn(f"{path} stays, though only {keep} steps are kept: {error.strerror}", CheckpointWarning,
+                          stacklevel=2)  # fmt: skip
     for path in folder.glob(".gone.step_*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -12,25 +12,29 @@ from typing import Any
 
 from ._errors import CheckpointError
 
+DEEPEST = 100
+"""Levels of lists, tuples and dicts that a value has at most."""
 _PLAIN = (str, bool, int, type(None))
 
 
-def encoded(name: str, value: Any) -> Any:
-    """The value as JSON; raises CheckpointError for anything that it cannot say, naming the leaf.
+def encoded(name: str, value: Any, depth: int = 0) -> Any:
+    """Return the value as JSON; raises CheckpointError for anything that it cannot say, naming the leaf.
 
     >>> encoded("betas", (0.9, math.inf))
     {'tuple': [0.9, {'float': 'inf'}]}
     """
+    if depth > DEEPEST:
+        raise _too_deep(name)
     if type(value) in _PLAIN:
         return value
     if isinstance(value, float):  # also NumPy's
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if type(value) is list:
-        return [encoded(name, v) for v in value]
+        return [encoded(name, v, depth + 1) for v in value]
     if type(value) is tuple:
-        return {"tuple": [encoded(name, v) for v in value]}
+        return {"tuple": [encoded(name, v, depth + 1) for v in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_key(name, k), encoded(name, v)] for k, v in value.items()]}
+        return {"dict": [[_key(name, k), encoded(name, v, depth + 1)] for k, v in value.items()]}
     raise _no_value(name, value)
 
 
@@ -47,25 +51,35 @@ def _no_value(name: str, value: Any) -> CheckpointError:
     )  # fmt: skip
 
 
-def decoded(value: Any) -> Any:
-    """What `encoded` made JSON of. Raises ValueError for JSON of another form.
+def _too_deep(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"to save {name}", f"a value nested more than {DEEPEST} levels deep", "a checkpoint holds flat data",
+        "a value of fewer levels",
+    )  # fmt: skip
+
+
+def decoded(value: Any, depth: int = 0) -> Any:
+    """Return what `encoded` made JSON of. Raises ValueError for JSON of another form, or nested too deeply.
 
     >>> decoded(encoded("x", {1: (2.0, -math.inf)}))
     {1: (2.0, -inf)}
     """
+    if depth > DEEPEST:
+        raise ValueError(f"a value is nested more than {DEEPEST} levels deep")
     if isinstance(value, list):
-        return [decoded(v) for v in value]
+        return [decoded(v, depth + 1) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((kind, inner),) = value.items()
         if kind in _KINDS:
-            return _KINDS[kind](inner)
-    raise ValueError(f"{str(value)[:80]} is no value of a checkpoint")
+            return _KINDS[kind](inner, depth + 1)
+    raise ValueError(f"{str(list(value))[:80]} is no value of a checkpoint")
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda inner: tuple(decoded(v) for v in inner),
-    "dict": lambda inner: {k: decoded(v) for k, v in inner},
-    "float": float,
+_KINDS: dict[str, Callable[[Any, int], Any]] = {
+    "tuple": lambda inner, depth: tuple(decoded(v, depth) for v in inner),
+    "dict": lambda inner, depth: {k: decoded(v, depth) for k, v in inner},
+    "float": lambda inner, depth: _FLOATS[inner],
 }
+_FLOATS = {text: float(text) for text in ("inf", "-inf", "nan")}

@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint import Catalogue, CheckpointError, Held, Saving, format_of, latest, load, open_together, save
+from meshwright.checkpoint import (
+    CheckpointError,
+    Held,
+    LoadReport,
+    Saving,
+    format_of,
+    latest,
+    load,
+    open_together,
+    save,
+)
 from meshwright.tensor import DistTensor
 
 Where = str | os.PathLike[str]
@@ -23,14 +33,16 @@ def save_state_dict(
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Writes a state as a checkpoint, the new folder `path`; every rank calls it with what it holds.
+    """Write a state as a checkpoint, the new folder `path`; every rank calls it with what it holds.
 
     `state` is a nested dict of tensors and Python values; a plain tensor counts as repeated on the ranks that have it.
     The folder appears complete, or not at all. With `async_save` the tensors are copied, threads write them, and
-    `wait()` of what is given tells when it is done or what went wrong; the next save waits as well. With `keep`, only
-    so many folders `step_…` are left beside it. `format` is "meshwright", "safetensors" or "dcp".
+    `wait()` of the returned Saving tells when it is done or what went wrong. A failure that nobody waited for is told
+    by a CheckpointWarning at the next save, which is made, or at the end of the program. With `keep`, only so many
+    folders `step_…` are left beside it. `format` is "meshwright", "safetensors" or "dcp".
 
-    Raises CheckpointError, on every rank, for what cannot be saved.
+    Raises CheckpointError, on every rank, for what cannot be saved; FolderInUseError for a folder of steps into which
+    another job saves.
     """
     tensors, values = _held(state)
     saving = save(path, tensors, values, format_of(format), async_save, keep)
@@ -39,23 +51,26 @@ def save_state_dict(
     return saving
 
 
-def load_state_dict(state: MutableMapping[str, Any], path: Where) -> None:
-    """Fills a state in place from a checkpoint of any mesh, layout or format; every rank calls it with what it holds.
+def load_state_dict(state: MutableMapping[str, Any], path: Where, *, strict: bool = True) -> LoadReport:
+    """Fill a state in place from a checkpoint of any mesh, layout or format; every rank calls it with what it holds.
 
     Each rank reads the slices that it holds. Values that are no tensors are put in the place of those in `state`. Of a
-    folder of steps, the latest complete one is read. Names of `state` must have been saved; others are left alone.
+    folder of steps, the latest complete one is read. Names of `state` must have been saved, in their shapes and dtypes;
+    an error lists all that are not. With `strict=False` what fits is loaded, and the rest stays as it was. The report
+    has `missing_keys`, `unexpected_keys` (saved, but not in `state`) and `mismatched` (name → what differs).
 
-    Raises CheckpointError before the first tensor is written.
+    Raises CheckpointError before the first tensor is written; ReadTimeoutError for a file system that does not answer.
     """
     catalogue = open_together(path)
     tensors, values = _held(state)
-    _check_values(catalogue, values)
-    load(catalogue, tensors)
-    _filled(state, "", catalogue.values)
+    report = load(catalogue, tensors, values, strict=strict)
+    kept = {name: value for name, value in catalogue.values.items() if name not in report.mismatched}
+    _filled(state, "", kept)
+    return report
 
 
 def latest_checkpoint(folder: Where) -> Path | None:
-    """The latest complete checkpoint among the folders `step_…` in `folder`, or None."""
+    """Return the latest complete checkpoint among the folders `step_…` in `folder`, or None."""
     return latest(folder)
 
 
@@ -97,23 +112,11 @@ def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _check_values(catalogue: Catalogue, values: Mapping[str, Any]) -> None:
-    for name in values:
-        if name not in catalogue.values:
-            what = (
-                "a tensor of that name" if name in catalogue.entries else f"no such value among {len(catalogue.values)}"
-            )
-            raise CheckpointError(
-                f"to load {name} from {catalogue.folder}", what, f"the state has the value {str(values[name])[:80]}",
-                "a state of what was saved; what was not, left out",
-            )  # fmt: skip
-
-
 def _filled(tree: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """`tree` with the values that were saved; dicts and lists are changed in place."""
+    """Return `tree` with the values that were saved; dicts and lists are changed in place."""
     entries = _inside(tree)
     if entries is None:
-        return tree if isinstance(tree, Tensor) else values[name]
+        return tree if isinstance(tree, Tensor) else values.get(name, tree)
     found = {key: _filled(value, f"{name}.{key}" if name else str(key), values) for key, value in entries}
     if isinstance(tree, tuple):
         return tuple(found.values())

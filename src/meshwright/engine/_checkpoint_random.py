@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Catalogue, Held, World
+from meshwright.checkpoint import Catalogue, CheckpointError, Held, World
 from meshwright.layout import Layout, ProcessMesh, Spec
 from meshwright.tensor import drawing_by
 
@@ -45,6 +45,20 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
     mesh = ProcessMesh([ranks.rank if at == row else next(others) for at in range(shape[0])], ["world"])
     spec = Spec(mesh, Layout((("world",), ())), shape, torch.uint8)  # as if this were the rank of that row
     return {NAME: Held(torch.empty(1, shape[1], dtype=torch.uint8), spec)}
+
+
+def check_random(found: Mapping[str, Held]) -> None:
+    """Raise CheckpointError for bytes that are no states of generators; nothing is set."""
+    try:
+        states = json.loads(found[NAME].part.numpy().tobytes())
+        torch.Generator().set_state(_bytes(bytes.fromhex(states["torch"])))
+        random.Random().setstate(_python_state(states))
+        np.random.RandomState().set_state(_numpy_state(states))
+    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            "to put back the random generators", f"no states of them under the name {NAME!r}",
+            str(error).split("\n")[0], "a checkpoint that mw.save_checkpoint wrote",
+        ) from error  # fmt: skip
 
 
 def put_back_random(found: Mapping[str, Held], ranks: World, same: bool) -> None:
@@ -79,9 +93,17 @@ def _written() -> bytes:
 def _read(data: bytes) -> None:
     states = json.loads(data)
     torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(_python_state(states))
+    np.random.set_state(_numpy_state(states))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(bytes.fromhex(states["cuda"])))
+
+
+def _python_state(states: Any) -> Any:
+    version, words, gauss = states["python"]
+    return version, tuple(words), gauss
+
+
+def _numpy_state(states: Any) -> Any:
+    kind, keys, *rest = states["numpy"]
+    return kind, np.array(keys, dtype=np.uint32), *rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from meshwright.checkpoint import (
     CheckpointError,
     Entry,
     Held,
+    LoadReport,
     Saving,
     format_of,
     load,
@@ -28,7 +29,8 @@ from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, absent, local_parts, stamp
 
 from ._checkpoint import Where, held
-from ._checkpoint_random import place_for_random, put_back_random, random_of
+from ._checkpoint_random import NAME as RANDOM
+from ._checkpoint_random import check_random, place_for_random, put_back_random, random_of
 from ._loss_scale import LossScale
 from ._optimizer import lay_states
 from ._static import DistModel
@@ -37,15 +39,20 @@ Model = nn.Module | DistModel
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
 """Name and parameter, and its states by key."""
 MODEL, STATE, GROUPS, SCALE = "model.", "optimizer.state.", "optimizer.groups", "loss_scale"
+KIND = "optimizer.kind"
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on: the step that was saved, what was said of the data, and the folder that was read."""
+    """Where a run goes on: the step that was saved, what was said of the data, and the folder that was read.
+
+    `report` tells what was not loaded, where `strict=False` allows that.
+    """
 
     step: int
     data: Any
     path: Path
+    report: LoadReport = field(default_factory=LoadReport)
 
 
 def save_checkpoint(
@@ -59,7 +66,7 @@ def save_checkpoint(
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Writes all that training needs to go on into the new folder `step_…` of `folder`; every rank calls it.
+    """Write all that training needs to go on into the new folder `step_…` of `folder`; every rank calls it.
 
     That is parameters, buffers, the optimizer's states and options, the scheduler, the place in the data (anything with
     `state_dict`, or a Python value), the states of torch's, Python's and NumPy's generators, and the step. A static
@@ -84,27 +91,48 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Where, model: Model, optimizer: Optimizer | None = None, scheduler: Any = None, *, data: Any = None
+    path: Where,
+    model: Model,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    data: Any = None,
+    strict: bool = True,
 ) -> Resumed:
-    """Puts back all that `save_checkpoint` wrote, on any mesh; every rank calls it.
+    """Put back all that `save_checkpoint` wrote, on any mesh; every rank calls it.
 
     `path` is the folder of a step, or one of steps: then the latest complete one is read.
     On the same mesh training goes on to the bit. `data` with `load_state_dict` is put where it was; other places in the
-    data are only given back. Raises CheckpointError before anything is changed.
+    data are only returned. Model and optimizer must be those that were saved: an error lists all tensors that are
+    missing, unexpected or of another shape or dtype, and an optimizer of another kind is refused. With `strict=False`
+    what fits is loaded and `Resumed.report` has the rest; an optimizer of another kind stays as it was.
+
+    Raises CheckpointError before anything is changed.
     """
     network, optimizer = _parts(model, optimizer)
     catalogue = open_together(path)
-    _check(catalogue, optimizer)
+    _check_run(catalogue)
+    other = "" if optimizer is None else _other_optimizer(catalogue, optimizer)
+    kept = None if other else optimizer
     tensors = {f"{MODEL}{name}": held(x) for name, x in network.state_dict().items() if isinstance(x, Tensor)}
     same = _lie_on_the_same_meshes(catalogue, tensors)
-    states = [] if optimizer is None else _states_for(catalogue, network, optimizer)
+    states = [] if kept is None else _states_for(catalogue, network, kept)
     tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
     random = place_for_random(catalogue, world(), same)
-    load(catalogue, {**tensors, **random})
+    scopes = (MODEL,) if kept is None else (MODEL, STATE)
+    report = load(
+        catalogue,
+        tensors,
+        strict=strict,
+        others={"optimizer": other} if other else {},
+        whole=lambda name: name in catalogue.entries and name.startswith(scopes),
+        scratch=random,
+        accept=lambda: check_random(random),
+    )
     if extra := {name: v for name, v in catalogue.values.items() if name.startswith(MODEL)}:
         network.load_state_dict({name.removeprefix(MODEL): v for name, v in extra.items()}, strict=False)
-    if optimizer is not None:
-        _put_back(catalogue, optimizer, states)
+    if kept is not None:
+        _put_back(catalogue, kept, [state for state in states if f"{MODEL}{state[0]}" not in report.left_out])
     for thing, name in ((scheduler, "scheduler"), (data, "data")):
         if hasattr(thing, "load_state_dict"):
             thing.load_state_dict(catalogue.values[name])
@@ -112,7 +140,7 @@ def load_checkpoint(
     if scale is not None and SCALE in catalogue.values:
         scale.load_state_dict(catalogue.values[SCALE])
     put_back_random(random, world(), same)
-    return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder)
+    return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder, report)
 
 
 def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
@@ -143,6 +171,7 @@ def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterat
         for key, value in optimizer.state.get(p, {}).items():
             yield f"{STATE}{name}.{key}", value
     yield GROUPS, [_options(group) for group in optimizer.param_groups]
+    yield KIND, type(optimizer).__name__
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,20 +179,43 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def _check(catalogue: Catalogue, optimizer: Optimizer | None) -> None:
-    """Raises CheckpointError for a checkpoint of something else."""
-    groups = catalogue.values.get(GROUPS, [])
-    if "step" not in catalogue.values or "random" not in catalogue.entries:
-        found, why = "no step and no states of random generators in it", "it was not written by mw.save_checkpoint"
-    elif optimizer is not None and len(groups) != len(optimizer.param_groups):
-        found = f"options of {len(groups)} groups of parameters"
-        why = f"the optimizer has {len(optimizer.param_groups)}"
-    else:
-        return
-    raise CheckpointError(
-        f"to go on from {catalogue.folder}", found, why,
-        "mw.load_state_dict(state, path) for what is in it, or the optimizer that was saved",
-    )  # fmt: skip
+def _check_run(catalogue: Catalogue) -> None:
+    """Raise CheckpointError for a checkpoint of something else."""
+    if not _is_run(catalogue):
+        raise CheckpointError(
+            f"to go on from {catalogue.folder}", "no step and no states of random generators in it",
+            "it was not written by mw.save_checkpoint", "mw.load_state_dict(state, path) for what is in it",
+        )  # fmt: skip
+
+
+def _is_run(catalogue: Catalogue) -> bool:
+    """True if a checkpoint holds what `save_checkpoint` writes."""
+    values, entry = catalogue.values, catalogue.entries.get(RANDOM)
+    groups = values.get(GROUPS, [])
+    return (
+        type(values.get("step")) is int
+        and {"data", "scheduler"} <= values.keys()
+        and entry is not None
+        and entry.dtype is torch.uint8
+        and len(entry.shape) in (1, 2)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) for group in groups)
+    )
+
+
+def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
+    """Return how the saved optimizer differs in kind, groups or options, in words."""
+    groups, here = catalogue.values.get(GROUPS, []), optimizer.param_groups
+    saved, kind = catalogue.values.get(KIND), type(optimizer).__name__
+    if saved is not None and saved != kind:
+        return f"states of {saved}, and the optimizer is {kind}"
+    if len(groups) != len(here):
+        return f"options of {len(groups)} groups of parameters, and the optimizer has {len(here)}"
+    for one, other in zip(groups, here, strict=True):
+        lacks, has = one.keys() - other.keys(), other.keys() - one.keys() - {"params"}
+        if saved is None and lacks and has:
+            return f"options {', '.join(sorted(lacks))}, where {kind} has {', '.join(sorted(has))}"
+    return ""
 
 
 def _lie_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:

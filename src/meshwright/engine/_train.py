@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint import Saving, world
+from meshwright.checkpoint import hold_folder, world
 from meshwright.cost import DEVICES, device_of
 from meshwright.search import MeshPlan
 from meshwright.tensor import DistTensor, tensors_in
@@ -33,6 +33,7 @@ from ._microbatches import Microbatches
 from ._static import DistModel
 from ._stop import STOPPED, stop_signals
 from ._tensors import unshard_dtensor
+from ._train_saves import ON_FAILED_SAVE, Saves
 from ._train_told import StepTold, Tell, Where, told
 
 Loss = Callable[..., Tensor]
@@ -43,9 +44,11 @@ class Training:
     """How long `mw.train` trains, and what it does beside its steps.
 
     `folder` holds checkpoints, one each `save_every` steps and at the end, of which the latest `keep` stay, and the log
-    `log.jsonl`, unless `log` names another file. `clip` is the largest norm of the gradients together. `flops` is the
-    work of a step (6 per parameter and token if not told), `device` a name that `meshwright.cost` knows. `plan` is for
-    the banner: what `mw.plan` gave, or a line that tells how the model is divided and why.
+    `log.jsonl`, unless `log` names another file. A checkpoint that cannot be written is told on all ranks; then the run
+    stops, or goes on with `on_failed_save="continue"` and tries the next one. `clip` is the largest norm of the
+    gradients together. `flops` is the work of a step (6 per parameter and token if not told), `device` a name that
+    `meshwright.cost` knows. `plan` is for the banner: what `mw.plan` gave, or a line that tells how the model is
+    divided and why.
     """
 
     steps: int
@@ -62,8 +65,12 @@ class Training:
     flops: float | None = None
     plan: MeshPlan | str | None = None
     show: bool = True
+    on_failed_save: str = "stop"
 
     def __post_init__(self) -> None:
+        if self.on_failed_save not in ON_FAILED_SAVE:
+            raise TrainingError(f"on_failed_save={self.on_failed_save!r}", "no such choice",
+                                "a run stops or goes on", 'on_failed_save="stop" or "continue"')  # fmt: skip
         every = {"steps": self.steps, "save_every": self.save_every, "evaluate_every": self.evaluate_every}
         wrong = next((name for name, n in every.items() if n is not None and n < 1), None)
         if wrong is not None:
@@ -139,8 +146,7 @@ class _Run:
         self.step = 0
         self.device = next(self.network.parameters()).device.type
         self.peak = _peak(training.device, self.device)
-        self.saving: Saving | None = None
-        self.path: Path | None = None
+        self.saves = Saves(training.on_failed_save)
 
     def go(self, tell: Tell | None) -> TrainingEnd:
         how, world_here = self.training, world()
@@ -159,10 +165,9 @@ class _Run:
                     say({"event": "evaluation", "step": self.step, "loss": self._evaluated(self.evaluation)})
                 if stopped or self.step == how.steps or _is_due(self.step, how.save_every):
                     self._save(say)
-            if self.saving is not None:
-                self.path = self.saving.wait()
-            say({"event": "end", "step": self.step, "stopped": stopped, "checkpoint": _text(self.path)})
-        return TrainingEnd(begun, tuple(losses), stopped, self.path)
+            self.saves.finish(self.step, say)
+            say({"event": "end", "step": self.step, "stopped": stopped, "checkpoint": _text(self.saves.path)})
+        return TrainingEnd(begun, tuple(losses), stopped, self.saves.path)
 
     def _listeners(self, tell: Tell | None) -> tuple[int, Where | None, Where | None, bool, Tell | None]:
         how = self.training
@@ -172,6 +177,7 @@ class _Run:
     def _resume(self) -> None:
         if self.training.folder is None:
             return
+        hold_folder(self.training.folder, world())
         found: str | None = world().gathered(_text(latest_checkpoint(self.training.folder)))[0]
         if found is None:
             return
@@ -183,7 +189,7 @@ class _Run:
         resumed = load_checkpoint(
             found, self.network, self.optimizer, self.scheduler, data=_Kept(self.data, self.scaler)
         )
-        self.step, self.path = resumed.step, resumed.path
+        self.step, self.saves.path = resumed.step, resumed.path
 
     def _start(self) -> dict[str, Any]:
         """The banner."""
@@ -191,7 +197,7 @@ class _Run:
         plan, schedule = self.training.plan, getattr(getattr(self.model, "schedule", None), "name", None)
         predicted = plan if isinstance(plan, MeshPlan) else None
         return {
-            "event": "start", "step": self.step, "steps": self.training.steps, "goes_on_from": _text(self.path),
+            "event": "start", "step": self.step, "steps": self.training.steps, "goes_on_from": _text(self.saves.path),
             "ranks": world().size, "meshes": list(meshes), "schedule": schedule,
             "parameters": sum(p.numel() for p in self.network.parameters()),
             "plan": predicted.how if predicted else plan,
@@ -219,7 +225,9 @@ class _Run:
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
-        stopped, memory = _largest(float(stop()), float(_peak_memory(self.device)))
+        stopped, memory, failed = _largest(float(stop()), float(_peak_memory(self.device)), float(self.saves.failed))
+        if failed:
+            self.saves.finish(self.step, say)
         seconds, tokens = perf_counter() - start, _tokens(batch)
         devices = world().size
         found = StepTold(
@@ -273,11 +281,14 @@ class _Run:
         folder = self.training.folder
         if folder is None:
             return
-        self.saving = save_checkpoint(
-            folder, self.step, self.network, self.optimizer, self.scheduler,
-            data=_Kept(self.data, self.scaler), async_save=True, keep=self.training.keep,
+        self.saves.begin(
+            self.step,
+            lambda: save_checkpoint(
+                folder, self.step, self.network, self.optimizer, self.scheduler,
+                data=_Kept(self.data, self.scaler), async_save=True, keep=self.training.keep,
+            ),
+            say,
         )  # fmt: skip
-        say({"event": "checkpoint", "step": self.step, "path": str(self.saving.path)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ._errors import TrainingError
 
 Event = Mapping[str, Any]
-"""What happened (`event`: start, step, evaluation, checkpoint, error, end), at which step, and its numbers."""
+"""What happened, at which step, and its numbers.
+
+`event` is start, step, evaluation, checkpoint, failed checkpoint, error or end.
+"""
 Tell = Callable[[Event], None]
 Where = str | os.PathLike[str]
 
@@ -75,7 +79,15 @@ def _lines(path: Path) -> Generator[Tell]:
         why = "each step is a line of a file, which has to be there before the first"
         raise TrainingError(f"the log {path}", f"{error.strerror}", why, "a folder that can be written to") from error
     with opened as file:
-        yield lambda event: print(json.dumps({k: _in_json(v) for k, v in event.items()}), file=file)
+        yield lambda event: _write_line(file, json.dumps({k: _in_json(v) for k, v in event.items()}))
+
+
+def _write_line(file: IO[str], line: str) -> None:
+    """Write a line; a full disk does not end the run."""
+    try:
+        print(line, file=file)
+    except OSError as error:
+        warnings.warn(f"the log {file.name} lacks a line: {error.strerror}", RuntimeWarning, stacklevel=2)
 
 
 def _in_json(value: Any) -> Any:

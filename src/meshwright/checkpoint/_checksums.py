@@ -1,0 +1,103 @@
+"""Checksums of checkpoints whose own format has none, in a file beside theirs; they are checked if it is there.
+
+    {"kind", "format",
+     "files": {file: {"bytes", "sha256", "ranges": [[name of a tensor, first byte, bytes, CRC-32], …]}},
+     "sha256": of the bytes of the text before it}
+
+Other programs do not know this file, and a folder without it is read without checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ._catalogue import Catalogue, FileFacts, Range, file_name
+from ._errors import CheckpointFileError, bad_file
+from ._files import open_bytes, status
+from ._header import is_count
+from ._json import has_seal, read_json, sealed
+from ._manifest import facts_of
+from ._safetensors import digest_of
+
+CHECKSUMS, KIND, FORMAT = "meshwright.checksums.json", "meshwright checksums", 1
+C = TypeVar("C", bound=Catalogue)
+
+
+def checksums_text(files: Mapping[str, FileFacts]) -> bytes:
+    """Return the text of the file."""
+    return sealed({"kind": KIND, "format": FORMAT, "files": facts_json(files)})
+
+
+def facts_json(files: Mapping[str, FileFacts]) -> dict[str, Any]:
+    """Return what is known of files, as JSON."""
+    return {
+        name: {"bytes": f.nbytes, "sha256": f.sha256, "ranges": [[r.name, r.at, r.nbytes, r.crc32] for r in f.ranges]}
+        for name, f in sorted(files.items())
+    }
+
+
+def facts_from(folder: Path, told: Mapping[str, Any]) -> dict[str, FileFacts]:
+    """Return what `facts_json` told of files in a folder. Raises an error for anything else."""
+    return {file_name(folder, name): _facts(facts) for name, facts in told.items()}
+
+
+def facts_of_bytes(data: bytes) -> FileFacts:
+    """Return what is said of a file with these bytes."""
+    return FileFacts(len(data), sha256(data).hexdigest())
+
+
+def checksums_in(folder: Path) -> dict[str, FileFacts]:
+    """Return the checksums beside the files of a checkpoint, or none. Raises CheckpointFileError for changed ones."""
+    path = folder / CHECKSUMS
+    if status(path) is None:
+        return {}
+    content, data = read_json(path, "no JSON, or a part of one")
+    if not has_seal(data):
+        raise bad_file(path, "another SHA-256 than it says", "the checksums were changed", _FIX)
+    try:
+        if (content["kind"], content["format"]) != (KIND, FORMAT):
+            raise ValueError(f"kind {str(content['kind'])[:80]}, format {str(content['format'])[:80]}")
+        return facts_from(folder, content["files"])
+    except CheckpointFileError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise bad_file(path, "checksums of another form", str(error), _FIX) from error
+
+
+def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], links: bool = False) -> None:
+    """Raise CheckpointFileError if the file that describes a checkpoint is not the one that was written."""
+    said = known.get(name)
+    if said is None:
+        return
+    with open_bytes(folder / name, links) as file:
+        size = file.size
+    if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
+        raise bad_file(folder / name, f"{size} bytes with another SHA-256 than was written down",
+                       f"{CHECKSUMS} says {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
+
+
+def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
+    """Return a catalogue with the checksums that are known. Raises CheckpointFileError for a file that has none."""
+    if not known:
+        return catalogue
+    if strange := sorted(catalogue.files.keys() - known.keys()):
+        raise bad_file(catalogue.folder / strange[0], f"a file of which {CHECKSUMS} says nothing",
+                       "the checksums are those of another checkpoint", _FIX)  # fmt: skip
+    return replace(catalogue, files=known)
+
+
+def _facts(told: Any) -> FileFacts:
+    facts = facts_of(told)
+    ranges: list[Range] = []
+    for name, *numbers in told["ranges"]:
+        if not isinstance(name, str) or len(numbers) != 3 or not all(is_count(n) for n in numbers):
+            raise ValueError(f"a range {str([name, *numbers])[:80]}")
+        ranges.append(Range(name, *numbers))
+    return replace(facts, ranges=tuple(ranges))
+
+
+_FIX = f"another copy; or remove {CHECKSUMS}, if the files are right"
