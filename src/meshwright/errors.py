@@ -29,7 +29,7 @@ from meshwright.engine import (
     TrainingError,
 )
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
-from meshwright.layout import LayoutError, MeshError, MeshwrightError, PlacementError
+from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
 from meshwright.models import ModelError
 from meshwright.pipeline import ScheduleError, StageError
 from meshwright.report import ShowError
@@ -68,6 +68,7 @@ __all__ = [
     "DifferenceError",
     "DisagreementError",
     "ExpertsError",
+    "InputError",
     "LaunchError",
     "LayoutError",
     "LocalMapError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from meshwright.cli._files import check_folder, read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cli._plan import check_devices, read_model
 from meshwright.cost import Cluster, cluster
-from meshwright.layout import MeshwrightError
+from meshwright.layout import InputError, MeshwrightError, read_json
 from meshwright.report import data, page, text
 from meshwright.search import Choice, Plan, SearchError, Transformer, account, choose, parse_plan, shown
 
@@ -80,9 +79,9 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
 
 def _numbers(text: str) -> Mapping[str, float]:
     try:
-        told: Any = json.loads(text)
-    except ValueError:  # an object on each line
-        return of_log([_object(json.loads(line)) for line in text.splitlines() if line.strip()])
+        told: Any = read_json(text)
+    except InputError:  # an object on each line
+        return of_log([_object(read_json(line)) for line in text.splitlines() if line.strip()])
     told = _object(told)
     return of_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
 

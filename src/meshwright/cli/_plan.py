@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from meshwright.cli._answer import print_json
 from meshwright.cli._exit import FAILED
-from meshwright.cli._files import check_folder, read_text, write_text
+from meshwright.cli._files import check_folder, read_object, read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
@@ -133,14 +132,7 @@ def written(told: Mapping[str, Any]) -> str:
 def read_model(settings: argparse.Namespace) -> Transformer:
     """The model of the command line, with experts as uneven as it says."""
     path, imbalance = settings.model, settings.imbalance
-    text = read_text(path)
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"meshwright: {path}: {error}\n  fix: pass a model's config.json") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  fix: pass a model's config.json")
-    model = transformer_of(cast(dict[str, Any], config))
+    model = transformer_of(read_object(path, "pass a model's config.json"))
     if imbalance is None:
         return model
     if model.experts is None:

@@ -20,7 +20,7 @@ from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
 from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
-from meshwright.layout import MeshwrightError, write_dtype
+from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype
 
 START = 10.0
 """Seconds until processes have torch, and talk."""
@@ -47,7 +47,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
         if launch(["-m", "meshwright.cli._measure", str(path), str(settings.seconds)], ranks) != 0:
             print("meshwright profile: the ranks that measure failed\n  fix: run meshwright doctor", file=sys.stderr)
             return FAILED
-        measured: dict[str, Any] = json.loads(path.read_text())
+        measured: dict[str, Any] = read_json(read_text_file(path))
         toml = cluster_text(measured)
         read = Path(folder) / "cluster.toml"
         read.write_text(toml)

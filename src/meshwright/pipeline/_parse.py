@@ -9,6 +9,10 @@ from ._errors import ScheduleError
 from ._schedule import Edge, Schedule
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?(, (?P<slices>\d{1,9}) slices a sequence)?")
+MOST_CHARACTERS = 4 * 2**20
+MOST_WORDS = 300_000
+"""Words of a table in text, most of which are actions."""
+_WORD = re.compile(r"\S+")
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})(-?)")
 
 
@@ -21,6 +25,9 @@ def parse_schedule(text: str) -> Schedule:
     0: F0.0 BW0.0
     1: F0.1 BW0.1
     """
+    if len(text) > MOST_CHARACTERS or len(_WORD.findall(text)) > MOST_WORDS:
+        why = f"a table has at most {MOST_CHARACTERS} characters and {MOST_WORDS} words"
+        raise _unread(f"{len(text)} characters", why, "a table of fewer microbatches")
     lines = [line for line in (raw.split("#")[0].strip() for raw in text.splitlines()) if line]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
