@@ -8,8 +8,6 @@ from difflib import get_close_matches
 from math import prod
 from typing import NoReturn
 
-from meshwright.layout import escaped
-
 AXES = ("pp", "dp", "tp")
 COMMANDS = {
     "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
@@ -60,7 +58,11 @@ class UsageError(Exception):
     """A command line that was not understood; the text says what to write."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(escaped(text, keep_lines=True))
+        if not text.replace("\n", "").isprintable():
+            from meshwright.layout import escaped  # which imports torch
+
+            text = escaped(text, keep_lines=True)
+        super().__init__(text)
 
 
 class Parser(argparse.ArgumentParser):

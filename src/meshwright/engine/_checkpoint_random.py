@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Catalogue, Held, World
-from meshwright.layout import Layout, ProcessMesh, Spec
+from meshwright.checkpoint import Catalogue, CheckpointError, Held, World
+from meshwright.layout import InputError, Layout, ProcessMesh, Spec, read_json
 from meshwright.tensor import drawing_by
 
 NAME = "random"
+MOST_BYTES = 2**20
+"""Bytes of the states of one rank."""
 
 
 def random_of(ranks: World) -> dict[str, Held]:
@@ -38,6 +40,12 @@ def random_of(ranks: World) -> dict[str, Held]:
 def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, Held]:
     """A place for the row that this rank takes; `same` tells that the meshes are those that were saved."""
     shape = catalogue.entries[NAME].shape
+    if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
+        raise CheckpointError(
+            f"to load {NAME} from {catalogue.folder}", f"a tensor of shape {shape}",
+            f"the states of random generators are rows of at most {MOST_BYTES} bytes",
+            "a checkpoint that save_checkpoint wrote",
+        )  # fmt: skip
     if len(shape) == 1:
         return {NAME: Held(torch.empty(shape, dtype=torch.uint8))}
     row = ranks.rank if _has_own(shape, ranks, same) else 0
@@ -77,7 +85,20 @@ def _written() -> bytes:
 
 
 def _read(data: bytes) -> None:
-    states = json.loads(data)
+    """Set the generators. Raises CheckpointError, and sets none of them, for bytes that are not their states."""
+    before = _written()
+    try:
+        _set(read_json(data, MOST_BYTES))
+    except (InputError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
+        _set(read_json(before))
+        said = error.found if isinstance(error, InputError) else str(error).split("\n")[0]
+        raise CheckpointError(
+            "to put back the states of random generators", said or type(error).__name__,
+            "these are not the states that a checkpoint holds", "a checkpoint that save_checkpoint wrote",
+        ) from error  # fmt: skip
+
+
+def _set(states: Any) -> None:
     torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))

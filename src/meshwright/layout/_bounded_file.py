@@ -30,9 +30,7 @@ def read_file(path: FileName, most: int = MOST_TEXT, links: bool = True) -> byte
     try:
         return _content(file, asked, most)
     except OSError as error:
-        raise InputError(
-            asked, str(error.strerror), "it cannot be read", "a file on a disk that works"
-        ) from error
+        raise InputError(asked, str(error.strerror), "it cannot be read", "a file on a disk that works") from error
     finally:
         os.close(file)
 

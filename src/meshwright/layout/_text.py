@@ -40,7 +40,7 @@ def read_dtype(name: str) -> torch.dtype:
     """
     dtype = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"a dtype {name!r}", name, "no such dtype", f"one of {', '.join(DTYPES)}")
+        raise LayoutError(f"a dtype {name[:80]!r}", repr(name[:80]), "no such dtype", f"one of {', '.join(DTYPES)}")
     return dtype
 
 
