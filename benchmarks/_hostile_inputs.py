@@ -22,6 +22,7 @@ HOSTILE_WORDS = (
     "\u202eevil", "a\nfix:  b", "\r\n", "\ud800", "\ufeff", "é" * 300, "x" * 100_000, "%s%n", "{0.__class__}",
     "__import__('os').system('true')", "aten.from_file.default", "aten.set_.source_Tensor", "prim.Print.default",
     "_c10d_functional.all_reduce.default", "os.system", "cuda:99", "meta", "nan", "float8_e4m3fn", "quint8",
+    "f32[99999999 * 2@world]", "[99999999 * 2@dp]", "f32[64 * 99999999@world, 4]",
 )  # fmt: skip
 HOSTILE_NUMBERS = (
     0, -1, -(2**31), 2**31, 2**40, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 1e308, -0.0, 5e-324,

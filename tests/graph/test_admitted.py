@@ -75,9 +75,10 @@ def test_no_admitted_operator_has_a_dangerous_name() -> None:
 
 
 def test_operators_with_rules_are_admitted() -> None:
-    own = [op for op in RULES if isinstance(op, Operator) and op.namespace in NAMESPACES]
-    assert len(own) > 400
-    assert [str(op) for op in own if not is_admitted(op)] == []
+    rules = {name for name in RULES if name.count(".") == 1 and name.startswith("aten.")}
+    admitted = {op._schema.name.replace("::", ".") for op in ADMITTED}
+    assert len(rules) > 400
+    assert sorted(rules - admitted - {"aten.broadcast_shapes"}) == []
 
 
 def test_libraries_are_admitted_by_name() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._files import check_folder, read_object, write_text
 from meshwright.cli._function import FunctionFailed, call_function, names_function
@@ -29,7 +29,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         model, batch, loss = _model(settings)
         found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -45,7 +45,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
         print_json({"mesh": found.mesh.sizes, "plan": styles, **lies, **told})
         return OK
-    print(found.text())
+    say(found.text())
     return OK
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED
 from meshwright.cli._files import check_folder, read_object, read_text, write_text
 from meshwright.cli._parser import UsageError
@@ -50,7 +50,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
             asked = (settings.batch, settings.sequence, settings.precision)
             found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     best = priced(model, found.best.plan, machines)
     if settings.out:
@@ -60,10 +60,10 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
         print_json({**best, **told})
         return 0
-    print(written(best))
-    print(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
+    say(written(best))
+    say(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
     for other in found.next[:3]:
-        print(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
+        say(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
     return 0
 
 
@@ -76,12 +76,12 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
             check_devices(asked.ranks, machines)
             told = priced(model, asked, machines)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     if settings.json:
         print_json(told)
     else:
-        print(written(told))
+        say(written(told))
     return 0
 
 

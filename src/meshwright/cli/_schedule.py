@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED
 from meshwright.cli._files import check_folder
 from meshwright.cli._parser import UsageError
@@ -42,7 +42,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         if settings.json:
             print_json({"schedules": told})
         else:
-            print("\n".join(f"{name:24} {said}" for name, said in told.items()))
+            say("\n".join(f"{name:24} {said}" for name, said in told.items()))
         return 0
     if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
         few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
@@ -52,7 +52,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         check(table, stale=True)
         timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     _write(settings.svg, svg, timeline)
     _write(settings.trace, trace, timeline)

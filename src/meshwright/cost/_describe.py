@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from os.path import exists
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +59,7 @@ def _kind(text: str, word: str) -> Cluster:
     """Devices of one kind."""
     found = _DEVICES.fullmatch(word)
     if found is None:
-        raise _no_toml(text) if text and Path(text).exists() else _unread(text, word)
+        raise _no_toml(text) if text and exists(text) else _unread(text, word)
     return replace(_usual(text, found[2]), devices=int(found[1]))
 
 

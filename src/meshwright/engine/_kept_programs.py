@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import current
+from meshwright.graph import told
 from meshwright.layout import MeshwrightError
 
 from ._model import Model
@@ -60,9 +61,16 @@ class Kept:
     def find(self, digest: str, model: Model, libraries: frozenset[str]) -> Iterator[Saved]:
         """Yield the programs with this digest for this rank; they may use operators of the `libraries`."""
         for path, row in self._read(model):
-            with suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
-                if row["digest"] == digest and is_mine(row):
-                    yield saved_of(path.parent, row, Trusted(operators=libraries))
+            with suppress(MeshwrightError, OSError):
+                found = told(path, lambda path=path, row=row: self._saved(path, row, digest, libraries))
+                if found is not None:
+                    yield found
+
+    def _saved(self, path: Path, row: dict[str, Any], digest: str, libraries: frozenset[str]) -> Saved | None:
+        """Return the program of the row if it has this digest and is for this rank."""
+        if row["digest"] != digest or not is_mine(row):
+            return None
+        return saved_of(path.parent, row, Trusted(operators=libraries))
 
     def add(self, model: Model, marks: Mapping[str, str], variant: Variant[Any]) -> None:
         """Keep a program that was recorded."""

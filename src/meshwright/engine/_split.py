@@ -204,8 +204,8 @@ def _one_more(before: Sequence[tuple[float, int]], total: Sequence[float], least
     for end in range(least + 1, len(total)):
         places = range(least, end)
         at = bisect_left(places, True, key=lambda k, end=end: before[k][0] >= total[end] - total[k])
-        sides = [before[places[at]][0]] if at < len(places) else []
-        cost = min([*sides, *([total[end] - total[places[at - 1]]] if at else [])])
+        later = before[places[at]][0] if at < len(places) else inf
+        cost = min(later, total[end] - total[places[at - 1]] if at else inf)
         first = bisect_left(places, True, key=lambda k, end=end, cost=cost: total[end] - total[k] <= cost)
         found[end] = cost, places[first]
     return found

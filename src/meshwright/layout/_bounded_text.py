@@ -67,6 +67,8 @@ def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUE
 def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
     if len(data) > most:
         raise _refused("JSON", f"{len(data)} bytes", f"such a text has at most {most}")
+    if (strings := (data.count(b'"') - data.count(b'\\"')) // 2) > 2 * values:
+        raise _refused("JSON", f"{strings} strings", f"such a text has at most {2 * values}")
     plain = _JSON_STRING.sub(b"", data)
     if _DIGITS.search(plain):
         raise _refused("JSON", "a longer number", f"a number has at most {MOST_DIGITS} digits in a row")

@@ -32,6 +32,8 @@ def parse_schedule(text: str) -> Schedule:
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
         raise _unread(lines[0] if lines else "", "the first line names the schedule", "1F1B: 8 microbatches")
+    if not head["name"].isprintable():
+        raise _unread(repr(lines[0]), "the name of a schedule has letters that can be printed", "1F1B: 8 microbatches")
     parts: dict[str, list[list[str]]] = {}
     for line in lines[1:]:
         key, colon, rest = line.partition(":")
