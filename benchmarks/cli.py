@@ -190,7 +190,7 @@ TYPED = [
     Line("plan {f}/broken.json --cluster 8xH100 --batch 8 --sequence 64", 2, "config.json"),
     Line("plan {f}/empty.json --cluster 8xH100 --batch 8 --sequence 64", 1, "hidden_size"),
     Line("plan {f}/list.json --cluster 8xH100 --batch 8 --sequence 64", 2, "config.json"),
-    Line("plan {f} --cluster 8xH100 --batch 8 --sequence 64", 2, "Is a directory"),
+    Line("plan {f} --cluster 8xH100 --batch 8 --sequence 64", 2, "a folder"),
     Line("plan {f}/config.json --cluster {f}/none.toml --batch 8 --sequence 64", 1, "No such file"),
     Line("plan {f}/config.json --cluster {f}/broken.toml --batch 8 --sequence 64", 1, "TOML"),
     Line("plan {f}/config.json --cluster {f}/cluster.toml --batch 8 --sequence 64", 1, "Abacus"),

@@ -19,7 +19,7 @@ from ._link import LINKS, Link
 
 WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
 MOST_CHARACTERS = 4000
-_DEVICES = re.compile(r"(\d{1,12}) ?[x×*] ?([A-Za-z][\w .-]*)")
+_DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?([A-Za-z][\w .-]*)")
 _WORD = re.compile(r"([- ]?)([^- ]+)")
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)G(B?)")
 _SOCKET = re.compile(r"sxm\d?|nvl72")

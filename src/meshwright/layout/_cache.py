@@ -15,9 +15,10 @@ class Cache(dict[K, V]):
     Lookups are those of a dict. Entries are made by `cache[key] = value` and by `setdefault` only.
 
     >>> squares = Cache[int, int](4)
-    >>> for n in range(6): squares[n] = n * n
+    >>> for n in range(6):
+    ...     squares[n] = n * n
     >>> squares
-    {1: 1, 2: 4, 3: 9, 4: 16, 5: 25}
+    {2: 4, 3: 9, 4: 16, 5: 25}
     """
 
     __slots__ = ("most",)
