@@ -38,7 +38,7 @@ from meshwright.engine import (
     TrainingError,
 )
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
-from meshwright.layout import LayoutError, MeshError, MeshwrightError, PlacementError
+from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
 from meshwright.models import ModelError
 from meshwright.pipeline import ScheduleError, StageError
 from meshwright.report import ShowError
@@ -79,6 +79,7 @@ __all__ = [
     "DisagreementError",
     "ExpertsError",
     "FolderInUseError",
+    "InputError",
     "LaunchError",
     "LayoutError",
     "LocalMapError",

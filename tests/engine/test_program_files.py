@@ -132,7 +132,7 @@ def save(folder: Path, setup: Setup, ranks: int = 4, **how: Any) -> list[list[An
 
 def load(folder: Path, setup: Setup, ranks: int = 4, **how: Any) -> list[tuple[list[Any], int]]:
     def go() -> tuple[list[Any], int]:
-        model = setup.model().load(folder)
+        model = setup.model().load(folder, kernels=True)
         return steps(model, **how), model.recordings
 
     return mw.simulate(go, ranks)

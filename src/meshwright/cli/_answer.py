@@ -1,11 +1,18 @@
-"""What a command answers with `--json`: one object on one line, and nothing else on standard output."""
+"""Answers on the console: text without control characters, and with `--json` one object on one line."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import IO, Any, cast
+
+from meshwright.layout import escaped
+
+
+def say(told: object, end: str = "\n", file: IO[str] | None = None) -> None:
+    """Print the text without control characters other than newlines: names in files could steer a terminal."""
+    print(escaped(str(told), keep_lines=True), end=end, file=file)
 
 
 def print_json(told: Mapping[str, Any]) -> None:

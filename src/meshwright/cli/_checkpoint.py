@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import Catalogue, convert, format_of, open_checkpoint, read_whole, verify
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._parser import UsageError
 from meshwright.layout import MeshwrightError, write_dtype
@@ -29,10 +29,10 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
     try:
         return _ACTIONS[settings.action](settings, *settings.paths)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     except OSError as error:
-        print(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
         return FAILED
 
 
@@ -41,12 +41,12 @@ def _inspect(settings: argparse.Namespace, path: str) -> int:
     if settings.json:
         print_json(told)
         return OK
-    print(f"{told['path']}: {told['kind']}, {told['count']} tensors, {told['bytes']} bytes, {len(told['files'])} files")
+    say(f"{told['path']}: {told['kind']}, {told['count']} tensors, {told['bytes']} bytes, {len(told['files'])} files")
     for name, entry in told["tensors"].items():
         pieces = f"in {entry['pieces']} piece{'s' if entry['pieces'] > 1 else ''}"
-        print(f"  {name:40} {entry['lies']:30} {pieces}" + (f" on {entry['mesh']}" if entry["mesh"] else ""))
+        say(f"  {name:40} {entry['lies']:30} {pieces}" + (f" on {entry['mesh']}" if entry["mesh"] else ""))
     for name, value in told["values"].items():
-        print(f"  {name:40} {value}")
+        say(f"  {name:40} {value}")
     return OK
 
 
@@ -85,7 +85,7 @@ def _verify(settings: argparse.Namespace, path: str) -> int:
     if settings.json:
         print_json(said)
     else:
-        print(f"{catalogue.folder}: whole; {len(catalogue.entries)} tensors, {checked}")
+        say(f"{catalogue.folder}: whole; {len(catalogue.entries)} tensors, {checked}")
     return OK
 
 
@@ -94,7 +94,7 @@ def _diff(settings: argparse.Namespace, path: str, other: str) -> int:
     if settings.json:
         print_json({"same": not found, "differences": found})
     else:
-        print("\n".join(f"{d['name']}: {d['what']}" for d in found) or "the same")
+        say("\n".join(f"{d['name']}: {d['what']}" for d in found) or "the same")
     return FAILED if found else OK
 
 
@@ -145,7 +145,7 @@ def _convert(settings: argparse.Namespace, path: str, other: str) -> int:
     if settings.json:
         print_json(told)
     else:
-        print(f"{written}: {told['tensors']} tensors in the format {settings.to}")
+        say(f"{written}: {told['tensors']} tensors in the format {settings.to}")
     return OK
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from meshwright.cli._function import call_function, names_function
 from meshwright.cli._parser import AXES, Parser, UsageError
+from meshwright.layout import InputError, read_text_file, read_toml
 
+_FILE = "pass a TOML file, or file.py:function"
 SAME = {"sequence": "seq"}
 """Names of fields → of options that mean the same, where a command has only those."""
 
@@ -74,12 +74,10 @@ def read_config(source: str) -> dict[str, Any]:
     if names_function(source):
         return flat(call_function(source), source)
     try:
-        return flat(tomllib.loads(Path(source).read_text(encoding="utf-8")), source)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"meshwright: {source}: {error}\n  fix: write lines of TOML, such as steps = 100") from error
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"meshwright: {source}: {why}\n  fix: pass a TOML file, or file.py:function") from error
+        return flat(read_toml(read_text_file(source)), source)
+    except InputError as error:
+        fix = "write lines of TOML, such as steps = 100" if "TOML" in error.asked else _FILE
+        raise UsageError(f"meshwright: {source}: {error.found}\n  why: {error.why}\n  fix: {fix}") from error
 
 
 def flat(value: Any, source: str) -> dict[str, Any]:

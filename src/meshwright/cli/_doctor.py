@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import perf_counter
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
 
 PYTHON = (3, 11)
@@ -52,7 +52,7 @@ def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
     if settings.json:
         print_json({"ok": good, "findings": [{**asdict(f), "state": f.state} for f in found]})
     else:
-        print(told(found))
+        say(told(found))
     return OK if good else FAILED
 
 

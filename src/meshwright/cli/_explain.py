@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, cast
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED
 from meshwright.cli._files import check_folder, read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cli._plan import check_devices, read_model
 from meshwright.cost import Cluster, cluster
-from meshwright.layout import MeshwrightError
+from meshwright.layout import InputError, MeshwrightError, read_json
 from meshwright.report import data, page, text
 from meshwright.search import Choice, Plan, SearchError, Transformer, account, choose, parse_plan, shown
 
@@ -33,14 +32,14 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
         with shown("what each plan takes", silent=settings.json) as on_step:
             told = account(model, plan, machines, others, on_step=on_step)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     if settings.html:
         write_text(settings.html, page(told, measured))
     if settings.json:
         print_json(data(told, measured))
     else:
-        print(text(told, measured))
+        say(text(told, measured))
     return 0
 
 
@@ -73,6 +72,8 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
             raise ValueError("no number in it")
     except (ValueError, TypeError, KeyError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else error
+        if isinstance(error, InputError):
+            why = f"{error.found}: {error.why}"
         fix = 'pass {"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
         raise UsageError(f"meshwright explain: {path}: {why}\n  fix: {fix}") from error
     return found
@@ -80,9 +81,9 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
 
 def _numbers(text: str) -> Mapping[str, float]:
     try:
-        told: Any = json.loads(text)
-    except ValueError:  # an object on each line
-        return of_log([_object(json.loads(line)) for line in text.splitlines() if line.strip()])
+        told: Any = read_json(text)
+    except InputError:  # an object on each line
+        return of_log([_object(read_json(line)) for line in text.splitlines() if line.strip()])
     told = _object(told)
     return of_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
 

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from meshwright.cli._parser import UsageError
 from meshwright.graph import write_whole
+from meshwright.layout import InputError, read_json, read_text_file
 
 
 def read_text(path: str) -> str:
-    """The text of a file. Raises UsageError where it cannot be read."""
+    """Return the text of a file. Raises UsageError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"meshwright: {path}: {why}\n  fix: pass a file that can be read") from error
+        return read_text_file(path)
+    except InputError as error:
+        raise refused(path, error, "pass a text file that can be read") from error
+
+
+def read_object(path: str, fix: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises UsageError if there is none."""
+    try:
+        found = read_json(read_text(path))
+    except InputError as error:
+        raise refused(path, error, fix) from error
+    if not isinstance(found, dict):
+        raise UsageError(f"meshwright: {path}: a {type(found).__name__}\n  fix: {fix}")
+    return cast(dict[str, Any], found)
+
+
+def refused(path: str, error: InputError, fix: str) -> UsageError:
+    """Return the error for a file that a reader refuses."""
+    return UsageError(f"meshwright: {path}: {error.found}\n  why: {error.why}\n  fix: {fix}")
 
 
 def check_folder(*paths: str | None) -> None:

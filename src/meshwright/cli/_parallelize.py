@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
-from meshwright.cli._files import check_folder, read_text, write_text
+from meshwright.cli._files import check_folder, read_object, write_text
 from meshwright.cli._function import FunctionFailed, call_function, names_function
 from meshwright.cli._parser import UsageError
 from meshwright.engine import said, suggest
@@ -30,7 +29,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         model, batch, loss = _model(settings)
         found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -46,7 +45,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
         print_json({"mesh": found.mesh.sizes, "plan": styles, **lies, **told})
         return OK
-    print(found.text())
+    say(found.text())
     return OK
 
 
@@ -58,18 +57,14 @@ def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:
             raise UsageError(f"meshwright parallelize: {settings.model} returns a {type(made).__name__}\n{WRITE}")
         model, batch, *loss = made
         return model, [batch] if isinstance(batch, Tensor) else batch, loss[0] if loss else None
-    try:
-        config = json.loads(read_text(settings.model))
-    except ValueError as error:
-        raise UsageError(f"meshwright parallelize: {settings.model}: {error}\n{WRITE}") from error
-    return _of_config(config, settings)
+    return _of_config(read_object(settings.model, WRITE.strip().removeprefix("fix: ")), settings)
 
 
-def _of_config(config: Any, settings: argparse.Namespace) -> tuple[Any, Any, Any]:
+def _of_config(config: dict[str, Any], settings: argparse.Namespace) -> tuple[Any, Any, Any]:
     """A model of transformers that holds nothing, since names of modules are those of its code."""
     import torch
 
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in config:
         raise UsageError(f"meshwright parallelize: {settings.model} has no model_type\n{WRITE}")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -57,6 +57,13 @@ exit codes:
 class UsageError(Exception):
     """A command line that was not understood; the text says what to write."""
 
+    def __init__(self, text: str) -> None:
+        if not text.replace("\n", "").isprintable():
+            from meshwright.layout import escaped  # which imports torch
+
+            text = escaped(text, keep_lines=True)
+        super().__init__(text)
+
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that takes no abbreviations and raises `UsageError` instead of ending the process."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED
-from meshwright.cli._files import check_folder, read_text, write_text
+from meshwright.cli._files import check_folder, read_object, read_text, write_text
 from meshwright.cli._parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
@@ -51,7 +50,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
             asked = (settings.batch, settings.sequence, settings.precision)
             found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     best = priced(model, found.best.plan, machines)
     if settings.out:
@@ -61,10 +60,10 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
         print_json({**best, **told})
         return 0
-    print(written(best))
-    print(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
+    say(written(best))
+    say(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
     for other in found.next[:3]:
-        print(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
+        say(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
     return 0
 
 
@@ -77,12 +76,12 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
             check_devices(asked.ranks, machines)
             told = priced(model, asked, machines)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     if settings.json:
         print_json(told)
     else:
-        print(written(told))
+        say(written(told))
     return 0
 
 
@@ -133,14 +132,7 @@ def written(told: Mapping[str, Any]) -> str:
 def read_model(settings: argparse.Namespace) -> Transformer:
     """The model of the command line, with experts as uneven as it says."""
     path, imbalance = settings.model, settings.imbalance
-    text = read_text(path)
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"meshwright: {path}: {error}\n  fix: pass a model's config.json") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"meshwright: {path}: a {type(config).__name__}\n  fix: pass a model's config.json")
-    model = transformer_of(cast(dict[str, Any], config))
+    model = transformer_of(read_object(path, "pass a model's config.json"))
     if imbalance is None:
         return model
     if model.experts is None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._files import check_folder, write_text
 from meshwright.cli._measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.cli._parser import UsageError
 from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
-from meshwright.layout import MeshwrightError, write_dtype
+from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype
 
 START = 10.0
 """Seconds until processes have torch, and talk."""
@@ -40,21 +40,21 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
             what = [{"what": w, "dtype": dtype, "size": size} for w, dtype, size in measurements(ranks, device)]
             print_json({"ranks": ranks, "device": device, "measurements": what})
         else:
-            print(_planned(ranks, device, settings.seconds))
+            say(_planned(ranks, device, settings.seconds))
         return OK
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         if launch(["-m", "meshwright.cli._measure", str(path), str(settings.seconds)], ranks) != 0:
-            print("meshwright profile: the ranks that measure failed\n  fix: run meshwright doctor", file=sys.stderr)
+            say("meshwright profile: the ranks that measure failed\n  fix: run meshwright doctor", file=sys.stderr)
             return FAILED
-        measured: dict[str, Any] = json.loads(path.read_text())
+        measured: dict[str, Any] = read_json(read_text_file(path))
         toml = cluster_text(measured)
         read = Path(folder) / "cluster.toml"
         read.write_text(toml)
         try:
             machines = cluster(str(read))
         except MeshwrightError as error:
-            print(error, file=sys.stderr)
+            say(error, file=sys.stderr)
             return FAILED
     _answer(settings, measured, toml, repr(machines))
     return OK
@@ -66,9 +66,9 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
     if settings.json:
         print_json({**measured, "cluster": machines})
     elif settings.out:
-        print(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
+        say(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
     else:
-        print(toml, end="")
+        say(toml, end="")
 
 
 def _planned(ranks: int, device: str, seconds: float) -> str:

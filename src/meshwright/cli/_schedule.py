@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED
 from meshwright.cli._files import check_folder
 from meshwright.cli._parser import UsageError
 from meshwright.graph import write_whole
-from meshwright.layout import MeshwrightError
+from meshwright.layout import InputError, MeshwrightError, read_text_file
 from meshwright.pipeline import (
     KNOWN,
     Schedule,
@@ -42,7 +42,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         if settings.json:
             print_json({"schedules": told})
         else:
-            print("\n".join(f"{name:24} {said}" for name, said in told.items()))
+            say("\n".join(f"{name:24} {said}" for name, said in told.items()))
         return 0
     if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
         few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
@@ -52,7 +52,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         check(table, stale=True)
         timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
     _write(settings.svg, svg, timeline)
     _write(settings.trace, trace, timeline)
@@ -65,7 +65,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
 
 def asked_schedule(settings: argparse.Namespace) -> Schedule:
     """The schedule of a file, or a known one."""
-    if Path(settings.name).is_file():
+    if Path(settings.name).exists():
         return parse_schedule(_read(settings.name))
     k = known(settings.name)
     if k.takes:
@@ -77,9 +77,9 @@ def asked_schedule(settings: argparse.Namespace) -> Schedule:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _no_file(path, error, "a text file with a schedule") from error
+        return read_text_file(path)
+    except InputError as error:
+        raise _no_file(path, error.found, "pass a text file with a schedule") from error
 
 
 def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timeline) -> None:
@@ -89,11 +89,10 @@ def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timelin
     try:
         write_whole(path, drawn(timeline).encode())
     except OSError as error:
-        raise _no_file(path, error, "a file in a folder that can be written to") from error
+        raise _no_file(path, error.strerror, "write to a file in a folder that is writable") from error
 
 
-def _no_file(path: str, error: Exception, fix: str) -> UsageError:
-    why = error.strerror if isinstance(error, OSError) else "it is no text"
+def _no_file(path: str, why: str | None, fix: str) -> UsageError:
     return UsageError(f"meshwright schedule: {path}: {why}\n  fix: {fix}")
 
 

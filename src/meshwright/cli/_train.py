@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from meshwright.cli._answer import print_json
+from meshwright.cli._answer import print_json, say
 from meshwright.cli._exit import FAILED, OK
 from meshwright.cli._files import check_folder
 from meshwright.cli._parser import UsageError, share_out
@@ -55,7 +55,7 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
     try:
         return carried_out(job, settings, argv)
     except MeshwrightError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return FAILED
 
 
@@ -122,7 +122,7 @@ def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
         print_json({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path})
         return end.exit_code
     steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step behind {last}"
-    print(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
+    say(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
     return end.exit_code
 
 

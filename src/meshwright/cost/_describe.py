@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from os.path import exists
 from pathlib import Path
 from typing import Any, cast
 
-from meshwright.layout import LayoutError, read_dtype
+from meshwright.layout import InputError, LayoutError, read_dtype, read_text_file, read_toml
 
 from ._cluster import Cluster, cluster_of, slowest
 from ._device import DEVICES, GIGA, MICRO, TERA, Device
@@ -18,13 +18,14 @@ from ._errors import CostError
 from ._link import LINKS, Link
 
 WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
-_DEVICES = re.compile(r"(\d+) ?[x×*] ?([A-Za-z][\w .-]*)")
+MOST_CHARACTERS = 4000
+_DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?([A-Za-z][\w .-]*)")
 _WORD = re.compile(r"([- ]?)([^- ]+)")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)G(B?)")
+_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)G(B?)")
 _SOCKET = re.compile(r"sxm\d?|nvl72")
 """Words of data sheets that do not tell devices apart here."""
-_NODE = re.compile(r"(\d+) ?(?:per node|/ ?node)")
-_NETWORK = re.compile(r"(\d+(?:\.\d+)?) ?([GT])(b/s|bps|bit/s|B/s)?")
+_NODE = re.compile(r"(\d{1,12}) ?(?:per node|/ ?node)")
+_NETWORK = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([GT])(b/s|bps|bit/s|B/s)?")
 _GIGABITS = {"G": 1.0, "T": 1000.0}
 
 
@@ -36,6 +37,9 @@ def cluster(text: str) -> Cluster:
 
     Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
     """
+    if len(text) > MOST_CHARACTERS:
+        why = f"a cluster in text has at most {MOST_CHARACTERS} characters"
+        raise CostError(f"a cluster {text[:40]!r}", f"{len(text)} characters", why, WRITE)
     return _from_file(Path(text)) if text.endswith(".toml") else _from_line(text.strip())
 
 
@@ -55,7 +59,7 @@ def _kind(text: str, word: str) -> Cluster:
     """Devices of one kind."""
     found = _DEVICES.fullmatch(word)
     if found is None:
-        raise _no_toml(text) if text and Path(text).exists() else _unread(text, word)
+        raise _no_toml(text) if text and exists(text) else _unread(text, word)
     return replace(_usual(text, found[2]), devices=int(found[1]))
 
 
@@ -109,9 +113,10 @@ def _unread(text: str, word: str) -> CostError:
 
 def _from_file(path: Path) -> Cluster:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # neither TOML nor even UTF-8
-        raise CostError(f"a cluster from {path}", str(error), "the file can't be read as TOML", WRITE) from error
+        given = read_toml(read_text_file(path))
+    except InputError as error:
+        why = f"the file can't be read as TOML: {error.why}"
+        raise CostError(f"a cluster from {path}", error.found, why, WRITE) from error
     asked, tables = f"a cluster from {path}", ("device", "inside", "outside")
     if strange := set(given) - {"cluster", *tables}:
         raise CostError(

@@ -29,6 +29,7 @@ from meshwright.graph import (
     compiled,
     in_two,
     joined,
+    libraries_of,
     made_states,
     meshes_of,
     observed,
@@ -161,7 +162,7 @@ class Builder:
         sizes = sizes_of(list(leaves_in(batch)))
         how = (key, dynamic, sizes, self.model.lies_apart())
         digest = digest_of([captured], (key, dynamic, () if dynamic else sizes, how[-1]), self.model)
-        saved = self._saved(digest, batch)
+        saved = self._saved(digest, batch, [captured])
         if saved is not None:
             self._lay(captured, layouts)
             return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured.ran
@@ -173,12 +174,17 @@ class Builder:
         ready = self._with_facts(self._ready(program), [captured], digest)
         return ready, fits, captured.ran
 
-    def _saved(self, digest: str | None, batch: Sequence[Any]) -> Saved | None:
-        """The loaded or kept program with this digest that takes the batch."""
+    def _saved(self, digest: str | None, batch: Sequence[Any], captured: Sequence[Capture]) -> Saved | None:
+        """Return the loaded or kept program with this digest that takes the batch.
+
+        A kept program may use operators of the libraries whose operators the captured calls use.
+        """
         if digest is None:
             return None
         leaves, trains = list(leaves_in(batch)), self.mode == "train"
-        found = chain((saved for at, saved in self.loaded if at == digest), self.kept.find(digest, self.model))
+        libraries = libraries_of([node.op for each in captured for node in each.program.nodes])
+        kept = self.kept.find(digest, self.model, libraries)
+        found = chain((saved for at, saved in self.loaded if at == digest), kept)
         return next((saved for saved in found if saved.fits(leaves, self.model, trains)), None)
 
     @property
@@ -271,7 +277,7 @@ class Builder:
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
         sizes = sizes_of(list(leaves_in(batch)))
         digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
-        saved = self._saved(digest, batch)
+        saved = self._saved(digest, batch, [captured, *others])
         if saved is not None:
             self._lay(captured, layouts)
             return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured.ran

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import Catalogue, CheckpointError, Held, World
-from meshwright.layout import Layout, ProcessMesh, Spec
+from meshwright.layout import InputError, Layout, ProcessMesh, Spec, read_json
 from meshwright.tensor import drawing_by
 
 NAME = "random"
+MOST_BYTES = 2**20
+"""Bytes of the states of one rank."""
 
 
 def random_of(ranks: World) -> dict[str, Held]:
@@ -38,6 +40,12 @@ def random_of(ranks: World) -> dict[str, Held]:
 def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, Held]:
     """A place for the row that this rank takes; `same` tells that the meshes are those that were saved."""
     shape = catalogue.entries[NAME].shape
+    if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
+        raise CheckpointError(
+            f"to load {NAME} from {catalogue.folder}", f"a tensor of shape {shape}",
+            f"the states of random generators are rows of at most {MOST_BYTES} bytes",
+            "a checkpoint that save_checkpoint wrote",
+        )  # fmt: skip
     if len(shape) == 1:
         return {NAME: Held(torch.empty(shape, dtype=torch.uint8))}
     row = ranks.rank if _has_own(shape, ranks, same) else 0
@@ -50,11 +58,11 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
 def check_random(found: Mapping[str, Held]) -> None:
     """Raise CheckpointError for bytes that are no states of generators; nothing is set."""
     try:
-        states = json.loads(found[NAME].part.numpy().tobytes())
+        states = read_json(found[NAME].part.numpy().tobytes(), MOST_BYTES)
         torch.Generator().set_state(_bytes(bytes.fromhex(states["torch"])))
         random.Random().setstate(_python_state(states))
         np.random.RandomState().set_state(_numpy_state(states))
-    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError, OverflowError) as error:
+    except (InputError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             "to put back the random generators", f"no states of them under the name {NAME!r}",
             str(error).split("\n")[0], "a checkpoint that mw.save_checkpoint wrote",
@@ -65,7 +73,7 @@ def put_back_random(found: Mapping[str, Held], ranks: World, same: bool) -> None
     """Sets the generators. Ranks that draw by themselves, and have no row of their own, go on with new numbers."""
     held = found[NAME]
     data = held.part.numpy().tobytes()
-    _read(data)
+    _set(read_json(data, MOST_BYTES))
     if held.spec is not None and drawing_by() == "rank" and not _has_own(held.spec.shape, ranks, same):
         torch.manual_seed(int.from_bytes(sha256(data + str(ranks.rank).encode()).digest()[:8], "little"))
 
@@ -90,8 +98,7 @@ def _written() -> bytes:
     return json.dumps(states).encode()
 
 
-def _read(data: bytes) -> None:
-    states = json.loads(data)
+def _set(states: Any) -> None:
     torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from meshwright.comm import current
+from meshwright.graph import told
 from meshwright.layout import MeshwrightError
 
 from ._model import Model
-from ._program_files import Saved, can_be_saved, captures_of, is_mine, is_writer, row_of, saved_of
+from ._program_files import Saved, Trusted, can_be_saved, captures_of, is_mine, is_writer, row_of, saved_of
 from ._program_index import FORMAT, index_path, read_indexes, write_index
 from ._setting import first_marks
 from ._shared import made_once, nth_request
@@ -57,12 +58,19 @@ class Kept:
         """Yield the checksums of the calls that the programs were captured of."""
         return (str(checksum) for _, row in self._read(model) for checksum in captures_of(row))
 
-    def find(self, digest: str, model: Model) -> Iterator[Saved]:
-        """Yield the programs with this digest for this rank."""
+    def find(self, digest: str, model: Model, libraries: frozenset[str]) -> Iterator[Saved]:
+        """Yield the programs with this digest for this rank; they may use operators of the `libraries`."""
         for path, row in self._read(model):
-            with suppress(MeshwrightError, OSError, LookupError, TypeError, ValueError):
-                if row["digest"] == digest and is_mine(row):
-                    yield saved_of(path.parent, row)
+            with suppress(MeshwrightError, OSError):
+                found = told(path, lambda path=path, row=row: self._saved(path, row, digest, libraries))
+                if found is not None:
+                    yield found
+
+    def _saved(self, path: Path, row: dict[str, Any], digest: str, libraries: frozenset[str]) -> Saved | None:
+        """Return the program of the row if it has this digest and is for this rank."""
+        if row["digest"] != digest or not is_mine(row):
+            return None
+        return saved_of(path.parent, row, Trusted(operators=libraries))
 
     def add(self, model: Model, marks: Mapping[str, str], variant: Variant[Any]) -> None:
         """Keep a program that was recorded."""

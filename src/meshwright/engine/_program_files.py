@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,7 @@ from meshwright.graph import (
     told,
     with_kernels,
 )
+from meshwright.layout import inside, read_file
 
 from ._description import lies_text
 from ._errors import StaticError
@@ -46,6 +48,31 @@ from ._shared import made_once
 from ._variants import Variant, Variants
 
 Row = Mapping[str, Any]
+
+
+MOST_KERNELS = 2**30
+"""Bytes of a file of kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A file of kernels, and the checksum that the index has for it."""
+
+    path: Path
+    sha256: str
+
+    def load(self, program: Program) -> Program | None:
+        """Return the program with the kernels; None unless the file has the checksum.
+
+        The kernels are loaded from a copy of the bytes that were checked, so that nobody can exchange them in between.
+        """
+        data = read_file(self.path, MOST_KERNELS, links=False)
+        if sha256(data).hexdigest() != self.sha256:
+            return None
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / self.path.name
+            copy.write_bytes(data)
+            return with_kernels(program, current(), copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +87,7 @@ class Saved:
     program: Program
     holds: Callable[[Sequence[Any]], bool]
     shared: bool
-    kernels: Path | None = None
+    kernels: Kernels | None = None
     table: Mapping[str, Any] | None = None
     captures: tuple[str, ...] = ()
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -82,7 +109,9 @@ class Saved:
     def lowered(self, writes: bool) -> Program:
         """The program with kernels: those of the file, or new ones, which write in place where they may."""
         if self.kernels is not None:
-            return with_kernels(self.program, current(), self.kernels)
+            found = self.kernels.load(self.program)
+            if found is not None:
+                return found
         return compiled(self.program, current(), writes=writes)
 
     def fits(self, leaves: Sequence[Any], model: Model, trains: bool) -> bool:
@@ -151,20 +180,28 @@ def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[st
     """Where the kernels of the program are, if they can be saved."""
     path = place / name.replace(".safetensors", ".pt2")
     if save_kernels(program, current(), path):
-        yield {"file": path.name, "sha256": sha256(path.read_bytes()).hexdigest(), "machine": machine()}
+        checksum = sha256(read_file(path, MOST_KERNELS)).hexdigest()
+        yield {"file": path.name, "sha256": checksum, "machine": machine()}
 
 
-def _kernels(place: Path, rows: Sequence[Row], program: str) -> Path | None:
-    """The file with kernels, where it is what was saved, and was saved on such a machine."""
-    path = place / program.replace(".safetensors", ".pt2")
+def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
+    """The file with kernels and its checksum, where it is what was saved, and was saved on such a machine."""
+    name = program.replace(".safetensors", ".pt2")
     for row in rows:
-        fits = row["machine"] == machine() and row["file"] == path.name and path.is_file()
-        if fits and sha256(path.read_bytes()).hexdigest() == row["sha256"]:
-            return path
+        if row["machine"] == machine() and row["file"] == name and (place / name).exists():
+            return Kernels(inside(place, name), str(row["sha256"]))
     return None
 
 
-def load_programs(folder: Any, model: Model) -> list[tuple[str, Saved]]:
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """What the caller of a load trusts: the native code of `kernels`, and `operators` of other libraries."""
+
+    kernels: bool = False
+    operators: frozenset[str] = frozenset()
+
+
+def load_programs(folder: Any, model: Model, trusted: Trusted) -> list[tuple[str, Saved]]:
     """Return the programs of a folder that are for this rank, with their digests.
 
     Raises ProgramFileError for files that hold none, and StaticError for programs of another model.
@@ -172,14 +209,16 @@ def load_programs(folder: Any, model: Model) -> list[tuple[str, Saved]]:
     place, found = Path(folder), list[tuple[str, Saved]]()
     for path, index in read_indexes(place, model):
         _check_marks(place, index, model)
-        mine = (row for row in index["programs"] if told(path, lambda row=row: is_mine(row)))
-        found += [
-            told(path, lambda path=path, row=row: (str(row["digest"]), saved_of(path.parent, row))) for row in mine
-        ]
+        found += told(path, lambda path=path, index=index: _mine(path, index, trusted))
     if not found:
         rank = current().rank
         raise no_program(place, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
     return found
+
+
+def _mine(path: Path, index: Row, trusted: Trusted) -> list[tuple[str, Saved]]:
+    """Return the programs of an index that are for this rank, with their digests."""
+    return [(str(row["digest"]), saved_of(path.parent, row, trusted)) for row in index["programs"] if is_mine(row)]
 
 
 def is_mine(row: Row) -> bool:
@@ -188,11 +227,15 @@ def is_mine(row: Row) -> bool:
     return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
 
 
-def saved_of(place: Path, row: Row) -> Saved:
-    """Return the program of a row. Raises ProgramFileError for a file that holds none."""
+def saved_of(place: Path, row: Row, trusted: Trusted) -> Saved:
+    """Return the program of a row, with kernels if they are trusted. Raises ProgramFileError for a file of none."""
     name, table = checked_name(row["file"]), row["pipeline"]
-    program = load_program(place / name, lambda checksum, decode: made_once(current(), ("files", checksum), decode))
-    kernels = _kernels(place, row["kernels"], name)
+
+    def share(checksum: str, decode: Callable[[], Program]) -> Program:
+        return made_once(current(), ("files", checksum, trusted), decode)
+
+    program = load_program(inside(place, name), share, trusted.operators)
+    kernels = _kernels(place, row["kernels"], name) if trusted.kernels else None
     constants = {int(at): int(number) for at, number in row["constants"]}
     if any(program.inputs[at].role != "constant" for at in constants):
         raise ValueError(f"inputs {sorted(constants)} are not all constants of the program")

@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from meshwright.comm import current
-from meshwright.graph import no_program, read_json, told, write_whole
+from meshwright.graph import no_program, told, write_whole
+from meshwright.layout import read_file, read_json
 
 from ._errors import StaticError
 from ._model import Model
@@ -22,6 +24,10 @@ from ._setting import first_marks
 
 KIND = "meshwright programs"
 FORMAT = 7
+MOST_INDEX = 16 * 2**20
+"""Bytes of an index."""
+MOST_INDEXES = 100_000
+"""Indexes of a folder that are read."""
 
 
 def index_path(folder: Path, rank: int) -> Path:
@@ -79,26 +85,28 @@ def read_indexes(folder: Path, model: Model) -> Iterator[tuple[Path, dict[str, A
 
     Raises ProgramFileError for a folder or a file without programs, and StaticError for programs of another model.
     """
-    paths = sorted(folder.glob("programs-*.json"))
+    paths = sorted(islice(folder.glob("programs-*.json"), MOST_INDEXES))
     if not paths:
         raise no_program(folder, "there is no index of programs, such as programs-0.json, in this folder")
     for path in paths:
-        index = told(path, lambda path=path: _index(path.read_bytes()))
+        index = told(path, lambda path=path: _index(read_file(path, MOST_INDEX, links=False)))
         _check(folder, index, model)
         yield path, index
 
 
 def _index(data: bytes) -> dict[str, Any]:
-    outer = read_json(data)
+    outer = read_json(data, MOST_INDEX)
     if _sum(outer["index"]) != outer["sha256"]:
         raise ValueError("its checksum is another one: the file was changed")
-    index = read_json(outer["index"])
+    index = read_json(outer["index"], MOST_INDEX)
     if index["kind"] != KIND or index["format"] > FORMAT:
         raise ValueError(f"it is {index['kind']!r} of format {index['format']}, this reads formats up to {FORMAT}")
     if not isinstance(index["programs"], list) or not all(
         isinstance(index[k], dict) for k in ("model", "marks", "homes")
     ):
         raise ValueError("it is no index of programs")
+    if not all(isinstance(row, dict) for row in index["programs"]):
+        raise ValueError("a row of it is no program")
     return {**index, "model": {"number of ranks": str(index["ranks"]), **index["model"]}}
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import accumulate, chain
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,8 +81,13 @@ def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Sh
     and all else, such as tokens and places that are put in, where their first one is, as `shard_fn` marks it there.
     What a layer holds too stays one.
     """
+    inside: dict[str, list[ProcessMesh]] = {}
+    for name, home in homes.items():
+        for path in ("", *(name[:at] for at, letter in enumerate(name) if letter == ".")):
+            ends = inside.setdefault(path, [home, home])
+            ends[1] = home
     for path, module in model.named_modules():
-        inner = [home for name, home in homes.items() if not path or name.startswith(f"{path}.")]
+        inner = inside.get(path, [])
         tables: list[dict[str, Any]] = [module._parameters, module._buffers] if inner else []
         plain = [(t, name, x) for t in tables for name, x in t.items() if _is_plain(x)]
         if plain and shard_fn is not None:
@@ -166,22 +172,43 @@ def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:
     """The layers at which all chunks but the first begin, such that the dearest chunk costs least."""
     if not 0 < chunks <= len(layers):
         return []
-    prices = [sum(c for path, c in costs.items() if path == n or path.startswith(f"{n}.")) for n in layers]
-    total = [0.0, *accumulate(prices)]
-
-    @cache
-    def best(end: int, parts: int) -> tuple[float, int]:
-        """The dearest of `parts` chunks of the first `end` layers, and where the last one begins."""
-        if parts == 1:
-            return total[end], 0
-        return min((max(best(k, parts - 1)[0], total[end] - total[k]), k) for k in range(parts - 1, end))
-
+    total = [0.0, *accumulate(_prices(layers, costs))]
+    tables = [[(cost, 0) for cost in total]]
+    while len(tables) < chunks:
+        tables.append(_one_more(tables[-1], total, len(tables)))
     starts: list[int] = []
     end = len(layers)
-    for parts in range(chunks, 1, -1):
-        end = best(end, parts)[1]
+    for table in reversed(tables[1:]):
+        end = table[end][1]
         starts.append(end)
     return [layers[k] for k in reversed(starts)]
+
+
+def _prices(layers: Sequence[str], costs: Costs) -> list[float]:
+    """Return the cost of each layer with all that is inside it."""
+    found: dict[str, float] = dict.fromkeys(layers, 0.0)
+    for path, cost in costs.items():
+        for end in (*(at for at, letter in enumerate(path) if letter == "."), len(path)):
+            if path[:end] in found:
+                found[path[:end]] += cost
+    return [found[name] for name in layers]
+
+
+def _one_more(before: Sequence[tuple[float, int]], total: Sequence[float], least: int) -> list[tuple[float, int]]:
+    """Return, for the first 0, 1, ... layers in one chunk more, the cost of the dearest chunk and the last one's begin.
+
+    The layers before the last chunk cost the more the later it begins, and the chunk the less: the best place is where
+    the two meet. Of equal ones it is the first. `least` is the number of chunks before.
+    """
+    found = [(inf, 0)] * len(total)
+    for end in range(least + 1, len(total)):
+        places = range(least, end)
+        at = bisect_left(places, True, key=lambda k, end=end: before[k][0] >= total[end] - total[k])
+        later = before[places[at]][0] if at < len(places) else inf
+        cost = min(later, total[end] - total[places[at - 1]] if at else inf)
+        first = bisect_left(places, True, key=lambda k, end=end, cost=cost: total[end] - total[k] <= cost)
+        found[end] = cost, places[first]
+    return found
 
 
 def _check(starts: Sequence[str], layers: Sequence[str], way: Sequence[int], stages: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ._loss_scale import LossScale
 from ._model import Mode, Model
 from ._pieces import Pieces
 from ._pipeline import Chosen, Separate
-from ._program_files import load_programs, save_programs
+from ._program_files import Trusted, load_programs, save_programs
 from ._refuse_call import refuse_call, refuse_shared
 from ._setting import Roots, Setting, first_marks, form_of
 from ._strategy import Strategy
@@ -247,14 +247,18 @@ class DistModel:
         """
         save_programs(folder, self._builder.model, self._variants, self._marks, kernels)
 
-    def load(self, folder: str | os.PathLike[str]) -> DistModel:
+    def load(self, folder: str | os.PathLike[str], kernels: bool = False, operators: Collection[str] = ()) -> DistModel:
         """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
 
         The model is still captured at the first call for a kind of batch. A program is used if the capture is the one
-        that it was recorded of. Raises StaticError for programs of another model, another loss, optimizer or strategy,
-        or of another number of ranks, and ProgramFileError for files that hold none.
+        that it was recorded of. A file may name operators of torch that are functions of tensors only; `operators`
+        names those of other libraries that it may use too, such as "mylib" or "mylib.scale". With `kernels`, compiled
+        kernels of the folder are used: they are native code, so pass it only for files that you trust.
+
+        Raises StaticError for programs of another model, another loss, optimizer or strategy, or of another number of
+        ranks, and ProgramFileError for files that hold none.
         """
-        self._builder.loaded += load_programs(folder, self._builder.model)
+        self._builder.loaded += load_programs(folder, self._builder.model, Trusted(kernels, frozenset(operators)))
         return self
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from meshwright.graph import Pass
+from meshwright.layout import InputError, read_toml
 from meshwright.search import quoted
 
 from ._errors import StrategyError
@@ -43,9 +43,9 @@ def strategy_from_toml(text: str) -> Strategy:
     2
     """
     try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise StrategyError("a strategy in TOML", str(error), "it is no TOML", 'compiler = "inductor"') from error
+        found = read_toml(text)
+    except InputError as error:
+        raise StrategyError("a strategy in TOML", error.found, error.why, 'compiler = "inductor"') from error
     return Strategy.of(**found)
 
 

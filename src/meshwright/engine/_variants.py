@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from meshwright.layout import Cache
 from meshwright.tensor import DistTensor
 
 from ._errors import StaticError
@@ -44,7 +45,7 @@ class Variants(Generic[T]):
     """The programs recorded so far, at most `most`; a batch of new sizes makes the sizes that changed symbolic."""
 
     most: int
-    exact: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
+    exact: dict[Any, list[Variant[T]]] = field(default_factory=lambda: Cache[Any, "list[Variant[T]]"](1024))
     known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
     fixed: set[Any] = field(default_factory=set[Any])
     """The keys of calls whose programs cannot leave sizes open."""

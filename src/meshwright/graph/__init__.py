@@ -1,5 +1,6 @@
 """Programs: captured, completed, recorded per rank, checked, rewritten, run."""
 
+from ._admitted import is_admitted, libraries_of
 from ._alike import are_alike, first_alike, specs_data, specs_in, specs_of
 from ._brought import Sent, brought, meshes_of
 from ._capture import Capture, Slot, capture, slots_of
@@ -12,7 +13,7 @@ from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, wri
 from ._encode import program_data
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from ._execute import Run, runner, to_fx
-from ._file import load_program, no_program, read_json, save_program, told, write_whole
+from ._file import load_program, no_program, save_program, told, write_whole
 from ._imagine import strides_of
 from ._inductor import Kernels, compiled
 from ._infer import Names
@@ -159,11 +160,13 @@ __all__ = [
     "first_alike",
     "holds_of",
     "in_two",
+    "is_admitted",
     "is_drawing",
     "is_lifted",
     "is_pure",
     "is_view",
     "joined",
+    "libraries_of",
     "lies_as",
     "linear_tail",
     "live_memory",
@@ -188,7 +191,6 @@ __all__ = [
     "overwriting",
     "parse_layouts",
     "program_data",
-    "read_json",
     "record_forward",
     "record_gradients",
     "record_piece",

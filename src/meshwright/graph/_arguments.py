@@ -27,6 +27,8 @@ from ._errors import RewriteError
 Kind = Literal["tensor", "attribute", "choice", "step"]
 Sizes = Mapping[str, Any]
 
+MOST_CHARACTERS = 1000
+"""Characters of the shapes of a rule."""
 _ENTRY = re.compile(r"(?:(?P<kind>int|bool)\b)?\s*(?P<dims>[^<]*?)\s*(?:<\s*(?P<below>\w+))?")
 _ATTRIBUTES: dict[Any, tuple[Any, Any]] = {
     float: (0.5, 0.25),
@@ -82,6 +84,9 @@ def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
     """
     if not line:
         return {}
+    if len(line) > MOST_CHARACTERS:
+        why = f"the shapes of a rule have at most {MOST_CHARACTERS} characters"
+        raise RewriteError(f"shapes {line[:80]!r}", f"{len(line)} characters", why, '"... d, d" for x and w')
     entries = [entry.strip() for entry in line.split(",")]
     found = [_ENTRY.fullmatch(entry) for entry in entries]
     if len(entries) != len(tensors) or not all(found):

@@ -1,11 +1,12 @@
 """Plain data as a program: what `_encode.py` writes, with every name looked up and every number checked.
 
-Nothing is evaluated. Operators are those of `torch.ops`, functions those of a table; anything else raises DataError.
+Nothing is evaluated. Operators are those of `torch.ops` that `_admitted.py` admits, functions those of a table;
+anything else raises DataError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, evenly
 from meshwright.reshard import Exchange, Step, View, parse_step
 from meshwright.tensor import Context, Mark
 
+from ._admitted import is_admitted
 from ._dynamic import BatchSize
 from ._encode import FORMAT
 from ._expressions import computed
@@ -30,7 +32,7 @@ from .torch_hooks import Operator, ShapeEnv, named_symbol
 MOST = 2**62
 """Numbers in a file are smaller."""
 MOST_SYMBOLS = 1000
-MOST_RANKS = 2**24
+MOST_RANKS = 2**20
 
 
 class DataError(ValueError):
@@ -39,9 +41,13 @@ class DataError(ValueError):
 
 @dataclass(slots=True)
 class Decoder:
-    """The tables of one program; `tensors` are its constants, by name."""
+    """The tables of one program; `tensors` are its constants, by name.
+
+    `operators` are the operators of other libraries that it may name.
+    """
 
     tensors: Mapping[str, Tensor]
+    operators: Collection[str] = ()
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     meshes: list[ProcessMesh] = field(default_factory=list[ProcessMesh])
     specs: list[Spec] = field(default_factory=list[Spec])
@@ -67,7 +73,9 @@ class Decoder:
 
     def read_specs(self, data: Any) -> list[Spec]:
         """Return the specs of the data after reading its meshes."""
-        self.meshes = [_mesh(*row) for row in data["meshes"]]
+        if (ranks := sum(prod(map(number, row(shape))) for shape, *_ in data["meshes"])) > MOST_RANKS:
+            raise DataError(f"its meshes have {ranks} ranks, and all meshes of a program at most {MOST_RANKS}")
+        self.meshes = [_mesh(*each) for each in data["meshes"]]
         self.specs = [self._spec(*row) for row in data["specs"]]
         return self.specs
 
@@ -129,7 +137,7 @@ class Decoder:
     def _op(self, data: Any) -> Op:
         kind, what = only(data)
         if kind == "op":
-            return operator_named(what)
+            return self._operator(what)
         if kind == "python":
             return FUNCTIONS[what]
         first, second = row(what)
@@ -138,10 +146,19 @@ class Decoder:
         if kind == "mark":
             return Mark(item(self.meshes, first), self._layout(second))
         if kind == "on copy":
-            return OnCopy(operator_named(first), tuple(self.tree(row(second))))
+            return OnCopy(self._operator(first), tuple(self.tree(row(second))))
         if kind == "over":
-            return Over(operator_named(first), tuple(number(n) for n in row(second)))
+            return Over(self._operator(first), tuple(number(n) for n in row(second)))
         raise DataError(f"an operator of the kind {kind!r}")
+
+    def _operator(self, name: Any) -> Operator:
+        found = operator_named(name)
+        if not is_admitted(found, self.operators):
+            raise DataError(
+                f"it names the operator {name!r}, which is not known as a function of tensors only; "
+                "for an operator of another library, name it in load(folder, operators=[...])"
+            )
+        return found
 
     def _carry(self, step: Step, src: Spec) -> Carry:
         op = Carry(step, src)
@@ -201,13 +218,14 @@ def operator_named(name: Any) -> Operator:
     parts = text(name).split(".")
     found: Any = torch.ops
     kinds = (type(torch.ops.aten), type(torch.ops.aten.add), Operator)
-    for part, kind in zip(parts, kinds, strict=len(parts) == len(kinds)):
+    if len(parts) != len(kinds):
+        raise DataError(f"{name!r} names no overload")
+    for part, kind in zip(parts, kinds, strict=True):
         found = getattr(found, part, None)
         if not isinstance(found, kind):
             raise DataError(f"torch.ops has no operator {name!r}: is the library imported that registers it?")
-    if not isinstance(found, Operator):
-        raise DataError(f"{name!r} names no overload")
-    return found
+    operator: Any = found
+    return operator
 
 
 def number(n: Any, least: int | None = 0) -> int:

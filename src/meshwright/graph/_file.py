@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError
+from meshwright.layout import InputError, MeshwrightError, read_file, read_json
 
+from ._admitted import libraries_of
 from ._decode import Decoder
 from ._encode import program_data
 from ._errors import ProgramFileError
@@ -28,8 +29,16 @@ from ._program import Program
 from ._verify import verify
 
 KIND = "meshwright program"
-LONGEST = 100_000_000
-"""So long a text safetensors reads."""
+LONGEST = 48 * 2**20
+"""Bytes of the header of a file, in which the program is a text in a text."""
+MOST_PROGRAM = 24 * 2**20
+"""Characters of a program as JSON."""
+MOST_VALUES = 2_000_000
+"""Values in a program as JSON."""
+DEPTH = 128
+"""Levels in which values of a program are nested."""
+MOST_FILE = 4 * 2**30
+"""Bytes of a program with its constants."""
 
 T = TypeVar("T")
 
@@ -44,13 +53,14 @@ def save_program(program: Program, path: str | os.PathLike[str], read_back: bool
     program_as_data, tensors = program_data(program)
     text = json.dumps(program_as_data, allow_nan=False, separators=(",", ":"))
     if read_back:
-        decoded(path, text, tensors)
+        decoded(path, text, tensors, libraries_of([node.op for node in program.nodes]))
     checksum = _checksum(text, tensors)
     metadata = {"kind": KIND, "program": text, "sha256": checksum}
     data = save(tensors, metadata)
-    if int.from_bytes(data[:8], "little") > LONGEST:
+    if int.from_bytes(data[:8], "little") > LONGEST or len(text) > MOST_PROGRAM or len(data) > MOST_FILE:
         raise ProgramFileError(
-            "to save a program", f"a text of {len(text)} characters", f"a file holds one of at most {LONGEST}",
+            "to save a program", f"a text of {len(text)} characters, a file of {len(data)} bytes",
+            f"a file holds a text of at most {MOST_PROGRAM}, and at most {MOST_FILE} bytes",
             "a smaller program: the layers of a model as programs of their own",
         )  # fmt: skip
     write_whole(path, data)
@@ -62,22 +72,31 @@ def _decode_each(checksum: str, decode: Callable[[], Program]) -> Program:
 
 
 def load_program(
-    path: str | os.PathLike[str], share: Callable[[str, Callable[[], Program]], Program] = _decode_each
+    path: str | os.PathLike[str],
+    share: Callable[[str, Callable[[], Program]], Program] = _decode_each,
+    operators: Collection[str] = (),
 ) -> Program:
     """Return the program in a file that `save_program` wrote. Raises ProgramFileError for a file that holds none.
 
-    `share(checksum, decode)` returns `decode()`, or the program that it decoded before for this checksum.
+    The program may name operators of torch that are functions of tensors (`_admitted.py`), and those `operators` of
+    other libraries: "mylib" for all of a library, or "mylib.scale". `share(checksum, decode)` returns `decode()`, or
+    the program that it decoded before for this checksum.
     """
     metadata, tensors = _read(path)
     text = metadata["program"]
-    if _checksum(text, tensors) != metadata["sha256"]:
+    if not isinstance(text, str) or _checksum(text, tensors) != metadata["sha256"]:
         raise no_program(path, "its checksum is another one: the file was changed, or not copied to its end")
-    return share(metadata["sha256"], lambda: decoded(path, text, tensors))
+    return share(metadata["sha256"], lambda: decoded(path, text, tensors, operators))
 
 
-def decoded(path: Any, text: str, tensors: Mapping[str, Tensor]) -> Program:
+def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Collection[str] = ()) -> Program:
     """The program that the text is."""
-    return told(path, lambda: verify(Decoder(tensors).program(read_json(text))))
+
+    def decode() -> Program:
+        data = read_json(text, MOST_PROGRAM, MOST_VALUES, DEPTH)
+        return verify(Decoder(tensors, operators).program(data))
+
+    return told(path, decode)
 
 
 def told(path: Any, act: Callable[[], T]) -> T:
@@ -85,18 +104,9 @@ def told(path: Any, act: Callable[[], T]) -> T:
     try:
         return act()
     except MeshwrightError as error:
-        raise no_program(path, f"{error.asked}: {error.why}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise no_program(path, f"{error.asked}: {error.found}: {error.why}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise no_program(path, str(error).split("\n")[0] or type(error).__name__) from error
-
-
-def read_json(text: str | bytes) -> Any:
-    """JSON without what JSON does not have: NaN and infinities."""
-    return json.loads(text, parse_constant=_no_constant)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def no_program(path: Any, why: str) -> ProgramFileError:
@@ -106,15 +116,19 @@ def no_program(path: Any, why: str) -> ProgramFileError:
     )  # fmt: skip
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The texts and the tensors of a file."""
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path, MOST_FILE)
+        length = int.from_bytes(data[:8], "little")
+        if length > LONGEST:
+            raise no_program(path, f"its header has {length} bytes, and that of a program at most {LONGEST}")
         tensors = load(data)
-    except (OSError, SafetensorError, ValueError) as error:
+    except InputError as error:
+        raise no_program(path, f"{error.found}: {error.why}") from error
+    except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
         raise no_program(path, str(error)) from error
-    length = int.from_bytes(data[:8], "little")
-    metadata: Any = told(path, lambda: read_json(data[8 : 8 + length])).get("__metadata__")
+    metadata: Any = told(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get("__metadata__")
     if metadata is None or metadata.get("kind") != KIND or not metadata.keys() >= {"program", "sha256"}:
         raise no_program(path, "it is a safetensors file, and there is no program in it")
     return metadata, tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.layout import ProcessMesh, Spec, parse_spec
+from meshwright.layout import MOST_TEXT, ProcessMesh, Spec, parse_spec
 
 from ._errors import ProgramError
 
@@ -28,12 +28,21 @@ class Layouts:
         return "\n".join(f"{row:{longest}}  # {why}" if why else row for row, why in zip(rows, notes, strict=True))
 
 
+MOST_LINES = 50_000
+"""Lines of layouts in text."""
+
+
 def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> dict[str, Spec]:
     """Name → spec of a text as `str(layouts)` gives it; `mesh` is that of all, or by name.
 
     Raises ProgramError for a line that is none, naming it.
     """
     found: dict[str, Spec] = {}
+    if len(text) > MOST_TEXT or text.count("\n") > MOST_LINES:
+        raise ProgramError(
+            "layouts in text", f"{len(text)} characters", f"such a text has {MOST_TEXT} characters, {MOST_LINES} lines",
+            "batch_0  f32[8@dp, 1024]",
+        )  # fmt: skip
     for number, line in enumerate(text.splitlines(), 1):
         body = line.split("#")[0].strip()
         if not body:
@@ -44,5 +53,8 @@ def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> d
                 f"line {number} of layouts", repr(line), "a line has the name of a value and its spec",
                 "batch_0  f32[8@dp, 1024]",
             )  # fmt: skip
+        if not isinstance(mesh, ProcessMesh) and name not in mesh:
+            known = ", ".join(list(mesh)[:5])
+            raise ProgramError(f"the layout of {name!r}", f"meshes of {known}", "it has no mesh", "a name of a value")
         found[name] = parse_spec(spec.strip(), mesh if isinstance(mesh, ProcessMesh) else mesh[name])
     return found

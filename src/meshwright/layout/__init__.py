@@ -1,6 +1,10 @@
 """Meshes, placements and layouts: where every element of a tensor lives. Nothing here communicates."""
 
-from ._errors import LayoutError, MeshError, MeshwrightError, PlacementError
+from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
+from ._bounded_text import check_length, check_values, read_json, read_toml
+from ._cache import Cache
+from ._errors import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
+from ._escape import escaped
 from ._layout import (
     Dim,
     Layout,
@@ -21,8 +25,11 @@ from ._text import parse_layout, read_dtype, write_dtype
 from ._where import module_path, user_frame, user_line, user_place
 
 __all__ = [
+    "MOST_TEXT",
     "PARTIAL_OPS",
+    "Cache",
     "Dim",
+    "InputError",
     "Layout",
     "LayoutError",
     "MeshError",
@@ -38,14 +45,19 @@ __all__ = [
     "Spec",
     "Strides",
     "axes_of",
+    "check_length",
+    "check_values",
     "chunk",
     "contiguous_strides",
     "cut",
+    "decoded_text",
     "dense_strides",
+    "escaped",
     "evenly",
     "expand_products",
     "hint",
     "identity",
+    "inside",
     "is_contiguous",
     "layout_of",
     "local_length",
@@ -56,6 +68,10 @@ __all__ = [
     "parse_spec",
     "placements_of",
     "read_dtype",
+    "read_file",
+    "read_json",
+    "read_text_file",
+    "read_toml",
     "replicated",
     "strides_like",
     "user_frame",

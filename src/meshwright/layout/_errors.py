@@ -7,10 +7,18 @@ Each package derives one class per cause; `docs/troubleshooting.md` has a paragr
     ├── MeshError           a mesh that cannot exist, or a rank or axis that is not in it
     ├── PlacementError      a placement that the tensor or the mesh cannot have
     ├── LayoutError         a layout that contradicts itself, or text that is not one
+    ├── InputError          a file or a text that a reader refuses: too large, too deep, not of its kind
     └── (one subtree per package, named after its cause)
 """
 
 from __future__ import annotations
+
+import re
+
+from ._escape import escaped
+
+MOST_SHOWN = 20_000
+"""Characters of each part of an error that are printed."""
 
 
 class MeshwrightError(Exception):
@@ -28,7 +36,19 @@ class MeshwrightError(Exception):
         self.asked, self.found, self.why, self.write = asked, found, why, write
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}: {self.asked}\n  found: {self.found}\n  why:   {self.why}\n  fix:   {self.write}"
+        asked, found, why, write = map(_shown, (self.asked, self.found, self.why, self.write))
+        return f"{type(self).__name__}: {asked}\n  found: {found}\n  why:   {why}\n  fix:   {write}"
+
+
+def _shown(part: object) -> str:
+    """Return the part without control characters, cut if it is very long; further lines of it are set in."""
+    text = str(part)
+    if len(text) > MOST_SHOWN:
+        text = f"{text[:MOST_SHOWN]} ... ({len(text)} characters)"
+    return _LINES.sub("\n    ", escaped(text, keep_lines=True))
+
+
+_LINES = re.compile(r"\n {0,3}(?! )")
 
 
 class MeshError(MeshwrightError, ValueError):
@@ -41,3 +61,7 @@ class PlacementError(MeshwrightError, ValueError):
 
 class LayoutError(MeshwrightError, ValueError):
     """A layout that contradicts itself, or text that is not a layout."""
+
+
+class InputError(MeshwrightError, ValueError):
+    """A file or a text that a reader refuses: too large, nested too deep, not a regular file, or not of its kind."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class ProcessMesh:
     Raises MeshError for a rank named twice, a negative rank, an empty mesh, or names that do not fit.
     """
 
-    _known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]], ProcessMesh] = {}  # noqa: RUF012 - interning
+    _known: ClassVar[WeakValueDictionary[Any, ProcessMesh]] = WeakValueDictionary()
 
     shape: tuple[int, ...]
     process_ids: tuple[int, ...]
@@ -206,7 +207,7 @@ def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> np.ndarray
 def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     try:
         ranks = np.asarray(mesh, dtype=np.int64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise MeshError(
             f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "[[0, 1], [2, 3]]"
         ) from None

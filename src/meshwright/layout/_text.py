@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -17,6 +18,10 @@ DTYPES = {
 }  # fmt: skip
 """Short names of dtypes; any other dtype is written by its torch name."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MOST_CHARACTERS = 10_000
+MOST_DIGITS = 18
+"""Digits of a size: sizes of tensors are below 2 ** 63."""
 
 _SPEC = re.compile(r"\s*(?P<dtype>\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>(?:\s*[+~]\s*\w+(?::\w+)?)*)\s*")
 _FACTOR = re.compile(r"\s*(?P<size>\d*)\s*(?P<axes>(?:@\w+)*)\s*")
@@ -35,7 +40,7 @@ def read_dtype(name: str) -> torch.dtype:
     """
     dtype = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"a dtype {name!r}", name, "no such dtype", f"one of {', '.join(DTYPES)}")
+        raise LayoutError(f"a dtype {name[:80]!r}", repr(name[:80]), "no such dtype", f"one of {', '.join(DTYPES)}")
     return dtype
 
 
@@ -62,10 +67,10 @@ def read_strides(text: str) -> tuple[str, tuple[int, ...] | None]:
     >>> read_strides("f32[8@dp, 4] +tp strides (1, 8)")
     ('f32[8@dp, 4] +tp', (1, 8))
     """
-    found = _STRIDES.fullmatch(text)
+    found = _STRIDES.fullmatch(_checked(text))
     if found is None:
         return text, None
-    return found["rest"], tuple(int(n) for n in found["strides"].split(","))
+    return found["rest"], tuple(_size(n.strip(), text) for n in found["strides"].split(","))
 
 
 def parse_layout(text: str) -> Layout:
@@ -86,11 +91,12 @@ def parse_sized(text: str) -> tuple[torch.dtype, list[int], Layout]:
         raise LayoutError(
             f"{text!r}", "a dim without a size", "a spec has the global size of every dim", "f32[8@dp, 16]"
         )
+    _check_elements(sizes, text)
     return dtype, sizes, layout
 
 
 def _parse(text: str) -> tuple[str, list[int | None], Layout]:
-    found = _SPEC.fullmatch(text)
+    found = _SPEC.fullmatch(_checked(text))
     if found is None:
         raise LayoutError(
             f"{text!r}", "text that is not a layout", "the form is [dims] and marks", "f32[8@dp, 16] +tp ~cp"
@@ -103,6 +109,24 @@ def _parse(text: str) -> tuple[str, list[int | None], Layout]:
     return found["dtype"], [n for n, _ in parsed], Layout(tuple(d for _, d in parsed), partial, varying)
 
 
+def _check_elements(sizes: Sequence[int], text: str) -> None:
+    if prod(max(1, n) for n in sizes) >= 2**63:
+        raise LayoutError(f"{text!r}", "more than 2**63 elements", "no tensor has so many", "f32[8@dp, 16]")
+
+
+def _checked(text: str) -> str:
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    why = f"the text of a layout has at most {MOST_CHARACTERS} characters"
+    raise LayoutError(f"a layout {text[:40]!r}...", f"{len(text)} characters", why, "f32[8@dp, 16] +tp ~cp")
+
+
+def _size(digits: str, text: str) -> int:
+    if len(digits) <= MOST_DIGITS:
+        return int(digits)
+    raise LayoutError(f"{text!r}", f"{digits[:40]}", f"a size has at most {MOST_DIGITS} digits", "16 or 3 * 512@tp")
+
+
 def _parse_dim(part: str, text: str) -> tuple[int | None, Dim]:
     if part.strip() == ":":
         return None, ()
@@ -112,11 +136,12 @@ def _parse_dim(part: str, text: str) -> tuple[int | None, Dim]:
         if found is None or not piece.strip():
             raise LayoutError(f"{text!r}", f"{part.strip()!r}", "this is not a dim", "16, 16@dp, @dp, : or 3 * 512@tp")
         axes = tuple(found["axes"].split("@")[1:])
-        factors.append((int(found["size"]) if found["size"] else None, axes))
+        factors.append((_size(found["size"], text) if found["size"] else None, axes))
     if len(factors) == 1:
         return factors[0]
     sized = tuple((n, axes) for n, axes in factors if n is not None)
     if len(sized) != len(factors):
         raise LayoutError(f"{text!r}", f"{part.strip()!r}", "every factor of a product needs its size", "3 * 512@tp")
     product = Product(sized)
+    _check_elements([product.size], text)
     return product.size, product

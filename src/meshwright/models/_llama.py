@@ -9,7 +9,7 @@ Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ def rotate(x_bhse: Tensor) -> Tensor:
     return torch.cat([left * cos_se - right * sin_se, right * cos_se + left * sin_se], dim=-1)
 
 
-@cache
+@lru_cache(maxsize=64)
 def rope_table(length: int, head_size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position times frequency, both [s, e / 2] (Su et al. 2021, RoFormer)."""
     frequency = base ** (-torch.arange(0, head_size, 2) / head_size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import islice, takewhile
 from math import prod
 from typing import Any, ClassVar
@@ -93,7 +93,7 @@ class Bucket(Pass):
         return members, window
 
 
-@cache
+@lru_cache(maxsize=64)
 def pays_back(device: str) -> int:
     """So many bytes are read and written in the time that a collective takes to start: on a CPU, or else on an H100."""
     kind, link = ("cpu core", "memory of one host") if device == "cpu" else ("H100", "NVLink4")

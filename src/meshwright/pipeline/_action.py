@@ -75,6 +75,8 @@ class Action(NamedTuple):
 
 
 _FORM = re.compile(r"(BW|[<>]?[FB]|[WRGSO])(\d{1,9})?(?:\.(\d{1,9}))?(?::(\d{1,9}))?")
+MOST_BESIDE = 16
+"""Actions that an action of a text joins by `&`."""
 _NEEDS_MICROBATCH = COMPUTES | TRANSFERS
 
 
@@ -91,6 +93,11 @@ def parse_action(text: str) -> Action:
     3
     """
     action: Action | None = None
+    if text.count("&") >= MOST_BESIDE:
+        raise ScheduleError(
+            f"an action {text[:40]!r}", f"{text.count('&') + 1} actions", f"at most {MOST_BESIDE} run together",
+            "F0.1&B0.1",
+        )  # fmt: skip
     for part in reversed(text.split("&")):
         action = _parsed(part)._replace(beside=action)
     assert action is not None

@@ -9,6 +9,10 @@ from ._errors import ScheduleError
 from ._schedule import Edge, Schedule
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?(, (?P<slices>\d{1,9}) slices a sequence)?")
+MOST_CHARACTERS = 4 * 2**20
+MOST_WORDS = 300_000
+"""Words of a table in text, most of which are actions."""
+_WORD = re.compile(r"\S+")
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})(-?)")
 
 
@@ -21,10 +25,15 @@ def parse_schedule(text: str) -> Schedule:
     0: F0.0 BW0.0
     1: F0.1 BW0.1
     """
+    if len(text) > MOST_CHARACTERS or len(_WORD.findall(text)) > MOST_WORDS:
+        why = f"a table has at most {MOST_CHARACTERS} characters and {MOST_WORDS} words"
+        raise _unread(f"{len(text)} characters", why, "a table of fewer microbatches")
     lines = [line for line in (raw.split("#")[0].strip() for raw in text.splitlines()) if line]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
         raise _unread(lines[0] if lines else "", "the first line names the schedule", "1F1B: 8 microbatches")
+    if not head["name"].isprintable():
+        raise _unread(repr(lines[0]), "the name of a schedule has letters that can be printed", "1F1B: 8 microbatches")
     parts: dict[str, list[list[str]]] = {}
     for line in lines[1:]:
         key, colon, rest = line.partition(":")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from meshwright.layout import escaped
+
 
 class Markup(str):
     """Text that is HTML already."""
@@ -19,7 +21,7 @@ def element(name: str, *inside: str, **attributes: str | int | None) -> Markup:
     '<p class="note">1 &lt; 2 <b>bold</b></p>'
     """
     told = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_safe(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -28,7 +30,12 @@ def element(name: str, *inside: str, **attributes: str | int | None) -> Markup:
 
 def joined(parts: Iterable[str]) -> Markup:
     """One after the other, what is no HTML yet escaped."""
-    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+    return Markup("".join(part if isinstance(part, Markup) else _safe(part) for part in parts))
+
+
+def _safe(text: str) -> str:
+    """Return the text as HTML shows it, with its control characters and marks of direction as escapes."""
+    return escape(escaped(text, keep_lines=True))
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Markup:

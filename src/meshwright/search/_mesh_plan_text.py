@@ -24,8 +24,9 @@ KNOWN = (
     "mesh", "layouts", "seconds", "bytes", "zero", "recompute", "accumulate", "split", "schedule", "microbatches",
     "way", "context",
 )  # fmt: skip
-MOST = 2**24
-"""So many ranks a mesh may have."""
+MOST = 2**20
+"""Ranks of a mesh in a text."""
+MOST_AXES = 16
 
 
 def parse_mesh_plan(text: str) -> MeshPlan:
@@ -116,8 +117,9 @@ def _table(given: Any, kind: type, name: str, what: str) -> dict[str, Any]:
 
 def _mesh(given: Any) -> ProcessMesh:
     sizes = _table(given, int, "mesh", "ranks")
-    if not sizes or min(sizes.values()) < 1 or prod(sizes.values()) > MOST:
-        raise _refused(f"mesh = {sizes}", f"{prod(sizes.values())} ranks", f"a mesh has axes, of 1 to {MOST} ranks")
+    if not sizes or min(sizes.values()) < 1 or len(sizes) > MOST_AXES or prod(sizes.values()) > MOST:
+        why = f"a mesh has 1 to {MOST_AXES} axes, and at most {MOST} ranks"
+        raise _refused(f"mesh = {sizes}", f"{len(sizes)} axes, {prod(sizes.values())} ranks", why)
     try:
         return ProcessMesh(np.arange(prod(sizes.values())).reshape(*sizes.values()), list(sizes))
     except MeshError as error:

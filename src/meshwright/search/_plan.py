@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
+
+from meshwright.layout import InputError, read_json, read_toml
 
 from ._errors import SearchError, check_sizes
 
@@ -94,9 +95,9 @@ def quoted(text: str) -> str:
 def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
     """What a text in TOML or JSON says. Raises SearchError for a text that is neither."""
     try:
-        return json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError as error:
-        raise SearchError(asked, str(error), "it is neither TOML nor JSON", write) from error
+        return read_json(text) if text.lstrip().startswith("{") else read_toml(text)
+    except InputError as error:
+        raise SearchError(asked, error.found, f"it is neither TOML nor JSON: {error.why}", write) from error
 
 
 def plan_of(given: Mapping[str, Any]) -> Plan:

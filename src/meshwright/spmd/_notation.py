@@ -58,6 +58,10 @@ class Equation:
         return " -> ".join(sides)
 
 
+MOST_CHARACTERS = 2000
+"""Characters of a rule."""
+
+
 @lru_cache(maxsize=4096)
 def parse_rule(text: str) -> Equation:
     """The equation that `text` writes down; raises RuleError naming the place.
@@ -65,6 +69,9 @@ def parse_rule(text: str) -> Equation:
     >>> parse_rule("... k * n k + n -> ... n").products
     ((0, 1), (2,))
     """
+    if len(text) > MOST_CHARACTERS or text.count("|") + text.count("?") > 1:
+        why = f"a rule has at most {MOST_CHARACTERS} characters, and one '|' or '?'"
+        raise RuleError(f"rule {text[:80]!r}", f"{len(text)} characters", why, '"m k * k n -> m n"')
     if text.count("->") != 1:
         raise RuleError(f"rule {text!r}", "no single '->'", "a rule has operands and results", '"m k * k n -> m n"')
     left, right = text.split("->")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError, ProcessMesh, Spec
+from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec
 from meshwright.spmd import is_computed, on_new_rule
 
 from . import (
@@ -29,7 +29,7 @@ from ._alias import DistView, after_call, before_call, check_writable, is_unvers
 from ._capture import Captured, asks_sizes, autocast_dtype, capture
 from ._collectives import handler_of
 from ._context import context
-from ._dist_tensor import PLAN_LIMIT, PLANS, DistTensor, Run, floats_in
+from ._dist_tensor import PLANS, DistTensor, Run, floats_in
 from ._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ._explain import Decided, note, recording
 from ._functions import plain_may_be_part
@@ -97,7 +97,7 @@ HANDLING = (
 )
 """The files whose import fills HANDLERS, or has users' functions told."""
 
-_VALUED: set[Any] = set()
+_VALUED = Cache[Any, bool](8192)
 """Signatures whose plans depend on the values of floats."""
 
 _FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
@@ -221,11 +221,8 @@ def _carry_out(
 
 def _remember(key: Any, args: Any, kwargs: Any, run: Run, by_value: bool) -> None:
     floats = floats_in(args, kwargs)
-    if len(PLANS) >= PLAN_LIMIT:
-        PLANS.clear()
-        _VALUED.clear()
     if floats and (by_value or key in _VALUED):
-        _VALUED.add(key)
+        _VALUED[key] = True
         PLANS[key], key = _valued(key, args, kwargs), (key, floats)
     PLANS[key] = run
 
@@ -243,7 +240,7 @@ def _valued(key: Any, args: Any, kwargs: Any) -> Run:
 
 def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
     """Return what `run` does for a call whose only float is the argument at `place`, in one lookup."""
-    plans: dict[float, Run] = {}
+    plans = Cache[float, Run](64)
     named = isinstance(place, str)
 
     def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

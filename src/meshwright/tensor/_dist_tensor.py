@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import NoCarrierError, current
-from meshwright.layout import Placement, ProcessMesh, Spec
+from meshwright.layout import Cache, Placement, ProcessMesh, Spec
 
 from ._errors import PickleError
 from ._writes import note_sharing
@@ -35,9 +35,8 @@ Run = Callable[[Any, Any, Any, Any], Any]
 
 Dispatch = Callable[[Any, Any, Any, Any, Any], Any]
 
-PLANS: dict[Any, Run] = {}
-"""Signature of a call → how it is carried out. Cleared when it holds PLAN_LIMIT entries."""
-PLAN_LIMIT = 200_000
+PLANS = Cache[Any, Run](8192)
+"""Signature of a call → how it is carried out. An entry takes about 20 KB; a training step has some hundred."""
 
 
 local_shape: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, whole_of
+from meshwright.layout import Cache, Spec, whole_of
 
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
@@ -27,7 +27,7 @@ from ._saved import note_copy
 from ._tree import map_tensors, tensors_in
 from .torch_hooks import FakeTensor, Operator, no_interception, shares_storage, written_arguments
 
-RAN_WHOLE: dict[str, str] = {}
+RAN_WHOLE = Cache[str, str](4096)
 """Functions that ran on whole tensors for want of a rule, and why; told once each."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dis import get_instructions
-from functools import cache
+from functools import lru_cache
 from inspect import CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -276,7 +276,7 @@ _CHANGING = frozenset(
 )
 
 
-@cache
+@lru_cache(maxsize=16384)
 def writes(code: CodeType) -> bool:
     """True for code that may change an object: by an instruction that stores, or by a method with such a name."""
     if not _CHANGING.isdisjoint(code.co_names):

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache, cached_property, partial, partialmethod
+from functools import cached_property, lru_cache, partial, partialmethod
 from operator import attrgetter, methodcaller
 from threading import Thread
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -82,7 +82,7 @@ def getter_of(value: Any) -> Callable[[Any], Any] | None:
         return _drawn
     if isinstance(value, torch.Generator):
         return _drawn_by_torch
-    if isinstance(value, type(cache(len))):
+    if isinstance(value, type(lru_cache(len))):
         return cached_results
     return _progress if is_iterator(value) else None
 
@@ -173,7 +173,7 @@ def _progress(value: Any) -> Any:
         return repr(value)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def names_of_torch(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names that stand in the functions of torch's own classes of layers, below `nn.Module`."""
     names = {"training"}

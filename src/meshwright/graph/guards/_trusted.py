@@ -7,7 +7,7 @@ The state that torch reads is compared apart (`_torch_state`). All other code co
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import lru_cache
 from os import sep
 from pathlib import Path
 from sysconfig import get_paths
@@ -25,7 +25,7 @@ _OWN = str(Path(__file__).parents[2]) + sep
 _MODELS = "meshwright.models"
 
 
-@cache
+@lru_cache(maxsize=16384)
 def is_trusted_file(filename: str) -> bool:
     """True if code of this file is a trusted library's."""
     if filename.startswith(_OWN):
@@ -36,13 +36,13 @@ def is_trusted_file(filename: str) -> bool:
     return filename.startswith((*_PYTHON, "<frozen "))
 
 
-@cache
+@lru_cache(maxsize=16384)
 def is_installed_file(filename: str) -> bool:
     """True if code of this file is a trusted library's, or of any package that is installed."""
     return is_trusted_file(filename) or filename.startswith(_SITES)
 
 
-@cache
+@lru_cache(maxsize=16384)
 def is_trusted_module(name: str) -> bool:
     """True if a module, by its name, is a trusted library's."""
     top = name.partition(".")[0]

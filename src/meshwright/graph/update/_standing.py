@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +50,7 @@ def _fake_of(x: Any) -> Any:
     return getattr(x, "__dict__", {}).get(_FAKE, x)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _standing(kind: type[Tensor]) -> type[Tensor]:
     return type(kind.__name__, (_StandIn, kind), {})
 

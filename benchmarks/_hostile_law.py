@@ -1,0 +1,83 @@
+"""Functions of the package that open a file or parse a text, found in its source, and those that no case covers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
+OPENS = frozenset({
+    "open", "read_text", "read_bytes", "read_file", "read_text_file", "decoded_text", "read_json", "read_toml",
+    "json.load", "json.loads", "tomllib.load", "tomllib.loads", "safe_open", "load_file", "fromhex", "frombuffer",
+    "pickle.load", "pickle.loads", "torch.load", "np.load", "literal_eval", "read_object", "read_text_or_none",
+})  # fmt: skip
+"""Calls that open a file or parse a text, by the end of their names."""
+
+EXEMPT = {
+    "layout._bounded_file": "the bounded reader itself",
+    "layout._bounded_text": "the bounded parsers themselves",
+    "cli._measure": "files of /proc",
+    "cli._profile": "the file that the command's own processes wrote",
+    "cli._run": "the user's own script, which is run",
+    "cli._main": "the null device",
+    "cli._checkpoint": "prints what the readers of checkpoints return",
+    "comm": "peers that have the token of the job, and files of the system; SECURITY.md says so",
+    "engine._kept_programs:_sum": "source files of the package",
+    "engine._train_told": "the log, which is appended to",
+    "engine._program_files:_saved_kernels": "the file that it wrote itself",
+    "graph._file:write_whole": "files that are written",
+    "graph._package": "flags of the processor in /proc",
+    "graph._products": "flags of the processor in /proc",
+    "graph.guards._guards:_set_generators": "states in memory",
+    "checkpoint._dcp_format:_write": "files that are written",
+    "checkpoint._format:write_new": "files that are written",
+    "checkpoint._safetensors:write_file": "files that are written",
+    "checkpoint._save:_report": "messages between the ranks of the job",
+    "checkpoint._state:table_of": "tensors in memory",
+    "checkpoint._steps:sync_folder": "folders, to write their names to the disk",
+    "checkpoint._world:gathered": "messages between the ranks of the job",
+    "models._corpus": "source files of Python",
+    "search._cp_sat": "the answer of the solver's own process",
+    "search._cp_sat_worker": "the question of the parent process",
+    "tensor": "tensors in memory",
+    "engine._checkpoint_random:_bytes": "bytes in memory",
+    "engine._checkpoint_random:_set": "called by _read",
+}
+"""Modules, packages or functions whose openings are no readers of what others wrote, and why."""
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield every function of the package, by `package.module:function`."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield f"{module}:{node.name}", node
+
+
+def found_readers() -> Iterator[str]:
+    """Yield `package.module:function` for every function that opens or parses, by its calls or its name."""
+    for name, function in functions():
+        if _opens(function) or _parses(function.name):
+            yield name
+
+
+def _parses(name: str) -> bool:
+    return name.startswith("parse_") or name.endswith("_from_toml")
+
+
+def _opens(function: ast.FunctionDef) -> bool:
+    calls = (ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
+    return any(name in OPENS or name.rpartition(".")[2] in OPENS for name in calls)
+
+
+def uncovered(covers: frozenset[str]) -> list[str]:
+    """Return the readers that are neither covered by cases nor exempt."""
+    return [name for name in found_readers() if name not in covers and not _is_exempt(name)]
+
+
+def _is_exempt(name: str) -> bool:
+    module = name.partition(":")[0]
+    parts = module.split(".")
+    return name in EXEMPT or any(".".join(parts[: at + 1]) in EXEMPT for at in range(len(parts)))
