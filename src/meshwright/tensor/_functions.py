@@ -24,8 +24,8 @@ from meshwright.layout import Spec
 from ._alias import DistView, after_function, before_function
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
+from ._dual import alias_of, as_dual_local, dual_stamp
 from ._errors import CollectiveError, PlainInBackwardError
-from ._handle_gradients import alias_of, as_dual_local, dual_stamp
 from ._local import spec_of, whole_local
 from ._make import present
 from ._tree import tensors_in

@@ -395,6 +395,12 @@ def seen_below_autograd() -> bool:
     return False
 
 
+def node_finders() -> list[tuple[Any, str]]:
+    """Return (owner, name) of the function by which torch finds the autograd nodes of tensors, to compare them."""
+    name = "_get_grad_fn_or_grad_acc"
+    return [(torch.autograd.graph, name)] if hasattr(torch.autograd.graph, name) else []
+
+
 def view_replay() -> Any:
     """Context in which autograd repeats views as they were made, instead of by `as_strided`.
 
