@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from meshwright.comm import current
@@ -12,7 +15,7 @@ from ._convert import arranged, convert_local
 from ._dist_tensor import plain_view, stamp
 from ._errors import OperationError
 from ._local import spec_of
-from .torch_hooks import no_interception
+from .torch_hooks import backward_running, is_dense, no_interception, shares_storage
 
 
 def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
@@ -40,8 +43,28 @@ def alias_of(grad: Tensor) -> Tensor:
 
 
 def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
-    """A gradient that a hook gave, as this rank's part of what the tensor's gradient is."""
+    """Return a gradient that a hook gave, as this rank's part of the gradient of a tensor with `spec`."""
     have = spec_of(grad, spec)
     local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
     with no_interception():
-        return plain_view(local)
+        return held_with(grad, plain_view(local))
+
+
+_ALIASES = "_meshwright_aliases"
+"""Attribute of a gradient that a program gave: the backward pass, and the local tensors on its memory in that pass."""
+
+
+def held_with(grad: Tensor, local: Tensor) -> Tensor:
+    """Return `local`, which a program gave autograd as `grad`, such that references to `grad` hold it, too.
+
+    Autograd takes over the memory of a gradient that nobody else refers to, and copies any other gradient. A program
+    may keep `grad`, and `local` is another object on the same memory. Call it with interception off.
+    """
+    now = backward_running()
+    if local is grad or now == -1 or torch.is_grad_enabled() or not (is_dense(local) and shares_storage(local, grad)):
+        return local
+    local = local.detach()  # a view of `grad` would refer to `grad`, and neither would be freed
+    held: dict[str, Any] = grad.__dict__
+    before, aliases = held.get(_ALIASES, (now, []))
+    held[_ALIASES] = now, [*(aliases if before == now else []), local]
+    return local

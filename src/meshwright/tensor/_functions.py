@@ -24,7 +24,7 @@ from meshwright.layout import Spec
 from ._alias import DistView, after_function, before_function
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
-from ._dual import alias_of, as_dual_local, dual_stamp
+from ._dual import alias_of, as_dual_local, dual_stamp, held_with
 from ._errors import CollectiveError, PlainInBackwardError
 from ._local import spec_of, whole_local
 from ._make import present
@@ -223,8 +223,12 @@ def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
 
 def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
     """This rank's part of a gradient that a function gave; the whole gradient of a plain argument."""
-    if spec is None or not isinstance(grad, Tensor):
-        return whole_local(grad) if isinstance(grad, DistTensor) else grad
+    if not isinstance(grad, Tensor) or (spec is None and not isinstance(grad, DistTensor)):
+        return grad
+    if spec is None:
+        local = whole_local(grad)
+        with no_interception():
+            return held_with(grad, plain_view(local))
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
             f"the backward pass of {function.__name__}", f"a plain gradient of an argument that lies as {spec!r}",
