@@ -389,6 +389,20 @@ def _assigned(lay: Lay) -> Any:
     return module.weight
 
 
+def _computed(lay: Lay) -> Any:
+    """Return a computed tensor, which has an autograd node."""
+    return lay(value().requires_grad_()).exp()
+
+
+def _no_change(*grads: Any) -> None:
+    """Leave the gradients of a node as they are."""
+
+
+def _of_edge(x: Tensor) -> Any:
+    """Return the gradient at the gradient edge of a tensor."""
+    return torch.autograd.grad(x.exp().sum(), torch.autograd.graph.get_gradient_edge(x))
+
+
 MEMORY: dict[str, Callable[[Lay], Any]] = {
     "numpy.asarray(x)": lambda lay: np.asarray(lay(value())),
     "numpy.array(x)": lambda lay: np.array(lay(value())),
@@ -414,6 +428,15 @@ MEMORY: dict[str, Callable[[Lay], Any]] = {
     "x.untyped_storage().resize_(0)": lambda lay: _with(lay(value()), _freed)[0],
     "x.untyped_storage()[0] = 1": lambda lay: _written(lay, lambda x: x.untyped_storage().__setitem__(0, 1)),
     "x.storage()": lambda lay: _stored_typed(lay(value())),
+    "x.grad_fn._saved_result": lambda lay: _computed(lay).grad_fn._saved_result,
+    "x.grad_fn(gradient)": lambda lay: _computed(lay).grad_fn(lay(value())),
+    "x.grad_fn.register_hook": lambda lay: _computed(lay).grad_fn.register_hook(_no_change),
+    "x.grad_fn.register_prehook": lambda lay: _computed(lay).grad_fn.register_prehook(_no_change),
+    "x.grad_fn.name()": lambda lay: _computed(lay).grad_fn.name(),
+    "torch.autograd.grad(loss, edge)": lambda lay: _of_edge(lay(value().requires_grad_())),
+    "torch.autograd.backward(edge, gradient)": lambda lay: torch.autograd.backward(
+        [torch.autograd.graph.get_gradient_edge(_computed(lay))], [value()]
+    ),
     "addresses of tied tensors": lambda lay: _tied(lay(value())),
     "the end address of a tensor": lambda lay: _end(lay(value())),
     "distances of addresses": lambda lay: _distances(lay(value(4))),

@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad, functional
-from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    get_gradient_edge,
+    register_multi_grad_hook,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
 from torch.func import functional_call, functionalize, jacfwd, jvp, linearize, stack_module_state
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
@@ -28,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.layout import MeshwrightError
-from meshwright.tensor import CompileError, OperationError, TraceError
+from meshwright.tensor import CompileError, MemoryAccessError, OperationError, TraceError
 
 from .oracle import STYLES, Lay, LayOut, Style, check, run
 
@@ -331,6 +337,30 @@ def _second_derivative(lay: Lay) -> Any:
     (g,) = torch.autograd.grad((x.sin() @ x).sum(), x, create_graph=True)
     torch.autograd.backward([g.square().sum(), (x @ w).sum()], inputs=[x])
     return x.grad, w.grad is None
+
+
+@works("gradient edges, register_multi_grad_hook")
+def _edges(lay: Lay) -> Any:
+    x, found = square(lay, True), list[Any]()
+    y = x.sin() @ x
+    edges = get_gradient_edge(x), get_gradient_edge(y)
+    grads = torch.autograd.grad(y.square().sum(), edges, retain_graph=True)
+    register_multi_grad_hook([x, y], found.extend)
+    y.square().sum().backward()
+    return grads, found
+
+
+@refused("hooks on x.grad_fn, register_backward_hook", MemoryAccessError)
+def _hook_of_a_node(lay: Lay) -> Any:
+    node: Any = square(lay, True).sin().grad_fn
+    return node.register_hook(lambda ins, outs: None)
+
+
+@refused("hooks on x.grad_fn, register_backward_hook", MemoryAccessError)
+def _old_hook_of_a_module(lay: Lay) -> Any:
+    net = network(lay)
+    net.register_backward_hook(lambda module, ins, outs: None)
+    return net(square(lay, True))
 
 
 @works("torch.utils.checkpoint")

@@ -23,11 +23,11 @@ from torch import Tensor
 from meshwright.layout import Spec, whole_of
 
 from ._convert import arranged, convert_local, owned
-from ._dist_tensor import DistTensor, FakeDistTensor, is_leaf, stamp, wants_grad
+from ._dist_tensor import DistTensor, FakeDistTensor, is_leaf, plain_view, stamp, wants_grad
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
-from ._saved import note_again
+from ._saved import note_again, note_reading
 from ._tree import map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
@@ -342,6 +342,26 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
             _know_inner(r, views)
 
 
+def before_function(views: Sequence[DistView]) -> list[Any]:
+    """Read again every view whose base was written to; return the views' autograd nodes, for `after_function`."""
+    for view in views:
+        _refresh(view._outer)
+    with no_interception():
+        return [view.grad_fn for view in views]
+
+
+def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
+    """Write back every view that an autograd function marked as written.
+
+    The function's own writes are written back without gradients; the view gets its new node only after them.
+    """
+    for view, node in zip(views, nodes, strict=True):
+        with no_interception():
+            is_written = view.grad_fn is not node
+        if is_written:
+            _write_back(view._outer, view)
+
+
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
         of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
@@ -367,6 +387,8 @@ def _refresh(view: DistView) -> None:
         with no_interception():
             _reread.with_history |= wants_grad(view)
     source.is_read()
+    if is_shown:
+        _note_reading(view)
     view._agreed = writes_to(view)
 
 
@@ -471,6 +493,24 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
         if overlaps:  # other elements of the view changed, too
             source.version = source.shown = _UNKNOWN
     view._agreed = writes_to(view)
+    _note_reading(view)
+
+
+def _note_reading(view: DistView) -> None:
+    """Note an outer view that now holds what its base holds, because autograd may save it for a backward pass."""
+    if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
+        with no_interception():
+            note_reading(view, view._source.base, partial(_read, view._source, view._spec))
+
+
+def _read(source: Source, spec: Spec, part: Tensor) -> Tensor:
+    """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
+    base = stamp(part, source.base._spec)
+    args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
+    new = list(tensors_in(call_whole(source.func, args, kwargs).out))[source.at]
+    with no_interception():
+        have = spec_of(new, spec)
+    return plain_view(convert_local(new, have, spec))
 
 
 _UNKNOWN = -1

@@ -21,10 +21,11 @@ from torch.autograd import Function
 
 from meshwright.layout import Spec
 
+from ._alias import DistView, after_function, before_function
 from ._convert import convert_local
 from ._dist_tensor import DistTensor, plain_view
+from ._dual import alias_of, as_dual_local, dual_stamp, held_with
 from ._errors import CollectiveError, PlainInBackwardError
-from ._handle_gradients import alias_of, as_dual_local, dual_stamp
 from ._local import spec_of, whole_local
 from ._make import present
 from ._tree import tensors_in
@@ -36,6 +37,8 @@ from .torch_hooks import (
     interception_on,
     is_dense,
     no_interception,
+    offer_call,
+    savers,
     tell_functions,
 )
 
@@ -77,7 +80,7 @@ def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
 
 
 def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function.apply(*args, **kwargs)`."""
+    """Return `function.apply(*args, **kwargs)`. Views are read again before it, as before every operator."""
     given = interception_on() and any(isinstance(a, DistTensor) for a in args)
     if given and function.__module__.startswith("torch.distributed."):
         raise CollectiveError(
@@ -86,12 +89,19 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
             "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
         )  # fmt: skip
     module = f"{function.__module__}."
-    if not given or (module.startswith(_LIBRARIES) and not module.startswith(_OPERATING)):
+    if not given:
         return call(*args, **kwargs)
-    if function not in _WHOLE:
-        _WHOLE[function] = _on_whole(function)
-    with no_interception():
-        return bare_apply(_WHOLE[function])(*args, **kwargs)
+    views = [a for a in args if type(a) is DistView]
+    nodes = before_function(views)
+    if module.startswith(_LIBRARIES) and not module.startswith(_OPERATING):
+        out = call(*args, **kwargs)
+    else:
+        if function not in _WHOLE:
+            _WHOLE[function] = _on_whole(function)
+        with no_interception():
+            out = bare_apply(_WHOLE[function])(*args, **kwargs)
+    after_function(views, nodes)
+    return out
 
 
 def _on_whole(function: Any) -> Any:
@@ -213,8 +223,12 @@ def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
 
 def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
     """This rank's part of a gradient that a function gave; the whole gradient of a plain argument."""
-    if spec is None or not isinstance(grad, Tensor):
-        return whole_local(grad) if isinstance(grad, DistTensor) else grad
+    if not isinstance(grad, Tensor) or (spec is None and not isinstance(grad, DistTensor)):
+        return grad
+    if spec is None:
+        local = whole_local(grad)
+        with no_interception():
+            return held_with(grad, plain_view(local))
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
             f"the backward pass of {function.__name__}", f"a plain gradient of an argument that lies as {spec!r}",
@@ -262,4 +276,13 @@ def _untold(function: type[Function]) -> None:
         )  # fmt: skip
 
 
+def _read_before_saving(own: Any, args: Any, kwargs: Any) -> Any:
+    """Read a view again before `torch.utils.checkpoint` saves it as an input."""
+    if args and isinstance(args[0], DistTensor):
+        args[0]._read_again()
+    return NotImplemented
+
+
 tell_functions(_tell, _untold)
+for _owner, _name in savers():
+    offer_call(_owner, _name, _read_before_saving)

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from meshwright.comm import current
 from meshwright.layout import Spec, replicated
 
-from ._absent import absent
 from ._alias import any_reread_with_history
 from ._assigned import assign, gradients_kept_up
-from ._convert import arranged, convert_local
-from ._dist_tensor import DistTensor, plain_view, stamp
+from ._convert import convert_local
+from ._dist_tensor import DistTensor, stamp
+from ._dual import alias_of, as_dual_local, dual_stamp
 from ._errors import OperationError
-from ._local import spec_of, whole_local
+from ._graph_node import check_no_edges, edge_spec, own_edge
+from ._local import whole_local
 from ._memory import release_memory
 from ._pending import deferring, flush, flush_read, forget
 from ._registry import handles
@@ -28,24 +30,6 @@ from .torch_hooks import backward_running, call_plain, interception_on, no_inter
 
 _T: Any = Tensor
 """Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
-
-
-def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
-    """Return the local gradient of a tensor with `spec` as the distributed tensor that it is.
-
-    Raises OperationError for a pending product: the gradients of its factors do not tell that of the product.
-    """
-    if any(op == "prod" for _, op in spec.layout.partial):
-        raise OperationError(
-            "the gradient of a pending product", repr(spec),
-            "each rank has the gradient of its own factor, which does not tell the gradient of the product",
-            "call mw.reshard(x, mesh, placements) without Partial('prod') before the gradient is asked for",
-        )  # fmt: skip
-    with no_interception():
-        dual = spec.dual().with_dtype(grad.dtype)
-        grad = arranged(grad, dual)
-    out = stamp(grad, dual)
-    return absent(out, dual) if current().rank not in spec.mesh else out
 
 
 def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
@@ -93,6 +77,7 @@ def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    check_no_edges(outputs)
     release_memory()
     for output in outputs:
         if isinstance(output, DistTensor):
@@ -102,7 +87,7 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
     outputs = [_summed(o) for o in outputs]
     seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
     create = bool(given.get("create_graph") or False)
-    keep, inputs = given.get("retain_graph"), tuple(_as_list(given.get("inputs") or ()))
+    keep, inputs = given.get("retain_graph"), tuple(own_edge(x) for x in _as_list(given.get("inputs") or ()))
     keep = create if keep is None else keep
     with gradients_kept_up():
         with deferring(not inputs and not create):
@@ -134,18 +119,27 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
+    inputs = _as_list(given["inputs"])
+    specs = [_spec_of_input(x) for x in inputs]
+    check_no_edges(_as_list(given["outputs"]))
     read_shared()
     keep_up()
     outputs = [_summed(o) for o in _as_list(given["outputs"])]
-    inputs = _as_list(given["inputs"])
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
     create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
     zeros = bool(given.get("materialize_grads", False))
     grads = _run_engine(
-        outputs, seeds, create if keep is None else keep, create, tuple(inputs),
+        outputs, seeds, create if keep is None else keep, create, tuple(map(own_edge, inputs)),
         allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
     )  # fmt: skip
-    return tuple(_returned(g, x, zeros) for g, x in zip(grads, inputs, strict=True))
+    return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
+
+
+def _spec_of_input(x: Any) -> Spec | None:
+    """Return the spec of a tensor, or of the tensor of a gradient edge; None if the tensor is plain."""
+    if isinstance(x, DistTensor):
+        return x._spec
+    return edge_spec(x) if isinstance(x, GradientEdge) else None
 
 
 def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -173,10 +167,12 @@ def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(found) if len(found) == len(rows) else None
 
 
-def _returned(grad: Tensor | None, x: Tensor, zeros: bool) -> Tensor | None:
+def _returned(grad: Tensor | None, x: Any, spec: Spec | None, zeros: bool) -> Tensor | None:
+    if grad is None and zeros and isinstance(x, GradientEdge):
+        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
     if grad is None:
         return torch.zeros_like(x) if zeros else None
-    return dual_stamp(grad, x._spec) if isinstance(x, DistTensor) else grad
+    return grad if spec is None else dual_stamp(grad, spec)
 
 
 def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
@@ -184,7 +180,9 @@ def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    """Return the tensors or gradient edges; an edge is a tuple, too."""
+    is_one = isinstance(value, GradientEdge) or not isinstance(value, (list, tuple))
+    return [value] if is_one else list(value)
 
 
 @handles(_T.grad.__get__, numbers=False)
@@ -257,65 +255,6 @@ def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return None if new is None else as_dual_local(new, spec)
 
     return call_plain(func, types, (x, update_wrapper(on_local, hook, (), ())), kwargs)
-
-
-class _HookedNode:
-    """The autograd node that `nn.Module` hooks are put on; they see distributed gradients.
-
-    torch puts hooks of `register_full_backward_hook` on this node itself, which holds local gradients.
-    """
-
-    NAME = "BackwardHookFunctionBackward"
-
-    def __init__(self, node: Any, spec: Spec, at: int) -> None:
-        self.node = node
-        node.metadata.setdefault("meshwright.specs", {})[at] = spec
-
-    def name(self) -> str:
-        return self.NAME
-
-    def register_hook(self, hook: Any) -> Any:
-        return self.node.register_hook(lambda ins, outs: self._local(hook(self._whole(ins), self._whole(outs))))
-
-    def register_prehook(self, hook: Any) -> Any:
-        return self.node.register_prehook(lambda outs: self._local(hook(self._whole(outs))))
-
-    def _whole(self, grads: Any) -> Any:
-        specs = self.node.metadata["meshwright.specs"]
-        return tuple(
-            dual_stamp(alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
-        )
-
-    def _local(self, grads: Any) -> Any:
-        if grads is None:
-            return None
-        specs = self.node.metadata["meshwright.specs"]
-        return tuple(
-            as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
-        )
-
-
-def alias_of(grad: Tensor) -> Tensor:
-    """The same gradient as an object of its own, which may be stamped."""
-    with no_interception():
-        return plain_view(grad).view_as(grad)
-
-
-def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
-    """A gradient that a hook gave, as this rank's part of what the tensor's gradient is."""
-    have = spec_of(grad, spec)
-    local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
-    with no_interception():
-        return plain_view(local)
-
-
-def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    node = call_plain(func, types, args, kwargs or {})
-    x = args[0]
-    if node is None or node.name() != _HookedNode.NAME:
-        return node
-    with no_interception():
-        return _HookedNode(node, x._spec, x.output_nr)
 
 
 @handles(Tensor.register_post_accumulate_grad_hook)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._absent import FakeAbsent
 from ._dist_tensor import DistTensor, FakeDistTensor
-from ._handle_gradients import grad_fn
+from ._graph_node import grad_fn
 from ._view_history import answer_for_views
 from .torch_hooks import (
     FakeTensor,

@@ -136,18 +136,26 @@ def note_alias(alias: Tensor, source: Tensor) -> Tensor:
     return alias
 
 
-def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True) -> None:
+def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True, follows: bool = True) -> None:
     """Note `copy`, which is `how(source)` and may be saved by autograd; call it with interception off."""
     if copy is source or not _state.is_noting or isinstance(copy, FakeTensor):
         return
     note = _Copy(copy, _drop)
-    note.how, note.exact, note.follows = how, exact, True
+    note.how, note.exact, note.follows = how, exact, follows
     try:
         note.before = copy._version
         note.look(source)
     except RuntimeError:  # a sparse tensor, or a tensor of inference mode; asking first costs 0.4 µs in each call
         return
     _add(note)
+
+
+def note_reading(copy: Tensor, source: Tensor, how: Conversion) -> None:
+    """Note `copy`, which was just written to and is `how(source)` now; call it with interception off."""
+    for note in getweakrefs(copy):
+        if isinstance(note, _Copy):
+            _drop(note)  # it is about what the copy held before
+    note_copy(copy, source, how, follows=False)
 
 
 def note_again(copy: Tensor, of: Tensor, then: Conversion) -> None:

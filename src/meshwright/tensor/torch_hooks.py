@@ -31,6 +31,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.jit import _recursive
 from torch.jit._builtins import _find_builtin, _register_builtin  # lets torch.jit.script know replaced functions
+from torch.utils import checkpoint
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -369,6 +370,12 @@ _META_EXTRACTOR = _default_meta_extractor.__code__
 """What `torch.utils.checkpoint` compares recomputed tensors by."""
 
 
+def savers() -> list[tuple[Any, str]]:
+    """Return (owner, name) of the C++ functions that save a tensor for a backward pass outside of a Function."""
+    name = "_make_saved_tensor"
+    return [(checkpoint, name)] if hasattr(checkpoint, name) else []
+
+
 _ENGINE = _engine_run_backward.__code__
 
 
@@ -386,6 +393,12 @@ def seen_below_autograd() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def node_finders() -> list[tuple[Any, str]]:
+    """Return (owner, name) of the function by which torch finds the autograd nodes of tensors, to compare them."""
+    name = "_get_grad_fn_or_grad_acc"
+    return [(torch.autograd.graph, name)] if hasattr(torch.autograd.graph, name) else []
 
 
 def view_replay() -> Any:
