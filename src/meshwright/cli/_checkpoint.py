@@ -81,7 +81,8 @@ def _short(value: Any) -> str:
 def _verify(settings: argparse.Namespace, path: str) -> int:
     catalogue = verify(path)
     said = {"path": str(catalogue.folder), "kind": catalogue.kind, "tensors": len(catalogue.entries), "ok": True}
-    checked = "by SHA-256" if catalogue.kind == "meshwright" else "without checksums, of which it has none"
+    has_checksums = any(facts.sha256 is not None for facts in catalogue.files.values())
+    checked = "by SHA-256" if has_checksums else "without checksums, of which it has none"
     if settings.json:
         print_json(said)
     else:
