@@ -322,6 +322,7 @@ CASES: list[Case] = [
     ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
     ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),
+    ("a text that is no JSON", lambda: layout.read_json(b"{"), layout.InputError, "JSON"),
     ("ranks that disagree", on_ranks(other_calls, 2), comm.DisagreementError, "same call"),
     ("ranks in a ring", on_ranks(in_a_ring, 3), comm.DeadlockError, "same order"),
     ("a rank that left", on_ranks(leaves_early, 2), comm.MissingCallError, "same collectives"),
@@ -344,7 +345,18 @@ def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.M
 
 
 # Raised where a process or the command line is needed; tests/comm and tests/models have their cases.
-ELSEWHERE = {"CommError", "DeadPeerError", "FolderInUseError", "LaunchError", "ModelError", "ReadTimeoutError"}
+ELSEWHERE = {
+    *(
+        "CommError",
+        "DeadPeerError",
+        "FolderInUseError",
+        "LaunchError",
+        "ModelError",
+        "NoAnswerError",
+        "ReadTimeoutError",
+    ),
+    "ReplicaError",
+}
 
 
 def test_every_class_has_a_case() -> None:
