@@ -115,7 +115,7 @@ def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
     return Plan(src, dst, steps)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _plan(src: Spec, dst: Spec, price: Price | None) -> Plan:
     _check(src, dst)
     if src is dst:

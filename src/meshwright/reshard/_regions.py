@@ -15,7 +15,7 @@ Cuts = tuple[tuple[str, ...], ...]
 """The axes that cut every dim, outermost first: the dims of a layout without products."""
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def box_of(spec: Spec, rank: int) -> Box:
     """What `rank` holds; a rank outside the mesh holds an empty box."""
     return spec.local_ranges(rank) if rank in spec.mesh else ((0, 0),) * max(spec.ndim, 1)
@@ -63,7 +63,7 @@ def cuts_of(spec: Spec) -> Cuts:
     return tuple(plain(d) for d in spec.layout.dims)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def _intervals(size: int, axes: tuple[str, ...], counts: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], Range], ...]:
     """Every piece of a dim: its coordinate along `axes`, and its range; empty pieces are left out."""
     sizes = dict(zip(axes, counts, strict=True))

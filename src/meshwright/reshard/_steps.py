@@ -50,7 +50,7 @@ class Step(ABC):
         return (rank,)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def made(step: Step, x: Spec) -> Spec:
     """What `step` makes of `x`, remembered."""
     return step.apply(x)

@@ -130,7 +130,7 @@ def arranged(x: Tensor, spec: Spec) -> Tensor:
         return new.copy_(x)  # no view, unlike a permute
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def move(src: Spec, dst: Spec) -> Move:
     """The conversion from `src` to `dst`."""
     return Move(src, dst)
