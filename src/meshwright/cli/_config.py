@@ -10,7 +10,6 @@ from typing import Any
 
 from meshwright.cli._function import call_function, names_function
 from meshwright.cli._parser import AXES, Parser, UsageError
-from meshwright.layout import InputError, read_text_file, read_toml
 
 _FILE = "pass a TOML file, or file.py:function"
 SAME = {"sequence": "seq"}
@@ -73,6 +72,8 @@ def read_config(source: str) -> dict[str, Any]:
     """Names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
     if names_function(source):
         return flat(call_function(source), source)
+    from meshwright.layout import InputError, read_text_file, read_toml  # which import torch
+
     try:
         return flat(read_toml(read_text_file(source)), source)
     except InputError as error:
