@@ -151,7 +151,7 @@ def _walk_json(folder: Path, file: Path, text: Any, stride: int = 1) -> None:
 
 def _walk(folder: Path, file: Path, texts: list[bytes]) -> None:
     """Load with each text; only a CheckpointError may come of it, at little cost."""
-    assert len(texts) > 100
+    assert len(texts) > 50
     outcome(folder)
     tracemalloc.start()
     try:

@@ -256,7 +256,7 @@ def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("line", "answer"),
-    [("{folder}/no_text", "it is no text"), ("1F1B --svg {folder}/missing/a.svg", "No such folder")],
+    [("{folder}/no_text", "the byte 0xff at 0"), ("1F1B --svg {folder}/missing/a.svg", "No such folder")],
 )
 def test_files_of_schedules_that_cannot_be_read_or_written_are_answered(
     line: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -101,7 +101,8 @@ class Works:
 
         Of modules that give the same tensor it is the innermost; tensors that hold nothing are only recorded.
         """
-        node = x.grad_fn if type(x) in PLAIN else None
+        with local_parts():  # the node itself, which computes this rank's part
+            node = x.grad_fn if type(x) in PLAIN else None
         if node is None:
             return
         known = cast(dict[str, str], node.metadata)
