@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -94,13 +93,14 @@ class DistView(DistTensor):
         view._seen, view._counted = self._seen, self._counted
         if self._outer is self:
             source = self._source
-            base = deepcopy(source.base, memo)
+            base = source.base._deep_copied(memo)
             args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
             copied = replace(source, base=base, args=args, kwargs=kwargs)
             copied.is_read()
             become_view(view, copied)
         else:
-            view._outside = deepcopy(self._outer, memo)
+            outer: Any = self._outer._deep_copied(memo)
+            view._outside = outer
             _note(view._outer, _INNER, view)
 
 
@@ -426,11 +426,20 @@ def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
     return torch.no_grad() if is_own_leaf else nullcontext()
 
 
-def check_writable(x: Tensor, reads: bool = False) -> None:
-    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write."""
+def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None:
+    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write.
+
+    `graded` is True if autograd records the write.
+    """
     if not isinstance(x, DistView):
         return
     source = x._outer._source
+    if graded and x._seen and not source.tracked:
+        raise OperationError(
+            "a write in place that autograd records", f"{x._spec!r}, a view that was made under torch.no_grad()",
+            "the view has no history from its base, and the base would get the history of the write",
+            "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
+        )  # fmt: skip
     if not source.single and torch.is_grad_enabled():
         raise _several(source, "a write to a view")
     if reads and shares_elements(x._spec.full_strides, x._spec.shape):
@@ -445,7 +454,7 @@ def check_writable(x: Tensor, reads: bool = False) -> None:
             "the view has memory of its own on this rank, and one value cannot be written to several elements",
             "write to a tensor that is not expanded, or make the view of x.clone()",
         )  # fmt: skip
-    check_writable(source.base)
+    check_writable(source.base, graded=graded)
 
 
 def _several(source: Source, found: str) -> OperationError:
