@@ -147,3 +147,27 @@ def test_a_tensor_that_takes_its_own_memory_is_not_written() -> None:
         return v.tolist(), x.tolist(), w.tolist()
 
     check(run)
+
+
+INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x": lambda x: x.view(torch.int64),
+    "rows": lambda x: x[::2].view(torch.int64),
+    "a column of rows": lambda x: x[::2].view(torch.int64)[:, 1],
+    "numbers of integers": lambda x: x[1:].view(torch.int64)[::2].view(torch.float64),
+}
+
+
+@pytest.mark.parametrize("view", INTEGERS)
+def test_a_leaf_is_written_through_integers(view: str) -> None:
+    """Autograd does not see a view as another dtype, so the leaf may require grad."""
+
+    def run(lay: Lay) -> Any:
+        x = lay(torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4).clone()).requires_grad_()
+        bits = INTEGERS[view](x)
+        bits.zero_()
+        y = (x * x).sum()
+        y.backward()
+        assert x.grad is not None
+        return x.tolist(), bits.requires_grad, x.grad.tolist(), x._version
+
+    check(run, [mw.Shard(0), mw.Replicate()])

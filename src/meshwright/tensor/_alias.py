@@ -27,7 +27,7 @@ from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
 from ._saved import note_again, note_reading
-from ._tree import map_tensors, tensors_in
+from ._tree import leaves_in, map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
 from .torch_hooks import is_dense, keep_bits, no_interception, shares_storage
@@ -426,6 +426,18 @@ def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
     return torch.no_grad() if is_own_leaf else nullcontext()
 
 
+def may_require_grad(view: DistView) -> bool:
+    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
+    source, dtype = view._outer._source, view._spec.dtype
+    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if view._outside is not None:
+        with no_interception():
+            if not view._is_view():
+                return False
+    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
+
+
 def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None:
     """Raise OperationError if `x` is a view that cannot be written to; call it before the first write.
 
@@ -474,7 +486,7 @@ def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> 
     ends = view._source.ends
     if ends is not None and ends(view):
         return settle(view)
-    with nullcontext() if by._seen else torch.no_grad():
+    with nullcontext() if may_require_grad(by) else torch.no_grad():
         _write_base(view, by, written)
 
 

@@ -11,20 +11,18 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._alias import DistView, is_behind
+from ._alias import DistView, is_behind, may_require_grad
 from ._dist_tensor import DistTensor, wants_grad
 from ._registry import handles
-from ._tree import leaves_in
 from .torch_hooks import interception_on, no_interception
 
 
 def _gains_history(view: DistView) -> bool:
     """True if reading the view again gives it a gradient, because of a write to its base; without communication."""
     source = view._outer._source
-    if not (source.tracked and _may_require_grad(view)):
+    if not (source.tracked and may_require_grad(view)):
         return False
     base = source.base
     if isinstance(base, DistView) and _gains_history(base):
@@ -33,30 +31,18 @@ def _gains_history(view: DistView) -> bool:
         return wants_grad(base) and is_behind(view._outer)
 
 
-def _may_require_grad(view: DistView) -> bool:
-    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
-    source, dtype = view._outer._source, view._spec.dtype
-    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
-        return False
-    if view._outside is not None:
-        with no_interception():
-            if not view._is_view():
-                return False
-    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
-
-
 def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
     """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
     if own(view):
         return True
-    return interception_on() and _may_require_grad(view) and _requires_grad_itself(_first_base(view))
+    return interception_on() and may_require_grad(view) and _requires_grad_itself(_first_base(view))
 
 
 def _first_base(x: DistTensor) -> DistTensor:
     """Return the tensor at the base of a chain of views, at which torch looks: not at a view on the way to it."""
     while True:
         if isinstance(x, DistView):
-            if not _may_require_grad(x):
+            if not may_require_grad(x):
                 return x
             x = x._outer._source.base
             continue
