@@ -26,7 +26,7 @@ from ._dist_tensor import DistTensor, FakeDistTensor, is_leaf, plain_view, stamp
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
-from ._saved import note_again, note_reading
+from ._saved import drop_notes, note_again, note_reading
 from ._tree import leaves_in, map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
@@ -224,6 +224,7 @@ def _stand_in(old: DistTensor, x: DistView) -> None:
 
 def end_view(x: DistView) -> None:
     """Make `x` a tensor that is no view of another one."""
+    drop_notes(x)
     moved: Any = x
     moved.__class__ = DistTensor
     for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
