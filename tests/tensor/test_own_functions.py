@@ -354,3 +354,42 @@ def test_a_forward_function_tells_of_calls_that_nothing_told() -> None:
     assert told == [Doubled]
     torch_hooks._told(staticmethod(forward), Doubled)(None, torch.ones(2))
     assert told == [Doubled]
+
+
+class Checkpointed(torch.autograd.Function):
+    """A checkpoint as programs write it by hand: the backward pass runs the forward pass again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x, w)
+        with torch.no_grad():
+            return run(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = ctx.run(x, w)
+        return None, *torch.autograd.grad(y, [x, w], grads[0])
+
+
+PLACEMENTS = [mw.Shard(0), mw.Shard(1), mw.Replicate(), mw.Partial()]
+
+
+@pytest.mark.parametrize("of_w", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("of_x", PLACEMENTS, ids=str)
+def test_a_backward_pass_may_ask_for_gradients(of_x: Any, of_w: Any) -> None:
+    """The outer pass keeps the terms of gradients until they are read; the inner one must give its gradients now."""
+
+    def run(lay: Callable[[Tensor, Any], Tensor]) -> Any:
+        x, w = (lay(torch.arange(1.0, 13.0).view(s), p).requires_grad_() for s, p in (((3, 4), of_x), ((4, 3), of_w)))
+        Checkpointed.apply(torch.matmul, x * 1, w).sum().backward()
+        Checkpointed.apply(torch.matmul, x, w).sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return x.grad.tolist(), w.grad.tolist()
+
+    mesh = mw.ProcessMesh([0, 1], ["a"])
+    found = mw.simulate(lambda: run(lambda t, p: mw.shard_tensor(t, mesh, [p])), 2)
+    assert found == [run(lambda t, p: t)] * 2

@@ -153,3 +153,21 @@ def test_a_view_that_is_read_again_in_each_step_is_noted_once() -> None:
         return notes[-1] - notes[0]
 
     assert mw.simulate(run, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["as made", "read again"])
+def test_a_saved_view_that_moved_keeps_its_new_memory(first: bool) -> None:
+    def run(lay: Lay) -> Any:
+        x, b = lay(torch.arange(8.0).view(4, 2)).requires_grad_(), lay(torch.ones(4, 2))
+        v = b[::2]
+        if first:
+            b.mul_(2)
+            v.sum()
+        y = (x[::2] * v).sum()
+        v.data = lay(torch.full((2, 2), 7.0))
+        b.data.mul_(5)
+        y.backward()
+        assert x.grad is not None
+        return v.tolist(), x.grad.tolist(), b.tolist()
+
+    assert on_two_ranks(run) == [run(lambda t: t)] * 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -27,8 +26,8 @@ from ._dist_tensor import DistTensor, FakeDistTensor, is_leaf, plain_view, stamp
 from ._errors import OperationError
 from ._local import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ._plan import of_one_node
-from ._saved import note_again, note_reading
-from ._tree import map_tensors, tensors_in
+from ._saved import drop_notes, note_again, note_reading
+from ._tree import leaves_in, map_tensors, tensors_in
 from ._whole import WholeCall, call_whole, put_back
 from ._writes import note_counter, version_of, writes_to
 from .torch_hooks import is_dense, keep_bits, no_interception, shares_storage
@@ -94,13 +93,14 @@ class DistView(DistTensor):
         view._seen, view._counted = self._seen, self._counted
         if self._outer is self:
             source = self._source
-            base = deepcopy(source.base, memo)
+            base = source.base._deep_copied(memo)
             args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
             copied = replace(source, base=base, args=args, kwargs=kwargs)
             copied.is_read()
             become_view(view, copied)
         else:
-            view._outside = deepcopy(self._outer, memo)
+            outer: Any = self._outer._deep_copied(memo)
+            view._outside = outer
             _note(view._outer, _INNER, view)
 
 
@@ -224,6 +224,7 @@ def _stand_in(old: DistTensor, x: DistView) -> None:
 
 def end_view(x: DistView) -> None:
     """Make `x` a tensor that is no view of another one."""
+    drop_notes(x)
     moved: Any = x
     moved.__class__ = DistTensor
     for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
@@ -426,11 +427,32 @@ def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
     return torch.no_grad() if is_own_leaf else nullcontext()
 
 
-def check_writable(x: Tensor, reads: bool = False) -> None:
-    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write."""
+def may_require_grad(view: DistView) -> bool:
+    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
+    source, dtype = view._outer._source, view._spec.dtype
+    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if view._outside is not None:
+        with no_interception():
+            if not view._is_view():
+                return False
+    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
+
+
+def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None:
+    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write.
+
+    `graded` is True if autograd records the write.
+    """
     if not isinstance(x, DistView):
         return
     source = x._outer._source
+    if graded and x._seen and not source.tracked:
+        raise OperationError(
+            "a write in place that autograd records", f"{x._spec!r}, a view that was made under torch.no_grad()",
+            "the view has no history from its base, and the base would get the history of the write",
+            "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
+        )  # fmt: skip
     if not source.single and torch.is_grad_enabled():
         raise _several(source, "a write to a view")
     if reads and shares_elements(x._spec.full_strides, x._spec.shape):
@@ -445,7 +467,7 @@ def check_writable(x: Tensor, reads: bool = False) -> None:
             "the view has memory of its own on this rank, and one value cannot be written to several elements",
             "write to a tensor that is not expanded, or make the view of x.clone()",
         )  # fmt: skip
-    check_writable(source.base)
+    check_writable(source.base, graded=graded)
 
 
 def _several(source: Source, found: str) -> OperationError:
@@ -465,7 +487,7 @@ def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> 
     ends = view._source.ends
     if ends is not None and ends(view):
         return settle(view)
-    with nullcontext() if by._seen else torch.no_grad():
+    with nullcontext() if may_require_grad(by) else torch.no_grad():
         _write_base(view, by, written)
 
 

@@ -361,9 +361,10 @@ def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
     """Raise OperationError if the call writes to a view that cannot be written to."""
     written = {id(m) for m in written_inputs(captured)}
     reads = any(node.op not in _SETTING for node in captured.nodes)
+    graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     for m, t in zip(captured.inputs, tensors, strict=True):
         if id(m) in written:
-            check_writable(t, reads)
+            check_writable(t, reads, graded)
 
 
 def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:

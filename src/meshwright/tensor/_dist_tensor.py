@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.comm import NoCarrierError, current
 from meshwright.layout import Cache, Placement, ProcessMesh, Spec
 
-from ._errors import PickleError
+from ._errors import OperationError, PickleError
 from ._writes import note_sharing
 from .torch_hooks import (
     FakeTensor,
@@ -144,6 +144,16 @@ class DistTensor(Tensor):
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        if not self.is_leaf:
+            raise OperationError(
+                "copy.deepcopy", f"{self._spec!r}, which is no leaf of the autograd graph",
+                "a copy would lose the history, and the gradient with it; torch refuses such a copy, too",
+                "copy x.detach(), or write x.clone() for a copy with the history",
+            )  # fmt: skip
+        return self._deep_copied(memo)
+
+    def _deep_copied(self, memo: dict[int, Any]) -> DistTensor:
+        """Return a deep copy, also of the base of a view, which may be no leaf."""
         found = memo.get(id(self))
         if found is None:
             self._read_again()

@@ -64,7 +64,7 @@ def held_with(grad: Tensor, local: Tensor) -> Tensor:
     if local is grad or now == -1 or torch.is_grad_enabled() or not (is_dense(local) and shares_storage(local, grad)):
         return local
     local = local.detach()  # a view of `grad` would refer to `grad`, and neither would be freed
-    held: dict[str, Any] = grad.__dict__
+    held: Any = grad.__dict__
     before, aliases = held.get(_ALIASES, (now, []))
     held[_ALIASES] = now, [*(aliases if before == now else []), local]
     return local

@@ -128,10 +128,11 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
     create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
     zeros = bool(given.get("materialize_grads", False))
-    grads = _run_engine(
-        outputs, seeds, create if keep is None else keep, create, tuple(map(own_edge, inputs)),
-        allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
-    )  # fmt: skip
+    with deferring(False):  # the call may be inside a backward pass that keeps the terms of gradients
+        grads = _run_engine(
+            outputs, seeds, create if keep is None else keep, create, tuple(map(own_edge, inputs)),
+            allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
+        )  # fmt: skip
     return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
 
 

@@ -31,7 +31,13 @@ _OPERATORS = frozenset([*_COUNTS, *_COUNTED, "len", "stride"])
 
 
 def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-    """Raise MemoryAccessError if `answer`, which `func` gave for a meta tensor, may be about memory or a device."""
+    """Raise MemoryAccessError if `answer`, which `func` gave for a meta tensor, may be about memory or a device.
+
+    Raises TypeError for NotImplemented, as torch's own operators do: Python then asks the other operand, or compares
+    the objects.
+    """
+    if answer is NotImplemented:
+        raise TypeError(f"unsupported operand type for {getattr(func, '__name__', repr(func))}")
     known = (*_PLAIN, int) if _is_about_shape(func) else _PLAIN
     wrong = next((leaf for leaf in leaves_in(answer) if not isinstance(leaf, known)), None)
     if wrong is None:

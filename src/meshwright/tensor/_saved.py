@@ -150,11 +150,16 @@ def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True,
     _add(note)
 
 
-def note_reading(copy: Tensor, source: Tensor, how: Conversion) -> None:
-    """Note `copy`, which was just written to and is `how(source)` now; call it with interception off."""
+def drop_notes(copy: Tensor) -> None:
+    """Forget what `copy` was converted from: it holds other values now, or has other memory."""
     for note in getweakrefs(copy):
         if isinstance(note, _Copy):
-            _drop(note)  # it is about what the copy held before
+            _drop(note)
+
+
+def note_reading(copy: Tensor, source: Tensor, how: Conversion) -> None:
+    """Note `copy`, which was just written to and is `how(source)` now; call it with interception off."""
+    drop_notes(copy)
     note_copy(copy, source, how, follows=False)
 
 

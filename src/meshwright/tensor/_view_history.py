@@ -8,22 +8,21 @@ questions are about nodes of the graph, which exist only after the view was read
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._alias import DistView, is_behind
+from ._alias import DistView, is_behind, may_require_grad
 from ._dist_tensor import DistTensor, wants_grad
 from ._registry import handles
-from ._tree import leaves_in
 from .torch_hooks import interception_on, no_interception
 
 
 def _gains_history(view: DistView) -> bool:
     """True if reading the view again gives it a gradient, because of a write to its base; without communication."""
     source = view._outer._source
-    if not (source.tracked and _may_require_grad(view)):
+    if not (source.tracked and may_require_grad(view)):
         return False
     base = source.base
     if isinstance(base, DistView) and _gains_history(base):
@@ -32,23 +31,31 @@ def _gains_history(view: DistView) -> bool:
         return wants_grad(base) and is_behind(view._outer)
 
 
-def _may_require_grad(view: DistView) -> bool:
-    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
-    source, dtype = view._outer._source, view._spec.dtype
-    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
-        return False
-    if view._outside is not None:
-        with no_interception():
-            if not view._is_view():
-                return False
-    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
-
-
 def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
     """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
     if own(view):
         return True
-    return interception_on() and _may_require_grad(view) and view._outer._source.base.requires_grad
+    return interception_on() and may_require_grad(view) and _requires_grad_itself(_first_base(view))
+
+
+def _first_base(x: DistTensor) -> DistTensor:
+    """Return the tensor at the base of a chain of views, at which torch looks: not at a view on the way to it."""
+    while True:
+        if isinstance(x, DistView):
+            if not may_require_grad(x):
+                return x
+            x = x._outer._source.base
+            continue
+        with no_interception():
+            base = x._base
+        if not isinstance(base, DistTensor):
+            return x
+        x = base
+
+
+def _requires_grad_itself(x: DistTensor) -> bool:
+    with no_interception():
+        return wants_grad(x)
 
 
 def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:
@@ -71,11 +78,27 @@ def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return getattr(args[0], func.__self__.__name__)
 
 
+_CHANGES = ("requires_grad_", "retain_grad")
+"""Methods that change what autograd does with a tensor: they need the history that the view has on one device."""
+
+
 def answer_for_views() -> None:
     """Have views answer questions about their history; call it when DistTensor has its answers."""
     for name, answer in _QUESTIONS.items():
         setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
+    for name in _CHANGES:
+        setattr(DistView, name, _with_history(getattr(DistTensor, name)))
 
 
 def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]) -> property:
-    return property(lambda view: answer(own.__get__, view), own.__set__)
+    return property(lambda view: answer(own.__get__, view), _with_history(own.__set__))
+
+
+def _with_history(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, which first reads a view again that gets a history by that."""
+
+    @wraps(own)
+    def method(view: DistView, *args: Any, **kwargs: Any) -> Any:
+        return _of_graph(lambda x: own(x, *args, **kwargs), view)
+
+    return method

@@ -36,7 +36,10 @@ def _life_of(x: Tensor) -> ref[_Life]:
 
 
 class _Counters:
-    """The counters of one memory: the first one, those of other tensors, and the sum of the dropped ones."""
+    """The counters of one memory: the first one and those of other tensors.
+
+    `dropped` corrects the sum: it counts the writes of dropped counters, and leaves out those to other memory.
+    """
 
     def __init__(self, first: Tensor) -> None:
         self.first, self.dropped = counter_of(first), 0
@@ -45,7 +48,9 @@ class _Counters:
     def add(self, x: Tensor) -> None:
         if len(self.others) >= _LIMIT:
             self._drop()
-        self.others.append((_life_of(x), counter_of(x)))
+        probe = counter_of(x)
+        self.dropped -= probe._version  # writes before `x` got this memory
+        self.others.append((_life_of(x), probe))
 
     def _drop(self) -> None:
         """Keep the counters of living tensors, and the last ones of the others: a view may still move those."""
