@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.comm import Counters, NoCarrierError, current
-from meshwright.tensor import DistTensor, tensors_in
+from meshwright.tensor import DistTensor, local_parts, tensors_in
 
 _SINCE = time() - perf_counter()
 PLAIN = (Tensor, nn.Parameter, DistTensor)
