@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
+from meshwright.layout import InputError, read_json
+
 from ._identity import facts
 from .torch_hooks import Store
 
 _LIMIT = timedelta(seconds=3)
 _SHOWN, _LONGEST = 8, 60
+_MOST_BYTES = 2**22
 _NOTHING = "nothing"
 
 
@@ -28,9 +31,10 @@ class Facts:
         try:
             key = f"facts/{call}/{peer}"
             self.store.wait([key], _LIMIT)
-            theirs: dict[str, str] = json.loads(self.store.get(key))
-        except RuntimeError:  # the peer is gone, or compares with another rank
+            read = read_json(self.store.get(key), _MOST_BYTES)
+        except (RuntimeError, InputError):  # the peer is gone, or compares with another rank
             return ""
+        theirs = {str(name): str(value) for name, value in read.items()} if isinstance(read, dict) else {}
         (low, a), (high, b) = sorted([(self.rank, facts), (peer, theirs)], key=lambda side: side[0])
         rows = [f"{name} is {_short(a, name)} on rank {low} and {_short(b, name)} on rank {high}"
                 for name in {**a, **b} if a.get(name) != b.get(name)]  # fmt: skip
