@@ -104,6 +104,7 @@ def test_rank_0_prints_or_all_do(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 TRACED = """
 import sys, torch, meshwright as mw
+torch.manual_seed(0)
 mesh = mw.ProcessMesh([0, 1], ["tp"])
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 net[1].weight = mw.shard_tensor(net[1].weight, mesh, [mw.Shard(1)])
