@@ -31,6 +31,8 @@ EXEMPT = {
     "graph._products": "flags of the processor in /proc",
     "graph.guards._guards:_set_generators": "states in memory",
     "checkpoint._dcp_format:_write": "files that are written",
+    "checkpoint._fit:compared": "messages between the ranks of the job",
+    "checkpoint._lock": "lock files, of which a few bytes are read for a message",
     "checkpoint._format:write_new": "files that are written",
     "checkpoint._safetensors:write_file": "files that are written",
     "checkpoint._save:_report": "messages between the ranks of the job",
@@ -42,7 +44,8 @@ EXEMPT = {
     "search._cp_sat_worker": "the question of the parent process",
     "tensor": "tensors in memory",
     "engine._checkpoint_random:_bytes": "bytes in memory",
-    "engine._checkpoint_random:_set": "called by _read",
+    "engine._checkpoint_random:_set": "called after check_random",
+    "engine._checkpoint_random:put_back_random": "called after check_random",
 }
 """Modules, packages or functions whose openings are no readers of what others wrote, and why."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.checkpoint import Held
 from meshwright.cli._config import read_config
 from meshwright.cli._explain import _measured
 from meshwright.cli._files import read_object, read_text
@@ -20,8 +21,9 @@ from meshwright.cli._parser import parse
 from meshwright.cli._plan import read_model
 from meshwright.cli._schedule import asked_schedule
 from meshwright.cost import cluster
-from meshwright.engine._checkpoint_random import _read as read_random
+from meshwright.engine._checkpoint_random import NAME as RANDOM
 from meshwright.engine._checkpoint_random import _written as written_random
+from meshwright.engine._checkpoint_random import check_random
 from meshwright.engine._kept_programs import VARIABLE, Kept, _key
 from meshwright.engine._strategy_text import strategy_from_toml
 from meshwright.graph import load_program as load_program
@@ -88,6 +90,15 @@ def _spec(text: str) -> Any:
 
 
 Row = tuple[Any, ...]
+
+
+def _read_random(text: str) -> None:
+    """Check the states of random generators that a checkpoint may hold."""
+    check_random(
+        {RANDOM: Held(torch.frombuffer(bytearray(text.encode("utf-8", "surrogateescape")), dtype=torch.uint8))}
+    )
+
+
 TEXTS: dict[str, Row] = {
     "layout": (lambda text: repr(parse_layout(text)), ("layout._text:parse_layout", "layout._text:read_strides"),
                "[8@dp, :, 3 * 512@tp] +ep:max ~cp", "[@dp, :, @tp@cp] +ep"),
@@ -109,7 +120,7 @@ TEXTS: dict[str, Row] = {
                   '{"mesh": {"dp": 2}, "layouts": {"batch_0": "f32[8@dp, 4]"}}'),
     "strategy": (strategy_from_toml, ("engine._strategy_text:strategy_from_toml",), STRATEGY),
     "cluster": (cluster, ("cost._describe:cluster",), "64xA100-40GB, 8 per node, 200G", "8xH100 + 8xA100, EFA-400"),
-    "random": (lambda text: read_random(text.encode("utf-8", "surrogateescape")), ("engine._checkpoint_random:_read",),
+    "random": (_read_random, ("engine._checkpoint_random:check_random",),
                written_random().decode()),
 }  # fmt: skip
 """Reader of a text → the function, what it covers, and good texts."""
@@ -211,9 +222,13 @@ def _resume(place: Path) -> Any:
 
 SHARDS = ("checkpoint._safetensors:open_file", "checkpoint._safetensors:digest_of")
 CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
-    ("meshwright", _load, ("checkpoint._manifest:read_manifest", *SHARDS)),
-    ("safetensors", _load, ("checkpoint._hub:read_single", "checkpoint._hub:read_index", *SHARDS)),
-    ("dcp", _load, ("checkpoint._dcp:read_dcp", "checkpoint._dcp:_open", "checkpoint._dcp:loaded")),
+    ("meshwright", _load, ("checkpoint._manifest:read_manifest", "checkpoint._json:parsed", *SHARDS)),
+    (
+        "safetensors",
+        _load,
+        ("checkpoint._hub:read_single", "checkpoint._hub:read_index", "checkpoint._checksums:checksums_in", *SHARDS),
+    ),
+    ("dcp", _load, ("checkpoint._dcp:read_dcp", "checkpoint._dcp:_open")),
     (TRAINED, _resume, ()),
 )
 """Form of a checkpoint, what loads it, and what that covers."""

@@ -19,6 +19,11 @@ CONTAINERS = frozenset({"dict", "list", "set", "defaultdict", "OrderedDict", "Co
 GROWING = frozenset({"append", "add", "setdefault", "update", "extend", "insert", "appendleft"})
 
 UNBOUNDED = {
+    "checkpoint._lock._held": "folders that this process saves to",
+    "checkpoint._lock._users": "folders that this process saves to",
+    "checkpoint._lock._writing": "saves that are under way",
+    "checkpoint._save._untold": "failed saves, until they are told",
+    "comm._identity.facts": "at most _MOST_FACTS entries; the oldest goes",
     "comm._rank_globals._found": "a module's globals, one entry a module",
     "engine._mesh._everywhere": "one entry, which is replaced",
     "engine._stop._wishes": "signals of one run; cleared at its end",
@@ -32,6 +37,7 @@ UNBOUNDED = {
     "graph._reader.SPELLINGS": "a registry that code fills",
     "graph._reader._KNOWN": "operators of torch",
     "tensor._explain._keepers": "records that are open",
+    "tensor._identity._functions": "cleared when it has _MOST_FUNCTIONS entries",
     "tensor._functions._TOLD": "functions that are open",
     "tensor._places._backward": "a registry that code fills",
     "tensor.torch_hooks._AROUND": "functions of torch that are wrapped",
@@ -46,6 +52,7 @@ UNBOUNDED = {
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
 
 CALLS = frozenset({
+    "checkpoint._load.load.ready",
     "checkpoint._open.open_together.found", "cli._run.run_simulated.failed", "comm._launch._forwarded_signals.seen",
     "comm._profiler.one_profiler.running", "engine._materialize._children_first.seen", "engine._regather.before.pairs",
     "engine._sharding.around.wholes", "engine._split._layers.found", "engine._trace_work.of_modules.updates",

@@ -26,6 +26,7 @@ def told(event: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     mesh = mw.ProcessMesh([0, 1], ["dp"])
     net = mw.shard_layer(Loss(4, 4), mesh)
     loader = DataLoader(torch.ones(16, 4), batch_sampler=mw.GlobalSampler(16, 4))

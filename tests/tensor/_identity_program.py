@@ -94,7 +94,17 @@ CASES: tuple[Case, ...] = (
 
 
 def alike(rank: int) -> None:
-    """Do what one rank alone may do: look at parts, compute without collectives, ask for shapes."""
+    """Do what ranks may do: begin with other values that are written over, look at parts, compute without collectives.
+
+    The values are written over in each way: by an operator, through an alias, through the local part, as `data`.
+    """
+    x, y, z, w = (laid(mw.Shard(0), seed=rank) for _ in range(4))
+    x.copy_(torch.ones(4, 4))
+    y.detach().zero_()
+    z.to_local().fill_(1.0)
+    w.data = laid(mw.Shard(0))
+    for each in (x, y, z, w):
+        whole(each)
     x = laid(mw.Shard(0))
     if rank == 1:
         y = (x * 2).sin()
