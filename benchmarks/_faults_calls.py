@@ -87,9 +87,8 @@ CASES = (
     *("tp static layers", "dp static layers"),
 )
 SETTINGS = (
-    *("dp version", "dp seed", "dp rate", "dp parameters", "dp batch", "dp code"),
-    *("tp version", "tp seed", "tp rate", "tp parameters", "tp batch", "tp code"),
-    *("dp static version", "dp static seed", "dp static rate", "tp static batch", "tp static code"),
+    *("dp version", "dp seed", "dp rate", "dp parameters", "dp code", "tp version", "tp rate", "tp code"),
+    *("dp static version", "dp static seed", "dp static rate", "tp static code"),
 )
 SKIPS = ("dp backward", "dp step", "tp step")
 
@@ -119,7 +118,7 @@ def skipped() -> Verdict:
 
 def other_settings() -> Verdict:
     """Ranks have other versions, settings, seeds, rates, code, parameters or data: refused with a table."""
-    return _all_told(SETTINGS, lambda e: DISAGREES in e.output)
+    return _all_told(SETTINGS, lambda e: DISAGREES in e.output or "ReplicaError" in e.output)
 
 
 ROWS: dict[int, Callable[[], Verdict]] = {15: another_plan, 16: skipped, 21: other_settings}

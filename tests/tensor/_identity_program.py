@@ -55,10 +55,6 @@ def other_gradient(other: bool) -> None:
     assert x.grad is not None
 
 
-def other_values(other: bool) -> None:
-    whole(laid(mw.Shard(0), seed=int(other)))
-
-
 def other_step(other: bool) -> None:
     w = torch.nn.Parameter(laid(mw.Shard(0)))
     optimizer = torch.optim.SGD([w], lr=0.2 if other else 0.1)
@@ -88,7 +84,7 @@ def other_random_state(other: bool) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    *(other_order, other_operator, other_number, other_operand, other_gradient, other_values, other_step),
+    *(other_order, other_operator, other_number, other_operand, other_gradient, other_step),
     *(one_step_less, other_seed, other_random_state),
 )
 

@@ -60,8 +60,6 @@ class DistTensor(Tensor):
     """True for views whose base has other parts on this rank than the view."""
     _number = 0
     """What the tensor was computed by, as a number (`_identity`)."""
-    _content: tuple[int, int] | None = None
-    """The checksum of the whole values that the tensor was made of, and the version that has them (`_identity`)."""
     _is_param: bool
     """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
     _dispatch: Dispatch

@@ -27,16 +27,11 @@ from meshwright.layout import user_frame
 from ._dist_tensor import DistTensor
 from ._names import name_of
 from ._surroundings import checksum, random_state, surroundings
-from .torch_hooks import FakeTensor, no_interception
+from .torch_hooks import FakeTensor
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
-_functions: dict[Any, tuple[int, str, bool]] = {}
-"""Function → its number, its name, and True if it writes its first argument whole, whatever that was."""
-_OVERWRITING = frozenset({
-    *("copy_", "zero_", "fill_", "data", "set_", "uniform_", "normal_", "exponential_", "geometric_", "cauchy_"),
-    *("log_normal_", "random_", "bernoulli_", "constant_", "zeros_", "ones_", "kaiming_uniform_", "kaiming_normal_"),
-    *("xavier_uniform_", "xavier_normal_", "trunc_normal_", "orthogonal_", "eye_", "dirac_", "sparse_"),
-})  # fmt: skip
+_functions: dict[Any, tuple[int, str]] = {}
+"""Function → its number and its name."""
 
 
 class _Following:
@@ -71,7 +66,7 @@ def born(x: T, whole: Tensor | None = None) -> T:
     """Return `x`, which was made of a plain tensor, with a number of its own.
 
     It is made of the line of the user's code, and of versions and settings. The values of `whole`, which all ranks
-    have, count until something is written to the tensor.
+    have, are a fact that is shown where numbers differ: ranks that hold a part of them may write over them.
     """
     if _Following.on and not isinstance(x, FakeTensor):
         around, line = surroundings(), PurePath(user_frame()).name
@@ -81,7 +76,6 @@ def born(x: T, whole: Tensor | None = None) -> T:
         if len(_made.labels) >= _MOST_LABELS:
             _made.labels.clear()
         x._number = hash((_hash(f"{label} {x._spec!r}"), around))
-        x._content = (held, version_of(x)) if whole is not None else None
         _made.labels[x._number] = label
     return x
 
@@ -106,13 +100,13 @@ def count_step(optimizer: Optimizer) -> None:
 def _count(parameters: Iterable[Tensor], step: int) -> None:
     for p in parameters:
         if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
-            p._number, p._content = hash((p._number, step)), None
+            p._number = hash((p._number, step))
 
 
 def pass_number(x: DistTensor, y: DistTensor) -> None:
     """Give `y`, which has the value of `x`, the number of `x`."""
     if _Following.on:
-        y._number = number_of(x)
+        y._number = x._number
 
 
 def keep_number(ctx: Any) -> None:
@@ -131,7 +125,7 @@ class called_for:
         self.before = identity.what
         if _Following.on:
             own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
-            numbers = [number_of(x) if isinstance(x, DistTensor) else 0 for x in self.tensors]
+            numbers = [getattr(x, "_number", 0) for x in self.tensors]
             label = _made.labels.get(numbers[0]) if numbers else None
             identity.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
 
@@ -155,42 +149,18 @@ class called_back:
         identity.what = self.before
 
 
-def number_of(x: DistTensor) -> int:
-    """Return the number of a tensor; the values that it was made with count as long as nothing was written to it."""
-    content = x._content
-    if content is None:
-        return x._number
-    checksum, version = content
-    if version_of(x) == version:
-        return hash((x._number, checksum))
-    x._content = None
-    return x._number
-
-
-def version_of(x: DistTensor) -> int:
-    """Return the number of writes to the local part, through whatever alias."""
-    if x._away:
-        return 0
-    with no_interception():
-        return x._version
-
-
 def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
-    known, name, overwrites = _functions.get(func) or _note(func)
+    known, name = _functions.get(func) or _note(func)
     before = identity.what
-    if overwrites:
-        identity.what = _number_of(known, args[1:], kwargs), name
-    elif len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
-        identity.what = hash((known, number_of(args[0]), number_of(args[1]))), name
+    if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
+        identity.what = hash((known, args[0]._number, args[1]._number)), name
     else:
         identity.what = _number_of(known, args, kwargs), name
     try:
         out = _carry_out(cls, func, types, args, kwargs)
     finally:
         number, identity.what = identity.what[0], before  # which `note_drawing` may have changed
-    if overwrites and args and isinstance(args[0], DistTensor):
-        args[0]._number, args[0]._content = number, None
     if type(out) is DistTensor:
         out._number = number
     elif out is not None:
@@ -211,13 +181,13 @@ def _collect(values: Iterable[Any], parts: list[Any]) -> None:
     for value in values:
         kind = type(value)
         if kind is DistTensor:
-            parts.append(number_of(value))
+            parts.append(value._number)
         elif kind is int or kind is bool or (kind is float and value == value):  # the hash of a NaN is its address
             parts.append(value)
         elif kind is list or kind is tuple:
             _collect(value, parts)
         elif isinstance(value, DistTensor):
-            parts.append(number_of(value))
+            parts.append(value._number)
 
 
 def _number_all(out: Any, number: int) -> None:
@@ -230,12 +200,11 @@ def _number_all(out: Any, number: int) -> None:
                 each._number = hash((number, at))
 
 
-def _note(func: Any) -> tuple[int, str, bool]:
+def _note(func: Any) -> tuple[int, str]:
     if len(_functions) >= _MOST_FUNCTIONS:
         _functions.clear()
     name = name_of(func)
-    writes = name in _OVERWRITING and getattr(func, "__name__", "") != "__get__"
-    found = _functions[func] = (_hash(name), name, writes)
+    found = _functions[func] = (_hash(name), name)
     return found
 
 

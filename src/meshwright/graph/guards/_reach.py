@@ -81,7 +81,7 @@ APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Tables of a module that are compared apart, as tensors and parts."""
 FOLLOWING = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that torch's recurrent layers renew by themselves when they are called with other parameters."""
-OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number", "_content"})
+OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number"})
 """Attributes of tensors that this package sets."""
 OPTIMIZER = frozenset(
     {
