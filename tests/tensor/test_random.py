@@ -247,7 +247,7 @@ def views(place: Place) -> list[Tensor]:
 
 
 def initial_values(place: Place) -> list[Tensor]:
-    w = place(nn.Parameter(torch.zeros(5, 6)))
+    w = place(torch.zeros(5, 6, requires_grad=True))
     values: list[Tensor] = []
     for init in (nn.init.normal_, nn.init.uniform_, nn.init.xavier_uniform_, nn.init.kaiming_normal_):
         init(w)
