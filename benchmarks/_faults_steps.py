@@ -26,6 +26,7 @@ def train(folder: str, case: str) -> None:
             setattr(layer, name, mw.shard_tensor(p, mesh, cut))
     optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.01)
     data = mw.shard_tensor(torch.randn(BATCH, HIDDEN), mesh, [mw.Replicate() if "tp" in case else mw.Shard(0)])
+    clean = data.clone()
     mw.check_steps("skip" if "skip" in case else "stop", replicas=1, replay=1 if "replay" in case else 0)
     model = mw.to_static(net, None, nn.functional.mse_loss, optimizer) if "static" in case else None
     for step in range(STEPS):
@@ -34,21 +35,22 @@ def train(folder: str, case: str) -> None:
             _damage_sums("lasting" in case)
         if model is not None:
             if fault:
-                _damage(net, case)
+                _damage(net, data, case)
             print(float(model(data, data)))
+            data = clean.clone()
             continue
         optimizer.zero_grad()
         ((net(data) - data) ** 2).mean().backward()
         if fault:
-            _damage(net, case)
+            _damage(net, data, case)
         optimizer.step()
     print("finished", float(sum(mw.unshard_dtensor(p).sum() for p in net.parameters())))
 
 
-def _damage(net: nn.Module, case: str) -> None:
+def _damage(net: nn.Module, data: Tensor, case: str) -> None:
     first = next(net.parameters())
     if "nan" in case:
-        _local(first if "static" in case else first.grad)[0, 0] = float("nan")
+        _local(data if "static" in case else first.grad)[0, 0] = float("nan")
     elif "flip" in case:
         _local(first).view(torch.int32)[0, 0] ^= 1 << 12
 

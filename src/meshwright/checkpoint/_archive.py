@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, found in a part of a file: a zip archive of a pickle and the bytes of its tensors.
+"""An archive of `torch.save`, found in a part of a file: a zip archive of a pickle and the bytes of its tensors.
 
 The pickle is read by the interpreter of `_unpickle.py`. A tensor is found as its place in the file, so that boxes of it
 can be read without the rest. Archives with compressed members are refused: torch writes none.

@@ -92,13 +92,13 @@ class Catalogue(ABC):
     described_in: tuple[str, ...] = ()
     """Files that say what there is, or hold values: checked whichever tensors are read."""
     alone: bool = False
-    """Whether the path of one file was given: others may lie beside it."""
+    """True if the path of one file was given: others may lie beside it."""
 
     kind = ""
     links = False
-    """Whether a file may be a symbolic link, as in the cache of a model hub."""
+    """True if a file may be a symbolic link, as in the cache of a model hub."""
     suffix = ".safetensors"
-    """How the names of files with tensors end."""
+    """The end of the names of files with tensors."""
 
     @property
     def is_closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are what was written, and which tensor was changed if one is not."""
+"""A check that the files of a checkpoint hold what was written, which names the tensor that was changed."""
 
 from __future__ import annotations
 

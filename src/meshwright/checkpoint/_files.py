@@ -30,7 +30,7 @@ _here = threading.local()
 
 
 class _Watch:
-    """What a reading thread does at the moment, and what came of it."""
+    """The work of a reading thread, and its result."""
 
     def __init__(self) -> None:
         self.under_way: tuple[Path, object] | None = None

@@ -1,4 +1,4 @@
-"""What of a state does not fit a checkpoint: found for all names at once, on all ranks together."""
+"""The differences between a state and a checkpoint, found for all names at once, on all ranks together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_RENAMED = 100
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What of a state was not loaded: names that were not saved, names that nobody asked for, and what does not fit.
+    """The part of a state that was not loaded: names that were not saved, names that were not asked for, and misfits.
 
     The first two are what `torch.nn.Module.load_state_dict` calls them.
     """

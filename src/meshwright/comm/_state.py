@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 class State(NamedTuple):
@@ -49,9 +49,9 @@ def silent(why: str, stopped: bool = False) -> State:
 
 def read_state(found: object) -> State:
     """Return the state that JSON gives; ValueError for anything else."""
-    fields: list[object] = list(found) if isinstance(found, list) else []
+    fields = cast("list[Any]", found) if isinstance(found, list) else []
     fits = len(fields) == len(_KINDS) and all(map(isinstance, fields, _KINDS))
     if not fits:
         raise ValueError(f"no state of a rank: {found!r}")
     call, waits_for, *more = fields
-    return State(call, tuple(waits_for), *more)  # type: ignore[arg-type]
+    return State(call, tuple(waits_for), *more)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from meshwright.comm import current
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.search import MeshPlan
-from meshwright.tensor import called_for, leaves_in, local_parts, map_tensors, stamp, whole
+from meshwright.tensor import called_for, leaves_in, local_parts, made_alike, map_tensors, stamp, whole
 
 from ._builder import Builder, Compiled
 from ._errors import StaticError
@@ -279,7 +279,8 @@ class DistModel:
     def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
         step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
-        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs))
+        alike = made_alike(self.optimizer if self.mode == "train" else None)
+        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike))
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)

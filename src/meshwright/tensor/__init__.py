@@ -30,7 +30,7 @@ from ._errors import (
 from ._explain import Decided, decisions, recording
 from ._functions import functions_told
 from ._handle_values import largest_anywhere, not_finite_anywhere
-from ._identity import called_for, count_step
+from ._identity import called_for, count_step, made_alike
 from ._make import SPLIT, Arrival, Mark, distribute, from_local, lay, pipe_split, place, present, redistribute, whole
 from ._marks import Opaque, captured_whole, capturing, note_spec, noted_spec, parts_recorded, recording_parts
 from ._memory_overlap import shared_memory
@@ -90,6 +90,7 @@ __all__ = [
     "lay",
     "leaves_in",
     "local_parts",
+    "made_alike",
     "map_leaves",
     "map_tensors",
     "not_finite_anywhere",

@@ -91,10 +91,24 @@ def count_step(optimizer: Optimizer) -> None:
     """Number the parameters of an optimizer anew, which it is about to change."""
     if _Following.on:
         for at, group in enumerate(optimizer.param_groups):
-            options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
-            for name, value in options.items():
-                note_fact(f"{name} of group {at} of {type(optimizer).__name__}", value)
-            _count(group["params"], _hash(repr(options)))
+            _count(group["params"], _hash(_options(optimizer, at)))
+
+
+def made_alike(optimizer: Optimizer | None) -> tuple[object, ...]:
+    """Return what all ranks must have alike for a step of a program: versions, settings, the optimizer's options."""
+    if not _Following.on:
+        return ()
+    groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
+    return (surroundings(), *[_options(optimizer, at) for at in groups if optimizer is not None])
+
+
+def _options(optimizer: Optimizer, at: int) -> str:
+    """Return the plain options of a group of parameters, which are noted as facts."""
+    group = optimizer.param_groups[at]
+    options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
+    for name, value in options.items():
+        note_fact(f"{name} of group {at} of {type(optimizer).__name__}", value)
+    return repr(options)
 
 
 def _count(parameters: Iterable[Tensor], step: int) -> None:
