@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from benchmarks._fault_runs import Ended, Verdict, run_ranks
+from benchmarks._fault_runs import Ended, Verdict, mark_fault, run_ranks
 
 HIDDEN, BATCH, STEPS, FAULT_AT = 16, 8, 6, 3
 
@@ -32,9 +32,11 @@ def train(folder: str, case: str) -> None:
     for step in range(STEPS):
         fault = here.rank == 1 and (step == FAULT_AT or ("lasting" in case and step > FAULT_AT))
         if fault and "collective" in case:
+            mark_fault(folder)
             _damage_sums("lasting" in case)
         if model is not None:
             if fault:
+                mark_fault(folder)
                 _damage(net, data, case)
             print(float(model(data, data)))
             data = clean.clone()
@@ -42,6 +44,7 @@ def train(folder: str, case: str) -> None:
         optimizer.zero_grad()
         ((net(data) - data) ** 2).mean().backward()
         if fault:
+            mark_fault(folder)
             _damage(net, data, case)
         optimizer.step()
     print("finished", float(sum(mw.unshard_dtensor(p).sum() for p in net.parameters())))
@@ -80,6 +83,7 @@ def layouts(folder: str, case: str) -> None:
     """One rank that asks for something that cannot be."""
     rank = mw.init_process().rank
     mesh = mw.init_mesh(dp=2)
+    mark_fault(folder)
     if case == "parts":
         print(mw.dtensor_from_local(torch.full((3 + 2 * rank,), 3.0 + rank), mesh, [mw.Shard(0)]).mean().item())
     elif case == "parameter":

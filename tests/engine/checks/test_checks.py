@@ -96,6 +96,23 @@ def test_the_first_bad_tensor_is_found(bad: int, value: float) -> None:
     assert first_bad(_tensors(bad, 1.0)) == NONE
 
 
+FRACTIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+FRACTIONS += [torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FRACTIONS, ids=str)
+def test_numbers_that_are_finite_are_told_from_others_by_every_dtype(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    for shape in [(), (1,), (7,), (40, 33), (3, 5, 64)]:
+        x = torch.full(shape, most, dtype=torch.float64).to(dtype)
+        assert first_bad([x, x.clone()]) == NONE, "a sum that overflows is no bad number"
+        infinite = [[float("inf")], [float("inf"), -float("inf")]] if dtype is not torch.float8_e4m3fn else []
+        for bad in ([float("nan")], *infinite):
+            y = x.clone() if len(bad) <= x.numel() else torch.full((2,), most, dtype=torch.float64).to(dtype)
+            y.reshape(-1)[-len(bad) :] = torch.tensor(bad).to(dtype)
+            assert first_bad([x, y]) == 1
+
+
 def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:
     rhythm, due = Rhythm(), list[bool]()
     for _ in range(8):
