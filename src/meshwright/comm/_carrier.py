@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
@@ -215,6 +216,17 @@ class Carrier(ABC):
         call = Call("barrier", "", None, (), (), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             self._barrier(call)
+
+    def settle(self) -> None:  # noqa: B027 - nothing lags where ranks are simulated
+        """Return once all calls of this rank were compared with those of its peers, which may lag behind on devices.
+
+        Raises:
+            CommError: a peer has made another call, or none.
+        """
+
+    def comparing_first(self) -> AbstractContextManager[None]:
+        """Inside, no comparison lags behind its call: for programs that write parameters before anyone can look."""
+        return nullcontext()
 
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this one waits for, though they wait for nobody; none where ranks are simulated."""

@@ -9,8 +9,9 @@ first mistake, and its text says what the other rank did.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame                                  what `_examine.py` finds
 
-A message has no frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks
-that are gone, that wait too, or that are slow.
+Where a call is only put into the queue of a device, the frames may lag behind it (`_meetings.py`). A message has no
+frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks that are gone,
+that wait too, or that are slow.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ._facts import Facts
 from ._identity import identity
 from ._links import Frame, GoneError, Links
 from ._looking import in_debugger
+from ._meetings import Meeting, Meetings
 from ._messages import Message, Messages
 from ._side import Side
 from ._state import State
@@ -96,12 +98,6 @@ def _named(call: Call, name: str) -> str:
     return f"{call} for {name}" if name else str(call)
 
 
-def _told(call: Call) -> str:
-    """Return this rank's call, with the line of the user's code that made it."""
-    line, said = user_frame(), _named(call, identity.what[1])
-    return f"{said} at {line}" if line else said
-
-
 class _Print(NamedTuple):
     common: int
     identity: int
@@ -123,7 +119,6 @@ class Guard:
         self._names: dict[Group, int] = {}
         self._call: Call | None = None
         self._is_aside = False
-        self._waits_for: list[int] = []
         self._receive_call: Call | None = None
         self._last: Call | None = None
         self._calls = 0
@@ -133,12 +128,13 @@ class Guard:
         """Use these links from now on."""
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
+        self.meetings = Meetings(links, self.examiner, self.waits, self._compare, self._balance)
 
     def state(self) -> State:
         """What the rank is doing, for those who ask."""
         call, receive = self._call, self._receive_call
         calls = [str(each) for each in (receive, call) if each is not None]
-        meets = () if call is None else tuple(self._waits_for)
+        meets = () if call is None else self.meetings.awaited()
         sender = () if receive is None else (receive.message[0],)
         waits = receive is not None or (call is not None and not self._is_aside)
         works = self._messages.is_moving() or (self._side.is_busy() and not meets)
@@ -149,12 +145,11 @@ class Guard:
             what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
         )
 
-    def before(self, call: Call) -> None:
-        """Compare `call` with the peers' calls; returns when all are about to make the same.
+    def before(self, call: Call, lags: bool = False) -> None:
+        """Compare `call` with the peers' calls; returns when all are about to make the same, or before with `lags`.
 
         If nobody came, the rank goes on counting as waiting in this call, so that its peers come to the same verdict.
         """
-        self._waits_for = []
         self._call, self._is_aside = call, self._side.is_here()
         self._calls += 1
         if self.check.every == 0:
@@ -168,13 +163,11 @@ class Guard:
             return
         frame = Frame(self._name_of(call.group), number, mine.common, mine.identity, mine.balance, mine.text)
         try:
-            frames = self._swap(call, frame)
+            self.meetings.begin(call, frame, Watch(self.check.limit, self.check.patience))
+            self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()
             raise
-        if (mine.balance + sum(other.balance for other in frames.values())) & _MASK:
-            self.after()
-            raise self._unbalanced(call, frames)
 
     def after(self) -> None:
         """The call is over."""
@@ -212,83 +205,46 @@ class Guard:
             "another backend, or a look at the network between the ranks",
         )
 
-    def _swap(self, call: Call, frame: Frame) -> dict[int, Frame]:
-        """Every peer's frame, each found equal to ours."""
-        peers = [peer for peer in call.group if peer != self.rank]
-        data = frame.packed()
-        self._waits_for = list(peers)
-        unsent = [peer for peer in peers if not self._send(call, peer, data)]
-        frames: dict[int, Frame] = {}
-        watch = Watch(self.check.limit, self.check.patience)
-        waited = dict.fromkeys(peers, 0.0)
-        while self._waits_for:
-            for peer in list(self._waits_for):
-                begin = time.perf_counter()
-                found = self._receive(call, peer, data, unsent, watch.slice() / len(self._waits_for))
-                waited[peer] += time.perf_counter() - begin
-                if found is not None:
-                    self.waits.note(peer, waited[peer])
-                    self._compare(call, frame, peer, found)
-                    frames[peer] = found
-                    self._waits_for.remove(peer)
-            if self._waits_for:
-                self._look(call, watch)
-        return frames
-
-    def _look(self, call: Call, watch: Watch) -> None:
-        """Raise if a peer that has not come never will."""
-        if watch.is_time():
-            self.examiner.look(call, self._waits_for, watch)
-        if watch.is_late():
-            self.examiner.examine(call, self._waits_for, watch)
-
-    def _send(self, call: Call, peer: int, data: bytes) -> bool:
-        try:
-            return self._links.send(peer, data)
-        except GoneError:
-            if not self._links.is_open(peer):
-                raise self.examiner.gone(call, peer) from None
-            return True  # what it sent before it went is still to be read, and may say why
-
-    def _receive(self, call: Call, peer: int, data: bytes, unsent: list[int], limit: float) -> Frame | None:
-        try:
-            if peer in unsent:
-                if not self._links.wait_open(peer, limit):
-                    return None
-                unsent.remove(peer)
-                self._send(call, peer, data)
-            return self._links.receive(peer, limit)
-        except GoneError:
-            raise self.examiner.gone(call, peer) from None
-
-    def _compare(self, call: Call, mine: Frame, peer: int, other: Frame) -> None:
+    def _compare(self, meeting: Meeting, peer: int) -> None:
+        """Raise DisagreementError if the frame of a peer is another one."""
+        mine, other = meeting.frame, meeting.frames[peer]
         if mine[:4] == other[:4]:
             return
         text = other.text.decode(errors="replace")
         if mine[:3] == other[:3]:
-            raise self._other_values(call, mine, peer, text)
+            raise self._other_values(meeting, peer, text)
         if mine.text != other.text:
             why = "they are different calls, or calls in another order"
         elif mine.number != other.number:
             why = f"rank {self.rank} has made {mine.number} calls on this group and rank {peer} {other.number}"
         else:
             why = "the calls before this one, which were not compared, were different"
-        raise disagreement(self.rank, _told(call), peer, text, why)
+        raise disagreement(self.rank, self._told(meeting), peer, text, why)
 
-    def _other_values(self, call: Call, mine: Frame, peer: int, text: str) -> DisagreementError:
+    def _told(self, meeting: Meeting) -> str:
+        """Return this rank's call, with the line of the user's code that made it if that is the line of now."""
+        line, said = user_frame(), meeting.frame.text.decode(errors="replace")
+        return f"{said} at {line}" if line and meeting.call is self._call else said
+
+    def _other_values(self, meeting: Meeting, peer: int, text: str) -> DisagreementError:
         """Return the error about a call that is made for other values than the peer's."""
-        at = f"{mine.group}/{mine.number}"
+        at = f"{meeting.frame.group}/{meeting.frame.number}"
         self._facts.tell(at)
         rows = self._facts.differences(at, peer)
-        error = disagreement(self.rank, _told(call), peer, text, _OTHER_VALUES)
+        error = disagreement(self.rank, self._told(meeting), peer, text, _OTHER_VALUES)
         found = f"{error.found}; {rows}" if rows else error.found
         return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
-    def _unbalanced(self, call: Call, frames: dict[int, Frame]) -> DisagreementError:
-        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()} | {self.rank: _told(call)}
-        return DisagreementError(
+    def _balance(self, meeting: Meeting) -> None:
+        """Raise DisagreementError if what a rank sends is not what its peer expects."""
+        call, frames = meeting.call, meeting.frames
+        if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
+            return
+        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()}
+        told = sorted((sides | {self.rank: self._told(meeting)}).items())
+        raise DisagreementError(
             f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
-            "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(sides.items())),
+            "; ".join(f"rank {rank} calls {text}" for rank, text in told),
             "what a rank sends is not what its peer expects",
             "the shapes of every piece, taken from one layout on all ranks",
         )

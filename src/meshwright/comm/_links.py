@@ -92,8 +92,10 @@ class _Link:
         return frame
 
     def _arriving(self, limit: float) -> bytes:
-        """What comes through the connection; nothing after the limit."""
-        if limit != self._waits:
+        """What comes through the connection; nothing after the limit, at once if it is 0."""
+        if limit <= 0.0 and not readable(self._wire, 0.0):
+            return b""
+        if limit > 0.0 and limit != self._waits:
             self._wire.settimeout(limit)
             self._waits = limit
         try:

@@ -72,6 +72,7 @@ class ProcessCarrier(Carrier):
         self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
         self._record = Record(place)
         self._process = os.getpid()
+        self._lags = True
         self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
@@ -103,6 +104,8 @@ class ProcessCarrier(Carrier):
         if os.getpid() != self._process:
             return  # a process that the rank has forked
         error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            self._settle_at_end()
         self._watchdog.close()
         if error is None:
             self._messages.finish(_TIME_FOR_LAST_MESSAGES)
@@ -112,20 +115,26 @@ class ProcessCarrier(Carrier):
         self._messages.close()
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
+    def _settle_at_end(self) -> None:
+        try:
+            self._guard.meetings.settle()
+        except CommError as error:
+            self._end_at_once(error)
+
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
-        return self._carried(call, lambda: self._reduce_all(x, call, over=False))
+        return self._carried(call, lambda: self._reduce_all(x, call, over=False), x)
 
     def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
-        return self._carried(call, lambda: self._reduce_all(x, call, over=True))
+        return self._carried(call, lambda: self._reduce_all(x, call, over=True), x)
 
     def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
-        return self._carried(call, lambda: self._gather(x, call.receives, call.group))
+        return self._carried(call, lambda: self._gather(x, call.receives, call.group), x)
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
-        return self._carried(call, lambda: self._scatter(pieces, call))
+        return self._carried(call, lambda: self._scatter(pieces, call), pieces[0])
 
     def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
-        return self._carried(call, lambda: self._swap(pieces, call.receives, call.group))
+        return self._carried(call, lambda: self._swap(pieces, call.receives, call.group), pieces[0])
 
     def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
         return self._carried(call, lambda: self._post(sends, receives, call.group))
@@ -155,10 +164,29 @@ class ProcessCarrier(Carrier):
         self._side.drain()
         super()._check_group(group)
 
-    def _carried(self, call: Call, carry: Callable[[], T]) -> T:
-        """`carry()`, once all ranks of the call are about to do the same."""
+    def settle(self) -> None:
+        try:
+            self._guard.meetings.settle()
+        except CommError as error:
+            self._record.name_in(error, self._about())
+            raise
+
+    @contextmanager
+    def comparing_first(self) -> Generator[None]:
+        before, self._lags = self._lags, False
+        try:
+            yield
+        finally:
+            self._lags = before
+
+    def _is_queued(self, x: Tensor) -> bool:
+        """True if a call with `x` is only put into the queue of its device."""
+        return x.device.type != "cpu"
+
+    def _carried(self, call: Call, carry: Callable[[], T], x: Tensor | None = None) -> T:
+        """`carry()`, once all ranks of the call are about to do the same; before that if the call of `x` is queued."""
         with self._noted(call) as noted:
-            self._guard.before(call)
+            self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
             noted.agreed = time.time()
             self._watchdog.begin(call)
             try:

@@ -67,9 +67,9 @@ class Ring:
         self._out.write(data)
 
     def receive(self, limit: float, wire: socket.socket) -> bytes:
-        """What has come; nothing after the limit. Raises GoneError when nothing will come."""
+        """What has come; nothing after the limit in seconds, at once if it is 0. Raises GoneError when nothing will."""
         counts, done = self._in.counts, self._in.done
-        if counts[_WRITTEN] == done:
+        if counts[_WRITTEN] == done and limit > 0.0:
             try:
                 wait_for(lambda: counts[_WRITTEN] != done, lambda: _check(wire), limit)
             except GoneError:

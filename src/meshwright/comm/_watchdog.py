@@ -65,6 +65,7 @@ class Watchdog:
                 self._seen.clear()  # this process was stopped itself, and so may all others have been
             latest = now
             self._publish(now)
+            self._tend()
             for thread, moving in list(self._moving.items()):
                 error = self._found(*moving)
                 if error is not None:
@@ -76,6 +77,15 @@ class Watchdog:
         self._look_at_store = now + _BETWEEN_PUBLISHED
         with suppress(RuntimeError):
             self._links.publish(self._store)
+
+    def _tend(self) -> None:
+        """Look at calls whose comparison lags; end the process if the error is not raised in time."""
+        meetings = self._guard.meetings
+        error = meetings.tend()
+        if error is not None:
+            self._closed.wait(_TIME_TO_RAISE)
+            if meetings.failed is error:
+                self._kill(error)
 
     def _tell(self, thread: int, moving: tuple[Call, float], error: CommError) -> None:
         """Let the thread raise the error; if it cannot, end the process."""

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm import identity, note_fact, when_compared
+from meshwright.comm import current, identity, note_fact, when_compared
 from meshwright.layout import user_frame
 
 from ._dist_tensor import DistTensor
 from ._names import name_of
 from ._surroundings import checksum, random_state, surroundings
-from .torch_hooks import FakeTensor
+from .torch_hooks import FakeTensor, Operator, written_arguments
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
-_functions: dict[Any, tuple[int, str]] = {}
-"""Function → its number and its name."""
+_functions: dict[Any, tuple[int, str, bool]] = {}
+"""Function → its number, its name, and whether it writes to its arguments."""
 
 
 class _Following:
@@ -165,7 +165,9 @@ class called_back:
 
 def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
-    known, name = _functions.get(func) or _note(func)
+    known, name, writes = _functions.get(func) or _note(func)
+    if writes and _begins_with_leaf(args):
+        current().settle()
     before = identity.what
     if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
         identity.what = hash((known, args[0]._number, args[1]._number)), name
@@ -180,6 +182,13 @@ def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     elif out is not None:
         _number_all(out, number)
     return out
+
+
+def _begins_with_leaf(args: Any) -> bool:
+    """True if the first tensor of a call is no intermediate result: perhaps it is a parameter."""
+    target = args[0] if args else None
+    first = target[0] if isinstance(target, (list, tuple)) and target else target
+    return isinstance(first, Tensor) and first.is_leaf
 
 
 def _number_of(known: int, args: Any, kwargs: Any) -> int:
@@ -214,12 +223,22 @@ def _number_all(out: Any, number: int) -> None:
                 each._number = hash((number, at))
 
 
-def _note(func: Any) -> tuple[int, str]:
+def _note(func: Any) -> tuple[int, str, bool]:
     if len(_functions) >= _MOST_FUNCTIONS:
         _functions.clear()
     name = name_of(func)
-    found = _functions[func] = (_hash(name), name)
+    found = _functions[func] = (_hash(name), name, _writes(func))
     return found
+
+
+def _writes(func: Any) -> bool:
+    """True if a function writes to its arguments: by its schema, or by its name in Python."""
+    if isinstance(func, Operator):
+        return bool(written_arguments(func))
+    name: str = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name in ("__set__", "__setitem__") or name.startswith("__i")
+    return name.endswith("_")
 
 
 def _hash(text: str) -> int:

@@ -23,11 +23,13 @@ _BYTES = 4
 def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
     """Return True if an update is to be left out, because a tensor of some rank has numbers that are not finite.
 
-    Every rank of the group makes the call, with tensors of the same names in the same order.
+    Every rank of the group makes the call, with tensors of the same names in the same order. All calls are compared by
+    then: no result of another rank's call reaches a parameter.
 
     Raises:
         NonFiniteGradientError: there is such a tensor, and the checks say "stop"; raised on all ranks.
     """
+    current().settle()
     if checks.bad_numbers == "off":
         return False
     names = list(tensors)

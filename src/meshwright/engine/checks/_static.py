@@ -63,7 +63,8 @@ class StaticChecks:
         if checks.replay and number % checks.replay == 0:
             _replay(step.run, given, name)
         if step.apart is None:
-            return step.run(*given)
+            with current().comparing_first():
+                return step.run(*given)
 
         def look_at(gradients: Mapping[str, Tensor]) -> bool:
             with called_for("the check of a step"):

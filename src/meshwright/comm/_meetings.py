@@ -1,0 +1,171 @@
+"""The frames of calls: each rank sends its own to the peers of a call, and reads theirs at once, or later.
+
+A transport that makes the process wait, as those of the CPU do, waits for all ranks anyway: their frames come first.
+On devices with streams a call is only put into a queue, and its process goes on to the next one. There frames may lag
+behind (`begin` without `settle`): they are read when they are there, and all of them before a parameter is written.
+Meanwhile the watchdog reads them (`tend`), since the process may wait for the device in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ._call import Call
+from ._errors import CommError
+from ._examine import Examiner
+from ._links import Frame, GoneError, Links
+from ._stragglers import Waits
+from ._watch import Watch
+
+_MOST = 16
+"""So many calls may lag. Their frames fit into the memory of a link: no rank waits for another one to read them."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One call, and what the peers say of it; `waits_for` are those whose frames have not been read."""
+
+    call: Call
+    frame: Frame
+    watch: Watch
+    waits_for: list[int]
+    unsent: list[int] = field(default_factory=list[int])
+    waited: dict[int, float] = field(default_factory=dict[int, float])
+    frames: dict[int, Frame] = field(default_factory=dict[int, Frame])
+
+
+class Meetings:
+    """The calls of this rank whose frames have not all been read, the oldest first.
+
+    `compare(meeting, peer)` raises if the frame of a peer is another one, and `balance(meeting)` if all of them do not
+    fit together.
+    """
+
+    def __init__(
+        self, links: Links, examiner: Examiner, waits: Waits,
+        compare: Callable[[Meeting, int], None], balance: Callable[[Meeting], None],
+    ) -> None:  # fmt: skip
+        self._links, self._examiner, self._waits = links, examiner, waits
+        self._compare, self._balance = compare, balance
+        self._open = deque[Meeting]()
+        self._lock = threading.RLock()
+        self._given_up: tuple[int, ...] = ()
+        self.failed: CommError | None = None
+        """What the watchdog has found and this rank has not raised yet."""
+
+    def awaited(self) -> tuple[int, ...]:
+        """Return the peers whose frames the oldest call waits for, or waited for until it failed."""
+        oldest = next(iter(self._open), None)
+        return self._given_up if oldest is None else tuple(oldest.waits_for)
+
+    def begin(self, call: Call, frame: Frame, watch: Watch) -> None:
+        """Send the frame of a call to its peers; the call is open until their frames are read."""
+        with self._lock:
+            self._raise_failed()
+            peers = [peer for peer in call.group if peer != self._links.rank]
+            meeting = Meeting(call, frame, watch, peers, waited=dict.fromkeys(peers, 0.0))
+            self._given_up = ()
+            self._open.append(meeting)
+            data = frame.packed()
+            meeting.unsent = [peer for peer in peers if not self._send(call, peer, data)]
+
+    def settle(self) -> None:
+        """Return once all frames of all open calls were read, and are right.
+
+        Raises:
+            CommError: a peer makes another call, or none. The error is raised once; all open calls are over then.
+        """
+        with self._lock:
+            self._raise_failed()
+            while self._open:
+                self._read(self._open[0], waits=True)
+
+    def look(self) -> None:
+        """Read the frames that are there; wait if too many calls are open, or one of them has no link yet."""
+        with self._lock:
+            self._raise_failed()
+            if len(self._open) > _MOST or any(meeting.unsent for meeting in self._open):
+                self.settle()
+            while self._open and self._read(self._open[0], waits=False):
+                pass
+
+    def tend(self) -> CommError | None:
+        """Read the frames that are there, and return what is wrong; the watchdog's thread calls it."""
+        if not self._open or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            while self._open and self._read(self._open[0], waits=False):
+                pass
+            if self._open:
+                self._examine(self._open[0])
+        except CommError as error:
+            self.failed = error
+            self._open.clear()
+        finally:
+            self._lock.release()
+        return self.failed
+
+    def _raise_failed(self) -> None:
+        error, self.failed = self.failed, None
+        if error is not None:
+            raise error
+
+    def _read(self, meeting: Meeting, waits: bool) -> bool:
+        """Read frames of the oldest call; True if all are read. With `waits` it takes until the next look at peers."""
+        try:
+            for peer in list(meeting.waits_for):
+                limit = meeting.watch.slice() / len(meeting.waits_for) if waits else 0.0
+                begin = time.perf_counter()
+                found = self._receive(meeting, peer, limit)
+                meeting.waited[peer] += time.perf_counter() - begin
+                if found is not None:
+                    self._note(meeting, peer, found)
+            if meeting.waits_for:
+                if waits:
+                    self._examine(meeting)
+                return False
+            self._balance(meeting)
+        except CommError:
+            self._given_up = tuple(meeting.waits_for)
+            self._open.clear()
+            raise
+        self._open.popleft()
+        return True
+
+    def _note(self, meeting: Meeting, peer: int, found: Frame) -> None:
+        self._waits.note(peer, meeting.waited[peer])
+        meeting.frames[peer] = found
+        self._compare(meeting, peer)
+        meeting.waits_for.remove(peer)
+
+    def _examine(self, meeting: Meeting) -> None:
+        """Raise if a peer that has not come never will."""
+        call, watch = meeting.call, meeting.watch
+        if watch.is_time():
+            self._examiner.look(call, meeting.waits_for, watch)
+        if watch.is_late():
+            self._examiner.examine(call, meeting.waits_for, watch)
+
+    def _send(self, call: Call, peer: int, data: bytes) -> bool:
+        try:
+            return self._links.send(peer, data)
+        except GoneError:
+            if not self._links.is_open(peer):
+                raise self._examiner.gone(call, peer) from None
+            return True  # what it sent before it went is still to be read, and may say why
+
+    def _receive(self, meeting: Meeting, peer: int, limit: float) -> Frame | None:
+        call = meeting.call
+        try:
+            if peer in meeting.unsent:
+                if not self._links.wait_open(peer, limit):
+                    return None
+                meeting.unsent.remove(peer)
+                self._send(call, peer, meeting.frame.packed())
+            return self._links.receive(peer, limit)
+        except GoneError:
+            raise self._examiner.gone(call, peer) from None

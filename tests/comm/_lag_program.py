@@ -1,0 +1,155 @@
+"""`python _lag_program.py FOLDER STORY`: one of two ranks whose calls are put into a queue, as on a device.
+
+The queue is played: a call of this program returns at once, and moves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.comm import Call, DisagreementError, ProcessCarrier
+from meshwright.tensor import DistTensor
+
+LIMIT = 60.0
+Case = Callable[[nn.Parameter, bool], object]
+
+
+def _queued(self: ProcessCarrier, x: Tensor) -> bool:
+    return x.is_floating_point()
+
+
+def _moves_nothing(self: ProcessCarrier, x: Tensor, call: Call, over: bool) -> Tensor:
+    return x.clone()
+
+
+def _stays(self: ProcessCarrier, x: Tensor, shapes: Any, group: Any) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
+
+
+def wait_for(path: Path) -> None:
+    """Return once the file is there."""
+    end = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def goes_on(folder: Path, here: ProcessCarrier) -> None:
+    """Rank 0 makes ten calls before rank 1 makes its first one behind the link's; both make sixty in all."""
+    here.all_reduce(torch.ones(3), "sum", (0, 1))
+    if here.rank == 1:
+        wait_for(folder / "ten")
+    for at in range(60):
+        here.all_reduce(torch.ones(3), "sum", (0, 1))
+        if at == 9 and here.rank == 0:
+            (folder / "ten").touch()
+    here.settle()
+
+
+def waits_elsewhere(folder: Path, here: ProcessCarrier) -> None:
+    """Rank 0 waits for its device for ever after a call that rank 1 makes otherwise."""
+    here.all_reduce(torch.ones(3), "sum", (0, 1))
+    here.settle()
+    if here.rank == 0:
+        here.all_reduce(torch.ones(3), "sum", (0, 1))
+        (folder / "made").touch()
+        time.sleep(LIMIT)
+    wait_for(folder / "made")
+    here.all_reduce(torch.ones(3), "max", (0, 1))
+    time.sleep(LIMIT)
+
+
+def by_optimizer(w: nn.Parameter, other: bool) -> None:
+    w.grad = _gradient(other)
+    torch.optim.SGD([w], lr=0.1).step()
+
+
+def by_fused_optimizer(w: nn.Parameter, other: bool) -> None:
+    w.grad = _gradient(other)
+    torch.optim.AdamW([w], lr=0.1, fused=True).step()
+
+
+def without_checks(w: nn.Parameter, other: bool) -> None:
+    mw.check_steps("off", replicas=0)
+    by_optimizer(w, other)
+
+
+def by_hand(w: nn.Parameter, other: bool) -> None:
+    grad = _gradient(other)
+    with torch.no_grad():
+        w.sub_(grad)
+
+
+def by_hand_in_data(w: nn.Parameter, other: bool) -> None:
+    w.data -= _gradient(other)
+
+
+def by_data(w: nn.Parameter, other: bool) -> None:
+    w.data = _gradient(other)
+
+
+def by_item(w: nn.Parameter, other: bool) -> None:
+    grad = _gradient(other)
+    with torch.no_grad():
+        w[:] = grad
+
+
+def by_out(w: nn.Parameter, other: bool) -> None:
+    grad = _gradient(other)
+    with torch.no_grad():
+        torch.add(grad, 1, out=w)
+
+
+CASES: tuple[Case, ...] = (
+    *(by_optimizer, by_fused_optimizer, without_checks, by_hand, by_hand_in_data, by_data, by_item, by_out),
+)
+
+
+def _gradient(other: bool) -> DistTensor:
+    """Return the sum of two tensors that came whole in another order on one rank."""
+    a, b = (_laid(mw.Shard(0)) for _ in range(2))
+    first, second = (b, a) if other else (a, b)
+    return mw.reshard(first, first.spec.mesh, [mw.Replicate()]) + mw.reshard(second, first.spec.mesh, [mw.Replicate()])
+
+
+def _laid(placement: mw.Placement) -> DistTensor:
+    return mw.shard_tensor(torch.ones(4, 3), mw.init_mesh(tp=2), [placement])
+
+
+def told(case: Case, here: ProcessCarrier) -> dict[str, Any]:
+    """Return what became of one case: the error, and whether the parameter is what it was."""
+    w = nn.Parameter(_laid(mw.Replicate()))
+    mw.check_steps(replicas=0)
+    try:
+        case(w, here.rank == 1)
+        error = ""
+    except DisagreementError as found:
+        error = str(found)
+    return {"error": error, "is as before": bool((w.detach().to_local() == 1).all())}
+
+
+def main() -> None:
+    folder, story = Path(sys.argv[1]), sys.argv[2]
+    ProcessCarrier._is_queued = _queued
+    ProcessCarrier._reduce_all = _moves_nothing
+    ProcessCarrier._gather = _stays
+    here = mw.init_process()
+    assert isinstance(here, ProcessCarrier)
+    if story != "updates":
+        {"goes on": goes_on, "waits elsewhere": waits_elsewhere}[story](folder, here)
+        return
+    found = {case.__name__: told(case, here) for case in CASES}
+    (folder / f"{here.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Comparisons that lag behind calls in a queue: nothing waits for them, and no wrong parameter is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import _lag_program as program
+
+from meshwright.comm import launch
+from meshwright.tensor._identity import _writes
+
+SCRIPT = str(Path(program.__file__))
+
+
+def test_a_rank_goes_on_before_its_peer_has_come(tmp_path: Path) -> None:
+    assert launch([SCRIPT, str(tmp_path), "goes on"], 2, timeout=100) == 0
+
+
+def test_a_rank_that_waits_for_its_device_is_ended_with_the_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch([SCRIPT, str(tmp_path), "waits elsewhere"], 2, timeout=100) == 1
+    told = capfd.readouterr().err
+    assert "rank 0 calls all_reduce(sum" in told
+    assert "rank 1 calls all_reduce(max" in told
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("updates")
+    assert launch([SCRIPT, str(folder), "updates"], 2, timeout=100) == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in program.CASES])
+def test_no_result_of_another_call_reaches_a_parameter(updates: list[dict[str, Any]], case: str) -> None:
+    for found in updates:
+        assert found[case]["error"].startswith("DisagreementError")
+        assert found[case]["is as before"]
+
+
+def test_every_method_that_writes_in_place_is_known_to() -> None:
+    missed: list[str] = []
+    for name in dir(torch.ops.aten):
+        packet, method = getattr(torch.ops.aten, name), getattr(torch.Tensor, name, None)
+        if method is None or not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        first = [getattr(packet, overload)._schema.arguments[:1] for overload in packet.overloads()]
+        if any(a and str(a[0].type) == "Tensor" and a[0].is_write for a in first) and not _writes(method):
+            missed.append(name)
+    assert missed == []
+    assert _writes(torch.ops.aten.add_.Tensor)
+    assert not _writes(torch.ops.aten.add.Tensor)
+    assert not _writes(torch.add)
