@@ -88,6 +88,7 @@ CASES = (
 )
 SETTINGS = (
     *("dp version", "dp seed", "dp rate", "dp parameters", "dp code", "tp version", "tp rate", "tp code"),
+    *("tp seed", "tp parameters", "tp static seed"),
     *("dp static version", "dp static seed", "dp static rate", "tp static code"),
 )
 SKIPS = ("dp backward", "dp step", "tp step")

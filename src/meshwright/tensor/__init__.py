@@ -28,6 +28,7 @@ from ._errors import (
     TraceError,
 )
 from ._explain import Decided, decisions, recording
+from ._first_values import first_of
 from ._functions import functions_told
 from ._handle_values import largest_anywhere, not_finite_anywhere
 from ._identity import called_for, count_step, made_alike
@@ -81,6 +82,7 @@ __all__ = [
     "decisions",
     "distribute",
     "drawing_by",
+    "first_of",
     "flush",
     "from_local",
     "functions_told",

@@ -25,6 +25,7 @@ from meshwright.comm import current, identity, note_fact, when_compared
 from meshwright.layout import user_frame
 
 from ._dist_tensor import DistTensor
+from ._first_values import note_first
 from ._names import name_of
 from ._surroundings import checksum, random_state, surroundings
 from .torch_hooks import FakeTensor, Operator, written_arguments
@@ -73,6 +74,8 @@ def born(x: T, whole: Tensor | None = None) -> T:
         count = _made.counts[line] = _made.counts.get(line, 0) + 1
         label, held = f"tensor {count} made at {line}", checksum(whole)
         note_fact(label, f"{x._spec!r} with checksum {held}")
+        if whole is not None and not whole.is_meta:
+            note_first(x, held)
         if len(_made.labels) >= _MOST_LABELS:
             _made.labels.clear()
         x._number = hash((_hash(f"{label} {x._spec!r}"), around))

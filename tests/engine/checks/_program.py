@@ -21,13 +21,14 @@ HIDDEN = 8
 class Run:
     """A small model that is trained on two ranks, step by step."""
 
-    def __init__(self, cut: mw.Placement, static: bool = False) -> None:
-        torch.manual_seed(0)
+    def __init__(self, cut: mw.Placement, static: bool = False, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.mesh = mw.init_mesh(dp=2)
         self.net = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
         for layer in (self.net[0], self.net[2]):
             for name, p in [*layer.named_parameters()]:
                 setattr(layer, name, mw.shard_tensor(p, self.mesh, [cut]))
+        torch.manual_seed(0)
         self.data = mw.shard_tensor(torch.randn(4, HIDDEN), self.mesh, [mw.Shard(0)])
         self.optimizer = torch.optim.AdamW(self.net.named_parameters(), lr=0.01)
         self.static = mw.to_static(self.net, None, nn.functional.mse_loss, self.optimizer) if static else None
@@ -106,6 +107,28 @@ def other_start() -> None:
     run.step()
 
 
+def other_whole(static: bool) -> None:
+    Run(mw.Shard(0), static, seed=mw.get_rank()).step()
+
+
+def written_over() -> None:
+    """Begin with other values in each way in which a program may write over them: by load, operator, data, part."""
+    for way in ("load", "copy", "data", "part"):
+        run = Run(mw.Shard(0), seed=mw.get_rank())
+        right = Run(mw.Shard(0)).net
+        if way == "load":
+            run.net.load_state_dict(right.state_dict())
+        for p, q in zip(run.net.parameters(), right.parameters(), strict=True):
+            with torch.no_grad():
+                if way == "copy":
+                    p.copy_(q)
+                elif way == "data":
+                    p.data = q.detach().clone()
+                elif way == "part":
+                    local(p).copy_(local(q))
+        run.step()
+
+
 def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
@@ -144,6 +167,9 @@ CASES: dict[str, Callable[[], object]] = {
     "flipped": lambda: flipped(static=False),
     "flipped, static": lambda: flipped(static=True),
     "other start": other_start,
+    "other whole": lambda: other_whole(static=False),
+    "other whole, static": lambda: other_whole(static=True),
+    "written over": written_over,
     "replayed": replayed,
 }
 

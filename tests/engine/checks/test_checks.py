@@ -28,6 +28,8 @@ TOLD = {
     "flipped": ("ReplicaError", "step 1 of AdamW", "0.weight differs on rank 0, 1", "transient"),
     "flipped, static": ("ReplicaError", "step 1 of a static model", "0.weight differs on rank 0, 1"),
     "other start": ("ReplicaError", "step 0 of AdamW", "0.weight differs on rank 0, 1"),
+    "other whole": ("ReplicaError", "step 0 of AdamW", "0.weight with checksum", "on rank 1", "dtensor_from_local"),
+    "other whole, static": ("ReplicaError", "step 0 of a static model", "0.weight with checksum"),
     "replayed": ("ReplicaError", "rank 1 gives other numbers", "transient"),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
@@ -47,7 +49,7 @@ def test_a_fault_is_told_on_both_ranks(two: list[dict[str, str]], case: str) -> 
         assert all(word in found[case] for word in TOLD[case]), found[case]
 
 
-@pytest.mark.parametrize("case", ["clean", "left out"])
+@pytest.mark.parametrize("case", ["clean", "left out", "written over"])
 def test_what_is_right_is_not_told(two: list[dict[str, str]], case: str) -> None:
     assert [found[case] for found in two] == ["", ""]
 
@@ -97,10 +99,10 @@ def test_the_first_bad_tensor_is_found(bad: int, value: float) -> None:
 
 
 FRACTIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
-FRACTIONS += [torch.float8_e5m2, torch.float8_e4m3fn]
+BYTES = [torch.float8_e5m2, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("dtype", FRACTIONS, ids=str)
+@pytest.mark.parametrize("dtype", FRACTIONS + BYTES, ids=str)
 def test_numbers_that_are_finite_are_told_from_others_by_every_dtype(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     for shape in [(), (1,), (7,), (40, 33), (3, 5, 64)]:

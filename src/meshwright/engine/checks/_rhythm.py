@@ -12,6 +12,7 @@ import torch
 from meshwright.comm import Group, current
 
 from . import _replicas
+from ._first_values import compare_first_values
 from ._settings import StepChecks
 from ._tensors import Named
 
@@ -77,4 +78,6 @@ def compare_replicas(
         if differs:
             raise _replicas.error_of(step, *found) if found is not None else _replicas.error_elsewhere(step)
         wish = -least
+    if is_due and rhythm.step == 0:
+        compare_first_values(list(tensors()), step)
     rhythm.advance(wish)
