@@ -20,7 +20,17 @@ from meshwright.reshard import Plan, Relabel, plan, transposed
 from ._dist_tensor import wants_grad
 from ._identity import called_back, keep_number
 from ._places import is_backward, keep_place
-from .torch_hooks import FakeTensor, bare_apply, bare_backward, forward_mode, keep_bits, no_interception, unwritten
+from .torch_hooks import (
+    FakeTensor,
+    bare_apply,
+    bare_backward,
+    forward_mode,
+    keep_bits,
+    modes_active,
+    no_interception,
+    no_modes,
+    unwritten,
+)
 
 
 class Move:
@@ -73,6 +83,13 @@ class Move:
         return x if self.is_relabel else self._converted(x)
 
     def _converted(self, x: Tensor) -> Tensor:
+        """Return the conversion, of which dispatch modes see nothing: ranks need not carry it out by the same calls."""
+        if not modes_active() or isinstance(x, FakeTensor):
+            return self._steps(x)
+        with no_modes():
+            return self._steps(x)
+
+    def _steps(self, x: Tensor) -> Tensor:
         if (x.is_conj() or x.is_neg()) and not isinstance(x, FakeTensor):
             return keep_bits(partial(current().convert, self.plan), x)
         return current().convert(self.plan, x)
