@@ -15,8 +15,8 @@ from meshwright.graph import (
     Executed,
     Fits,
     Input,
-    InTwo,
     Layouts,
+    Looking,
     Pass,
     Program,
     Run,
@@ -93,7 +93,7 @@ class Compiled:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
-    apart: InTwo | None = None
+    apart: Looking | None = None
     """The step with the update as a part of its own, if gradients are looked at before it."""
     addresses: list[int] = field(default_factory=list[int])
     """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
@@ -321,13 +321,14 @@ class Builder:
             return runner(part), tuple(x for x, _ in part.writes)
 
         self.pipeline = found.chosen
-        run = found.runs(make)
+        run = found.runs(make, looks=is_compared() and model.strategy.compiler != "inductor")
         at = {given.value: n for n, given in enumerate(run.inputs)}
         slots = model.slots()
         fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in run.inputs)
         program, table = found.end_to_end()
         writes = tuple(at[x] for x in run.writes)
-        return Compiled(program, run, tuple(run.inputs), fetch, writes, table, found.again is None)
+        apart = run.looking if run.looks else None
+        return Compiled(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
 
     def _ready(self, program: Program, lowered: Program | None = None) -> Compiled:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""

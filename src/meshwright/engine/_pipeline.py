@@ -72,9 +72,13 @@ class Piped:
         again = None if self.again is None else act(self.again)
         return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
 
-    def runs(self, make: Make) -> PipelineRun:
-        """The step as a function of its inputs; `make` gives each of its programs as one."""
-        return PipelineRun(self.copies, self.chosen.schedule, current().rank, self.intake, make, again=self.again)
+    def runs(self, make: Make, looks: bool = False) -> PipelineRun:
+        """Return the step as a function of its inputs; `make` gives each of its programs as one.
+
+        With `looks`, gradients can be looked at before the update, if it is a single one.
+        """
+        here, schedule = current().rank, self.chosen.schedule
+        return PipelineRun(self.copies, schedule, here, self.intake, make, again=self.again, looks=looks)
 
     def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
         """All programs as one, to be read and saved, and the table that tells them apart."""

@@ -64,7 +64,7 @@ from ._rewrite import AnyRewrite, Rewrite, Rewriter
 from ._rule_test import check_rule, check_steps
 from ._spread import spread
 from ._text import node_text, numbered, type_text
-from ._update_apart import InTwo, in_two
+from ._update_apart import InTwo, LookAt, Looking, in_two
 from ._verify import verify
 from ._watch import carry
 from ._work import Work, work_of
@@ -104,6 +104,8 @@ __all__ = [
     "Kernels",
     "Layouts",
     "LiveMemory",
+    "LookAt",
+    "Looking",
     "Match",
     "Measure",
     "Memories",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,54 +15,62 @@ from ._program import Input, Program
 
 LookAt = Callable[[Mapping[str, Any]], bool]
 """Is called with the gradients by the names of their parameters; True if the update is to be left out."""
+Looking = Callable[[Sequence[Any], LookAt], tuple[Any, list[Any] | None]]
+"""A step of given inputs: its outputs, and the values that it writes; None for these if the update is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class InTwo:
-    """A step whose update is a part of its own. A run returns None for what is written if the update is left out."""
+    """A step whose update is a part of its own.
+
+    A run returns None for the values to write if the update is left out, and no outputs that come from the update.
+    """
 
     first: Callable[..., Any]
     second: Callable[..., Any]
     gradients: tuple[tuple[str, int], ...]
-    """The name of each parameter, and the place of its gradient among the results of the first part."""
+    """The name of each parameter, and the place of its gradient among the inputs and the results of the first part."""
     exchanged: tuple[int, ...]
 
     def __call__(self, given: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
         with torch.no_grad():
             outputs, crossing = self.first(*given)
-            if look_at({name: crossing[at] for name, at in self.gradients}):
+            held = [*given, *crossing]
+            if look_at({name: held[at] for name, at in self.gradients}):
                 return outputs, None
-            _, written = self.second(*given, *crossing)
+            late, written = self.second(*given, *crossing)
             for at in self.exchanged:
                 written[at] = written[at].clone()
-            return outputs, written
+            return {**outputs, **late}, written
 
 
 def in_two(program: Program) -> InTwo | None:
     """Return the step in two parts; None if it has no update, or if the parts cannot be told apart.
 
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
-    the outputs of the program do not come from the update.
+    the output "out" does not come from the update.
     """
     update = _update(program)
     first = [node for node in program.nodes if node not in update]
     made = {v for node in first for v in node.outs}
     crossing = _crossing(program, update, made)
-    if not update or not _may_come_first(program, update) or _results_of(program) & _made_by(update):
+    early, late = _outputs(program, update)
+    if not update or not _may_come_first(program, update) or "out" not in early:
         return None
     over = {n: op for n, op in reductions_over(program).items() if n in update or n.ins[0] not in crossing}
 
     def op_of(node: Node) -> Any:
         return reducing_over(over[node], node.origin.purpose) if node in over else None
 
-    begin = to_fx(replace(program, nodes=first), op_of, results=(program.outputs, list(crossing)))
+    begin = to_fx(replace(program, nodes=first), op_of, results=(early, list(crossing)))
     inputs = (*program.inputs, *[Input(v, "batch", v.name) for v in crossing])
     end = to_fx(
         replace(program, inputs=inputs, nodes=[n for n in program.nodes if n in update]), op_of,
-        results=((), [v for _, v in program.writes]),
+        results=(late, [v for _, v in program.writes]),
     )  # fmt: skip
-    at = {v: n for n, v in enumerate(crossing)}
-    gradients = tuple((name, at[v]) for v, name in _goes_to(program, update, at).items())
+    at = {v: n for n, v in enumerate([*[i.value for i in program.inputs], *crossing])}
+    saved = [i.value for i in program.inputs if i.role == "saved"]
+    gradients = tuple((name, at[v]) for v, name in _named(program, update, [*crossing, *saved]).items())
     return InTwo(begin, end, gradients, exchanged(program))
 
 
@@ -79,7 +87,8 @@ def _update(program: Program) -> set[Node]:
 def _crossing(program: Program, update: set[Node], made: set[Value]) -> tuple[Value, ...]:
     """Return what the first part makes and the update reads, or the program writes."""
     read = [v for node in program.nodes if node in update for v in node.ins]
-    return tuple(v for v in dict.fromkeys([*read, *[v for _, v in program.writes]]) if v in made)
+    given = values_in([program.outputs, [v for _, v in program.writes]])
+    return tuple(v for v in dict.fromkeys([*read, *given]) if v in made)
 
 
 def _may_come_first(program: Program, update: set[Node]) -> bool:
@@ -92,34 +101,45 @@ def _may_come_first(program: Program, update: set[Node]) -> bool:
     return True
 
 
-def _results_of(program: Program) -> set[Value]:
-    return set(values_in(program.outputs))
+def _outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the outputs that do not come from the update, and those that do."""
+    made = {v for node in update for v in node.outs}
+    late = {name: each for name, each in program.outputs.items() if not made.isdisjoint(values_in(each))}
+    return {name: each for name, each in program.outputs.items() if name not in late}, late
 
 
-def _made_by(nodes: set[Node]) -> set[Value]:
-    return {v for node in nodes for v in node.outs}
+def _named(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
+    """Return the given values that change a parameter or a state in the update, with the parameter's name."""
+    owners = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
+    owners |= {v: name for (name, _), v in program.outputs.get("state", {}).items()}
+    found = {v: _owner_of(program, update, v, owners) for v in given if v.is_tensor}
+    return {v: name for v, name in found.items() if name is not None}
 
 
-def _goes_to(program: Program, update: set[Node], crossing: Mapping[Value, int]) -> dict[Value, str]:
-    """Return the gradients with the names of their parameters: those that the update reads beside a state of theirs."""
-    names = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
-    found: dict[Value, str] = {}
-    for node in program.nodes:
-        for row in _rows(node) if node in update else ():
-            owners = [names[root] for v in row if (root := origin_of(program, v)) in names]
-            for v in row:
-                if owners and v in crossing and v.is_tensor:
-                    found.setdefault(v, owners[0])
-    return found
+def _owner_of(program: Program, update: set[Node], v: Value, owners: Mapping[Value, str]) -> str | None:
+    """Return the name of the parameter that a value reaches first, or of which it reaches a state first."""
+    seen, ahead = {v}, [v]
+    while ahead:
+        calls = [call for x in ahead for node in program.users.get(x, ()) if node in update for call in _calls(node, x)]
+        near = (owners.get(origin_of(program, y), owners.get(y)) for ins, outs in calls for y in (*ins, *outs))
+        name = next((each for each in near if each is not None), None)
+        if name is not None:
+            return name
+        ahead = list(dict.fromkeys(y for _, outs in calls for y in outs if y not in seen))
+        seen.update(ahead)
+    return None
 
 
 _OWNERS = ("parameter", "state")
 
 
-def _rows(node: Node) -> Iterator[tuple[Value, ...]]:
-    """Yield the values that a call computes with each other: of lists, those at one place."""
+def _calls(node: Node, v: Value) -> Iterator[tuple[Sequence[Value], Sequence[Value]]]:
+    """Yield what is computed with a value, and what is made of it: of lists, the entries at one place."""
     lists = [list(a) for a in node.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Value)]
-    if lists:
-        yield from zip(*[each for each in lists if len(each) == len(lists[0])], strict=True)
-    else:
-        yield tuple(node.ins)
+    if not lists:
+        yield node.ins, node.outs
+        return
+    rows = zip(*[each for each in lists if len(each) == len(lists[0])], strict=True)
+    for at, row in enumerate(rows):
+        if v in row:
+            yield row, node.outs[at : at + 1] if len(node.outs) == len(lists[0]) else node.outs

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.graph import Input, Program, Run, Value, runner
+from meshwright.graph import Input, LookAt, Looking, Program, Run, Value, in_two, runner
 
 from ._sums import Total
 from ._versions import Known
@@ -24,31 +24,40 @@ def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A program behind microbatches as a function; it changes the inputs `over`, and gives values for `written`."""
+    """A program behind microbatches as a function; it changes the inputs `over`, and gives values for `written`.
+
+    `apart` is the program with the update as a part of its own, if that can be had.
+    """
 
     run: Run
     reads: tuple[Any, ...]
     written: tuple[Value, ...]
     over: tuple[Value, ...]
+    apart: Looking | None = None
 
     @classmethod
-    def of(cls, program: Program, make: Make) -> Update:
+    def of(cls, program: Program, make: Make, looks: bool = False) -> Update:
+        """Return the function of a program; with `looks`, gradients can be looked at before the update."""
         run, written = make(program)
         reads = tuple(i.source if i.role == "saved" else i.value for i in program.inputs)
-        return cls(run, reads, written, tuple(x for x, _ in program.writes))
+        return cls(run, reads, written, tuple(x for x, _ in program.writes), in_two(program) if looks else None)
 
-    def __call__(self, base: Known, totals: Known) -> tuple[Any, list[Any]]:
-        return self.run(*(totals[v.of] if isinstance(v, Total) else base[v] for v in self.reads))
+    def __call__(self, base: Known, totals: Known, look_at: LookAt | None = None) -> tuple[Any, list[Any] | None]:
+        """Return the outputs and the values to write; None for these if `look_at` says to leave the update out."""
+        given = [totals[v.of] if isinstance(v, Total) else base[v] for v in self.reads]
+        return self.run(*given) if look_at is None or self.apart is None else self.apart(given, look_at)
 
 
 class Behind:
     """`count` updates: one, whose values to write are given out, or several, each of which writes over its inputs.
 
-    With `again`, all but the first are those of that program; it reads the states that the first one makes.
+    With `again`, all but the first are those of that program; it reads the states that the first one makes. With
+    `looks`, gradients can be looked at before a single update.
     """
 
-    def __init__(self, first: Program, again: Program | None, count: int, make: Make) -> None:
-        update = Update.of(first, make)
+    def __init__(self, first: Program, again: Program | None, count: int, make: Make, looks: bool = False) -> None:
+        update = Update.of(first, make, looks and count == 1)
+        self.looks = update.apart is not None
         self._updates = [update, *[Update.of(again, make) if again else update] * (count - 1)]
         self._made = {i.value: i.source for i in _made_by(first, again)}
         self.inputs: tuple[Input, ...] = tuple(
@@ -61,11 +70,13 @@ class Behind:
         """What update number `at` writes over."""
         return [base[x] for x in self._updates[at].over]
 
-    def __call__(self, at: int, base: Known, totals: Known) -> tuple[Any, list[Any]]:
-        """The outputs of update number `at`, and the values of `writes`."""
+    def __call__(
+        self, at: int, base: Known, totals: Known, look_at: LookAt | None = None
+    ) -> tuple[Any, list[Any] | None]:
+        """Return the outputs of update number `at`, and the values of `writes`; None if `look_at` leaves it out."""
         update = self._updates[at]
-        outputs, written = update(base, totals)
-        if len(self._updates) == 1:
+        outputs, written = update(base, totals, look_at)
+        if len(self._updates) == 1 or written is None:
             return outputs, written
         for x, value in zip(update.written, written, strict=True):
             base[x].copy_(value)

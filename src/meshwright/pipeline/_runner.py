@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Carrier, current
-from meshwright.graph import Input, Program, Run, Value, tensor_dtype
+from meshwright.graph import Input, LookAt, Program, Run, Value, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
 from ._action import Kind
@@ -102,14 +102,17 @@ class PipelineRun:
     `watch` is told what is held of each microbatch.
 
     An asynchronous schedule runs the program behind once per update, and what it changes is written over then. With
-    `again`, all updates but the first are those of that program (`Behind`).
+    `again`, all updates but the first are those of that program (`Behind`). With `looks`, `looking` can be called.
     """
 
     def __init__(
         self, copies: Sequence[Parts], schedule: Schedule, rank: int, intake: Intake,
         make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None, again: Program | None = None,
+        looks: bool = False,
     ) -> None:  # fmt: skip
-        self._behind = Behind(copies[0].programs[BEHIND], again, updates(schedule), make)
+        self._behind = Behind(copies[0].programs[BEHIND], again, updates(schedule), make, looks)
+        self.looks = self._behind.looks
+        """True if gradients can be looked at before the update."""
         self.inputs = (*intake.inputs, *self._behind.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
         self._before = [(p.programs[BEFORE], p.gives[BEFORE], make(p.programs[BEFORE])[0]) for p in copies]
@@ -134,6 +137,14 @@ class PipelineRun:
         self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
 
     def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
+        outputs, written = self._run(inputs, None)
+        return outputs, written or []
+
+    def looking(self, inputs: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
+        """Return outputs and values to write as a call does; None for these if `look_at` leaves the update out."""
+        return self._run(inputs, look_at)
+
+    def _run(self, inputs: Sequence[Any], look_at: LookAt | None) -> tuple[Any, list[Any] | None]:
         here, count = current(), self._microbatches
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
@@ -144,7 +155,7 @@ class PipelineRun:
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
                 if place == BEHIND:
                     set_states(end)
-                    self._update(n, step, here)
+                    self._update(n, step, here, look_at)
                     continue
                 set_states(states.get((copy, place, m), {}))
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
@@ -158,7 +169,8 @@ class PipelineRun:
                 step.versions.drop(n)
                 if self._watch is not None:
                     self._watch(step.held)
-        return mean_of(step.outputs), [*(base[x] for x in self._renewed), *step.written]
+        written = None if step.written is None else [*(base[x] for x in self._renewed), *step.written]
+        return mean_of(step.outputs), written
 
     def _begin(self, base: Known) -> None:
         """What each version of the weights is made into, once."""
@@ -166,12 +178,12 @@ class PipelineRun:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
-    def _update(self, n: int, step: _Step, here: Carrier) -> None:
+    def _update(self, n: int, step: _Step, here: Carrier, look_at: LookAt | None) -> None:
         """The update that is entry n; microbatches on their way keep the weights that they have seen."""
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._behind.over(at, base), *step.held)
         with here.seen.doing("pipeline", "behind all microbatches"):
-            outputs, step.written = self._behind(at, base, step.totals.known)
+            outputs, step.written = self._behind(at, base, step.totals.known, look_at)
         step.outputs.append(outputs)
         step.totals = _Totals()
         if n + 1 < len(self._row):
@@ -197,7 +209,7 @@ class _Step:
     versions: Versions
     totals: _Totals = field(default_factory=_Totals)
     outputs: list[Any] = field(default_factory=list[Any])
-    written: list[Any] = field(default_factory=list[Any])
+    written: list[Any] | None = field(default_factory=list[Any])
 
 
 def _act(

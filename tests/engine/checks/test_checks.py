@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.comm import launch
-from meshwright.engine.checks._numbers import NONE, first_bad
+from meshwright.engine.checks._numbers import first_bad
 from meshwright.engine.checks._replicas import replicas_of, sums
 from meshwright.engine.checks._rhythm import MOST_STEPS, Rhythm
 from meshwright.engine.checks._tensors import Named
@@ -77,7 +76,7 @@ def test_any_other_bit_changes_the_sum(dtype: torch.dtype) -> None:
     assert sums([Named("x", x)]) == before
 
 
-def _tensors(bad: int, value: float) -> Sequence[Tensor | None]:
+def _tensors(bad: int, value: float) -> dict[str, Tensor | None]:
     found: list[Tensor | None] = [
         torch.ones(3),
         None,
@@ -88,14 +87,14 @@ def _tensors(bad: int, value: float) -> Sequence[Tensor | None]:
     x = found[bad]
     if x is not None:
         x.view(-1)[-1] = value
-    return found
+    return {str(at): x for at, x in enumerate(found)}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bad", [0, 3])
 def test_the_first_bad_tensor_is_found(bad: int, value: float) -> None:
-    assert first_bad(_tensors(bad, value)) == bad
-    assert first_bad(_tensors(bad, 1.0)) == NONE
+    assert first_bad(_tensors(bad, value)) == str(bad)
+    assert first_bad(_tensors(bad, 1.0)) is None
 
 
 FRACTIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
@@ -107,12 +106,12 @@ def test_numbers_that_are_finite_are_told_from_others_by_every_dtype(dtype: torc
     most = torch.finfo(dtype).max
     for shape in [(), (1,), (7,), (40, 33), (3, 5, 64)]:
         x = torch.full(shape, most, dtype=torch.float64).to(dtype)
-        assert first_bad([x, x.clone()]) == NONE, "a sum that overflows is no bad number"
+        assert first_bad({"x": x, "y": x.clone()}) is None, "a sum that overflows is no bad number"
         infinite = [[float("inf")], [float("inf"), -float("inf")]] if dtype is not torch.float8_e4m3fn else []
         for bad in ([float("nan")], *infinite):
             y = x.clone() if len(bad) <= x.numel() else torch.full((2,), most, dtype=torch.float64).to(dtype)
             y.reshape(-1)[-len(bad) :] = torch.tensor(bad).to(dtype)
-            assert first_bad([x, y]) == 1
+            assert first_bad({"x": x, "y": y}) == "y"
 
 
 def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:

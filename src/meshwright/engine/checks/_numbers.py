@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from meshwright.tensor import local_parts
 from .._errors import NonFiniteGradientError
 from ._settings import StepChecks
 
-NONE = 2**31
-"""Stands for no tensor; larger than the place of any."""
+_LONGEST = 200
+"""Bytes of a tensor's name that ranks tell each other."""
+_SHOWN = 4
 _BYTES = 4
 """Numbers of fewer bytes are added up as float32: their own sums would overflow."""
 
@@ -23,8 +24,8 @@ _BYTES = 4
 def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
     """Return True if an update is to be left out, because a tensor of some rank has numbers that are not finite.
 
-    Every rank of the group makes the call, with tensors of the same names in the same order. All calls are compared by
-    then: no result of another rank's call reaches a parameter.
+    Every rank of the group makes the call, with tensors of its own. All calls are compared by then, so that no result
+    of a mismatched call reaches a parameter.
 
     Raises:
         NonFiniteGradientError: there is such a tensor, and the checks say "stop"; raised on all ranks.
@@ -32,25 +33,23 @@ def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: s
     current().settle()
     if checks.bad_numbers == "off":
         return False
-    names = list(tensors)
-    mine = first_bad([tensors[name] for name in names])
-    first = int(current().all_reduce(torch.tensor([mine]), "min", group))
-    if first == NONE:
+    bad = first_bad(tensors)
+    if not current().all_reduce(torch.tensor([bad is not None]), "any", group).item():
         return False
-    error = error_of(step, names[first], mine, group)
+    error = error_of(step, bad or "", group)
     if checks.bad_numbers == "stop":
         raise error
     warnings.warn(f"{error.asked} is left out: {error.found}", RuntimeWarning, stacklevel=5)
     return True
 
 
-def first_bad(tensors: Sequence[Tensor | None]) -> int:
-    """Return the place of the first tensor whose local part has a number that is not finite; NONE if none has."""
+def first_bad(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Return the name of the first tensor whose local part has a number that is not finite; None if none has."""
     with local_parts():
-        held = {at: x for at, x in enumerate(tensors) if x is not None and x.numel() and _has_fractions(x)}
+        held = {name: x for name, x in tensors.items() if x is not None and x.numel() and _has_fractions(x)}
         if _sums_are_finite(held.values()):
-            return NONE
-        return next((at for at, x in held.items() if not bool(_wide(x).isfinite().all())), NONE)
+            return None
+        return next((name for name, x in held.items() if not bool(_wide(x).isfinite().all())), None)
 
 
 def _has_fractions(x: Tensor) -> bool:
@@ -74,14 +73,26 @@ def _sums_are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.stack(totals).sum().isfinite()) for totals in found.values())
 
 
-def error_of(step: str, name: str, mine: int, group: Group) -> NonFiniteGradientError:
-    """Return the error about the first tensor that is not finite; every rank of the group makes the call."""
-    here = current()
-    all_firsts = [int(x) for x in here.all_gather(torch.tensor([mine]), group, [(1,)] * len(group))]
-    ranks = ", ".join(str(rank) for rank, first in zip(group, all_firsts, strict=True) if first != NONE)
+def error_of(step: str, bad: str, group: Group) -> NonFiniteGradientError:
+    """Return the error about the first bad tensor of each rank; "" if it has none. Every rank of the group calls it."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, name in zip(group, _names_of_all(bad, group), strict=True):
+        if name:
+            ranks_of.setdefault(name, []).append(str(rank))
+    told = [f"{name} has numbers that are not finite on rank {', '.join(ranks)}" for name, ranks in ranks_of.items()]
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return NonFiniteGradientError(
-        f"the update of {step}", f"{name} has numbers that are not finite on rank {ranks}",
-        "an update with it would put numbers that are none into every parameter",
-        "a smaller learning rate, mw.clip_grad_norm_, or other data; mw.check_steps(bad_numbers='skip') leaves such "
-        "steps out on all ranks. The parameters are those of before the step",
+        f"the update of {step}", f"{'; '.join(told[:_SHOWN])}{more}",
+        "the update would write NaN or infinity into parameters",
+        "lower the learning rate, clip with mw.clip_grad_norm_, or look at the data; mw.check_steps('skip') leaves "
+        "such steps out on all ranks. The parameters are those of before the step",
     )  # fmt: skip
+
+
+def _names_of_all(name: str, group: Group) -> list[str]:
+    """Return the names of all ranks of a group."""
+    mine = torch.zeros(_LONGEST, dtype=torch.uint8)
+    data = name.encode()[:_LONGEST]
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = current().all_gather(mine, group, [(_LONGEST,)] * len(group))
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current, is_compared
-from meshwright.graph import InTwo
+from meshwright.graph import Looking
 from meshwright.tensor import DistTensor, called_for, map_tensors, tensors_in
 
 from .._errors import ReplicaError
@@ -37,7 +37,7 @@ class StepLike(Protocol):
     @property
     def run(self) -> Callable[..., Result]: ...
     @property
-    def apart(self) -> InTwo | None: ...
+    def apart(self) -> Looking | None: ...
 
 
 class StaticChecks:

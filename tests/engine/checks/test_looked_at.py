@@ -1,0 +1,100 @@
+"""Static steps in two parts: every gradient is looked at before the update, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.engine import _builder as builder
+from meshwright.engine.checks import _static as static
+from meshwright.errors import CaptureError
+
+LEFT_OUT = {"LBFGS", "SparseAdam", "Muon"}
+"""Optimizers that ask for a closure, for sparse gradients, or for matrices alone."""
+MAKERS = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in {"Optimizer", *LEFT_OUT}
+}
+OPTIONS: Sequence[Mapping[str, Any]] = ({}, {"foreach": True}, {"foreach": False})
+STEPS = 3
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def _clip(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(
+        lambda o, *_: torch.nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], 0.1) and None
+    )
+
+
+def _one_device(make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], clip: bool) -> list[Tensor]:
+    net, (x, y) = _model(), _batch()
+    optimizer = make(net.parameters(), **options)
+    if clip:
+        _clip(optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def _static(make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], clip: bool) -> list[Tensor]:
+    mesh, net = mw.init_mesh(dp=2), _model()
+    mw.shard_layer(net, mesh)
+    optimizer = make(net.parameters(), **options)
+    if clip:
+        _clip(optimizer)
+    step = mw.to_static(net, None, nn.functional.mse_loss, optimizer)
+    batch = [mw.shard_tensor(x, mesh, [mw.Shard(0)]) for x in _batch()]
+    for _ in range(STEPS):
+        step(*batch)
+    return [mw.unshard_dtensor(p.detach()) for p in net.parameters()]
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Names of the gradients of each step, on simulated ranks that compare their calls."""
+    seen, leaves_out = list[set[str]](), static.leaves_out
+
+    def look(tensors: Mapping[str, Tensor], *more: Any) -> bool:
+        seen.append({name.removeprefix("the gradient of ") for name in tensors})
+        return leaves_out(tensors, *more)
+
+    for module in (builder, static):
+        monkeypatch.setattr(module, "is_compared", lambda: True)
+    monkeypatch.setattr(static, "leaves_out", look)
+    return seen
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_gradient_of_every_step_is_looked_at(
+    looked_at: list[set[str]], name: str, options: Mapping[str, Any], clip: bool
+) -> None:
+    if clip and name not in ("SGD", "AdamW"):
+        return
+    right = copy.deepcopy(_one_device(MAKERS[name], options, clip))
+    try:
+        found = mw.simulate(lambda: _static(MAKERS[name], options, clip), 2)
+    except CaptureError:
+        pytest.skip(f"static mode refuses {name}")
+    assert looked_at == [{"0.weight", "0.bias", "2.weight", "2.bias"}] * (2 * STEPS)
+    for each in found:
+        torch.testing.assert_close(each, right)

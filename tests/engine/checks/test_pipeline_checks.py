@@ -1,0 +1,32 @@
+"""Gradients of pipelines are looked at before the update: all stages stop or leave it out together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.comm import launch
+
+SCRIPT = Path(__file__).with_name("_pipeline_program.py")
+CASES = ["1F1B SGD", "1F1B momentum", "1F1B AdamW", "ZB-H1 AdamW"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    assert launch([str(SCRIPT), str(folder)], 2, timeout=110) == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_gradients_are_found_before_the_update_and_right_ones_are_used(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    for found in two:
+        assert found[case]["left out"]
+        assert found[case]["stopped"]
+        assert "the gradient of 0.weight has numbers that are not finite" in found[case]["error"]
+        assert found[case]["losses"] == pytest.approx(found[case]["right"], rel=1e-5)
