@@ -20,8 +20,7 @@ from ._starts import Starts, in_order
 from ._tables import one_each, several_each
 
 RUN = 2**14
-"""Limit of chunks times microbatches that are simulated: one for all tables of one chunk per rank, one for the others.
-"""
+"""Limit of chunks times microbatches simulated: one for all tables of one chunk per rank, one for the others."""
 TOGETHER = 32
 """Number of candidates that are simulated at once."""
 SHORTER = 1e-6
