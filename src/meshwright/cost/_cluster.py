@@ -39,6 +39,9 @@ class Cluster:
 
     >>> cluster_of("H100")
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB; 8 to a node on NVLink4; InfiniBand-NDR between nodes
+
+    Raises:
+        CostError: `per_node` is below 1, or `devices` is below 1 or above `MOST_DEVICES`.
     """
 
     device: Device

@@ -38,7 +38,7 @@ def cluster(text: str) -> Cluster:
     Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
 
     Raises:
-        CostError: the text cannot be read.
+        CostError: the text or the file cannot be read, or a number in it is impossible.
     """
     if len(text) > MOST_CHARACTERS:
         why = f"a cluster in text has at most {MOST_CHARACTERS} characters"

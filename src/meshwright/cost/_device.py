@@ -33,6 +33,9 @@ class Device:
 
     >>> DEVICES["H100"]
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB
+
+    Raises:
+        CostError: a rate is not positive and finite, or `overhead` is negative.
     """
 
     name: str

@@ -32,6 +32,9 @@ class Link:
 
     >>> LINKS["NVLink4"]
     NVLink4: 450 GB/s, 3.4 µs
+
+    Raises:
+        CostError: `bandwidth` or `reach` is not positive and finite, or `latency` or `start` is negative.
     """
 
     name: str

@@ -28,8 +28,8 @@ def lower_bound(problem: Problem) -> float:
 class Paths:
     """Lengths of the paths of a microbatch through the chunks and back.
 
-    The overhead of an action is counted for forwards and for the first part of a backward only, because a table may run
-    both parts as one action.
+    The overhead of an action is counted for forwards and for the first part of a backward only. A table may run both
+    parts of a backward as one action.
     """
 
     def __init__(self, problem: Problem) -> None:

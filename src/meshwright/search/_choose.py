@@ -78,7 +78,7 @@ def choose(
     long, the one with the smaller tp * cp * pp comes first.
 
     Raises:
-        SearchError: no plan fits. The message says what is missing.
+        SearchError: a size or a given field is not valid, or no plan fits. The message says what is missing.
     """
     begin = time.monotonic()
     check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)

@@ -30,7 +30,8 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer:
 experts=None, latent=None, window=None)
 
     Raises:
-        SearchError: a size is missing, or the layers of the `model_type` do not follow from sizes or are not alike.
+        SearchError: a size is missing or no whole number, or the layers of the `model_type` do not follow from
+            sizes or are not alike.
     """
     _check_family(config)
     sizes = {name: _first(config, names) for name, names in NAMES.items()}

@@ -112,8 +112,10 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
     A rank holds at most `room` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier). The
     price is the one at which the fastest cuts so far that fit and those that do not have equal value. The search ends
     if no cuts are better than both, or if their seconds differ by less than `GAP`. The result is the fastest of all
-    cuts that take no more bytes. If too many values depend on each other for an exact search, the result is the best
-    that was found, and `gap` says how far it may be from the optimum.
+    cuts that take no more bytes.
+
+    If too many values depend on each other, the search is not exact. The result is then the best that was found, and
+    `gap` says how far it may be from the optimum.
 
     Raises:
         SearchError: no cuts fit.

@@ -21,7 +21,7 @@ Costs = NDArray[np.float64]
 MOST = 20_000_000
 """Largest number of entries of a table in an exact elimination."""
 PARTS = 2**14
-"""Largest number of entries of the tables that are left by a variable that is eliminated in parts."""
+"""Largest number of entries of a table if variables have to be eliminated in parts."""
 ROUNDS = 4
 """Number of rounds in which a choice is improved that is not known to be the best."""
 

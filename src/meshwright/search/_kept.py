@@ -46,10 +46,10 @@ class Kept:
     ) -> Iterator[Table]:
         """Yield the bytes of values in their forms, as tables: parameters with gradients and states, and kept results.
 
-        The backward pass of an operator reads the operand as it was converted for this operator, so the result of a
-        communication is held in addition to the value. Recomputation does not communicate again. A value that is
-        recomputed is therefore kept if a communication made it. The same holds for gathered parameters, except in stage
-        3 of ZeRO.
+        The backward pass of an operator reads the operand as it was converted for this operator. If ranks communicated
+        for the conversion, its result is held in addition to the value. Recomputation does not communicate again, so a
+        value that is recomputed is kept if a communication made it. A gathered parameter is kept too, except in stage 3
+        of ZeRO.
         """
         for v, forms in forms_of.items():
             yield Table((number[v],), self._in_forms(forms, self._of(v)))

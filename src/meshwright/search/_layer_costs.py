@@ -98,7 +98,7 @@ class LayerCosts:
 
     @property
     def memory(self) -> Memory:
-        """Memory of the ranks without brief bytes; gradients of weights need what their forward pass has left."""
+        """Memory of the ranks without brief bytes; the gradients of weights need all that the forward pass has left."""
         return Memory(held=self.held, static=self.static)
 
 

@@ -271,7 +271,7 @@ def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]
 
 
 def named_inputs(program: Program) -> dict[str, Input]:
-    """Return the parameters, buffers and batch tensors of a program, by their names in the model."""
+    """Return the parameters, buffers and batch tensors of a program by their external names."""
     found: dict[str, Input] = {}
     for given in program.inputs:
         if given.role in ROLES and given.value.is_tensor:
@@ -283,7 +283,7 @@ def _found(name: str, spec: Spec, known: Mapping[str, Input]) -> Input:
     """Return the input of this name.
 
     Raises:
-        SearchError: there is none, or it has another shape or dtype.
+        SearchError: no input has the name, or it has another shape or dtype.
     """
     if name not in known:
         near = get_close_matches(name, known, n=1, cutoff=0.0)

@@ -103,7 +103,7 @@ def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
     """Return the fastest plan with stages.
 
     Raises:
-        SearchError: there is none.
+        SearchError: no plan has the number of stages that was asked for.
     """
     piped = pipelines.best([own]) if pipelines is not None else None
     if pipelines is None or piped is None:

@@ -89,7 +89,7 @@ class Pipelines:
     def best(self, replicas: Sequence[Replicas], limit: float = inf) -> Piped | None:
         """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.
 
-        Candidates are tried in the order of their lower bounds.
+        Candidates are tried in the order of their estimated seconds.
         """
         best: Piped | None = None
         if self.why_not:
@@ -122,7 +122,7 @@ class Pipelines:
                     yield from (Saving(zero, again, pieces) for again in own.of.layers)
 
     def _at_least(self, own: Replicas, stages: int, saving: Saving) -> float:
-        """Return a lower bound on the seconds: equal stages, filled as fast as possible."""
+        """Return the estimated seconds of equal stages that are filled as fast as possible."""
         work = own.about.seconds(saving)
         chunks = most_chunks(stages, stages * saving.accumulate, len(self.chain.layers))
         filling = FILLING * work * (stages - 1) / (stages * saving.accumulate * chunks)

@@ -27,6 +27,9 @@ class Plan:
 
     >>> Plan(dp=4, tp=2, batch=32).ranks, Plan(dp=4, tp=2, batch=32).microbatches
     (8, 8)
+
+    Raises:
+        SearchError: a degree is below 1 or too large, or `zero` or `recompute` has an unknown value.
     """
 
     dp: int = 1
@@ -80,7 +83,7 @@ def parse_plan(text: str) -> Plan:
     """Return the plan of a text in TOML or JSON; fields that are left out have their defaults.
 
     Raises:
-        SearchError: the text is neither, or has a name that a plan has not, or a value of another type.
+        SearchError: the text is neither TOML nor JSON, or has a name or a value that a plan cannot have.
     """
     return plan_of(read_text(text, "a plan with a text", EXAMPLE))
 
@@ -110,7 +113,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     """Return the plan with the given fields; fields that are left out have their defaults.
 
     Raises:
-        SearchError: a plan has no field of such a name, or the value is of another type.
+        SearchError: a plan has no field of a name, or a value is of another type or out of range.
     """
     kinds = {f.name: f.type for f in fields(Plan)}
     if unknown := sorted(set(given) - set(kinds)):

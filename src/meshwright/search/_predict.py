@@ -224,8 +224,8 @@ class Step:
     def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
         """Return the idle seconds of a rank, over all its microbatches.
 
-        Some schedules put weight gradients into the bubble. It is then no shorter than the wait of the first rank for
-        its first microbatch to come back, less the forwards that the rank may run meanwhile.
+        Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
+        microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
         """
         f, b, w = FILLING[self.plan.schedule]
         p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)

@@ -23,6 +23,10 @@ class Problem:
     `capacity` is the most that a rank may hold, in the units of `memory`. With `split`, weight gradients may come later
     than input gradients. `objective` is the makespan (the optimizer waits for all ranks) or the span (it does not).
     Schedules have one action at a time, compute nothing twice, and run the forwards of each chunk in order.
+
+    Raises:
+        SearchError: a rank has no chunk, there are no microbatches, or a tuple in `capacity` has not one number per
+            rank.
     """
 
     way: tuple[int, ...]
@@ -71,7 +75,7 @@ class Problem:
         return self.memory.change(self._empty, Action(Kind.FORWARD, 0, chunk))
 
     def kept(self, chunk: int) -> float:
-        """Return the part of this amount that stays from B to W; 0 if the backward pass is not split."""
+        """Return the part of `held` that stays from B to W; 0 if the backward pass is not split."""
         return -self.memory.change(self._empty, Action(Kind.BACKWARD_WEIGHT, 0, chunk)) if self.split else 0.0
 
     def value(self, schedule: Schedule) -> float:

@@ -29,6 +29,7 @@ def simulated(
     Messages take time, and only other actions of a rank hide them. Above `LONG`, the result is that of `predict`.
 
     Raises:
+        SearchError: as `predict`.
         ScheduleError: the schedule has no table for the plan's ranks and microbatches.
     """
     told = predict(model, plan, cluster, software, habits)

@@ -3,8 +3,8 @@
 Each stage gives a lower bound. Its first backward comes after a microbatch went to the last stage and back, and after
 the forwards that the table has before it. Then the stage does all its other work, and the stages before it do their
 backwards. Work that is done once per step comes last. This bound depends only on the layers at which the stage begins
-and ends. So dynamic programming over (stages, layers) gives the least bound of all that follows a beginning, and a
-search guided by it yields all starts in order (A*).
+and ends. Dynamic programming over (stages, layers) gives the least bound of all that follows a beginning. A search
+guided by it yields all starts in order (A*).
 """
 
 from __future__ import annotations

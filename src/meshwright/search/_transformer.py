@@ -13,7 +13,11 @@ from ._errors import SearchError, check_sizes
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`count` experts of width `ffn` in every layer after the first `dense` ones; each token goes to `chosen`."""
+    """`count` experts of width `ffn` in every layer after the first `dense` ones; each token goes to `chosen`.
+
+    Raises:
+        SearchError: `imbalance` is below 1 or not finite.
+    """
 
     count: int
     chosen: int
@@ -67,6 +71,9 @@ class Transformer:
 
     >>> f"{Transformer(32, 4096, 32, 8, 128, 14336, 128256).parameters:.3g}"
     '8.03e+09'
+
+    Raises:
+        SearchError: a size is below 1 or too large.
     """
 
     layers: int
