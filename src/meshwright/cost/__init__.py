@@ -1,4 +1,4 @@
-"""What things cost: devices, links and clusters, and the seconds of an operator and of a step of a conversion."""
+"""Cost model: devices, links and clusters, and the seconds of operators and of resharding steps."""
 
 from ._cluster import Cluster, cluster_of
 from ._collectives import Meeting

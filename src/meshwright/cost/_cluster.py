@@ -1,7 +1,7 @@
-"""Devices and the links between them: seconds of a step of a conversion.
+"""Clusters of devices, and the seconds of one step of a conversion.
 
-Reductions and gathers are collectives; everything else goes directly, all messages at once. Bytes are those that the
-step says the busiest of a few ranks receives.
+All-reduce, all-gather and reduce-scatter are priced as collectives. Every other step is priced as direct messages, all
+sent at once. The bytes are those that the step reports for the busiest of the first `LOOKED_AT` ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ LOOKED_AT = 64
 KINDS: Mapping[type[Step], Meeting] = {
     AllReduce: "all-reduce", AllGather: "all-gather", ReduceScatter: "reduce-scatter",
 }  # fmt: skip
-"""Steps that are collectives; of others, each rank's messages go directly, all at once."""
+"""Steps that are collectives. In other steps, each rank sends its messages directly, all at once."""
 MOST_DEVICES = 10_000_000
-"""Of one cluster; nobody has more, and what is found by trying all divisors is found at once."""
+"""Upper bound on the devices of a cluster. No cluster is larger, and a search over all its divisors is still fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of `per_node` devices, linked by `inside`; every device has a share `outside` of its node's network.
+    """Nodes of `per_node` devices that are connected by `inside`.
 
-    `devices` is how many there are, where that is known.
+    `outside` is each device's share of the network of its node; None if the cluster has no network. `devices` is the
+    number of devices, if known.
 
     >>> cluster_of("H100")
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB; 8 to a node on NVLink4; InfiniBand-NDR between nodes
+
+    Raises:
+        CostError: `per_node` is below 1, or `devices` is below 1 or above `MOST_DEVICES`.
     """
 
     device: Device
@@ -63,9 +67,9 @@ class Cluster:
             )
 
     def link(self, group: Sequence[int]) -> Link:
-        """The way that a collective of these ranks takes: the network where they sit in several nodes.
+        """Return the link that a collective of these ranks uses: the network if the ranks are on several nodes.
 
-        All ranks of a node share what they send out, so a ring over k of them has k shares of the network.
+        All ranks of a node share the traffic that leaves it, so a ring over k of them has k shares of the network.
         """
         nodes = self._nodes(group)
         if nodes <= 1 or self.outside is None:
@@ -75,28 +79,28 @@ class Cluster:
         return replace(self.outside, bandwidth=usable, reach=1.0)
 
     def bandwidth(self, ranks: Numbers, together: Numbers) -> Numbers:
-        """Bytes per second of a ring over `ranks`, of which `together` share a node; arrays go element by element."""
+        """Return the bytes per second of a ring over `ranks`, of which `together` share a node, element by element."""
         return Group(self.inside, self.outside, ranks, together).bandwidth
 
     def meeting(
         self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
     ) -> Numbers:
-        """Seconds of a collective on tensors of `nbytes` (whole for gathers and scatters); none for one rank.
+        """Return the seconds of a collective on tensors of `nbytes`; 0 for one rank.
 
-        Of what an all-to-all has for other nodes only the part `leaving` goes over the network, where the rest is
-        copies that are made there.
+        `nbytes` is the size of the whole tensor for gathers and scatters. `leaving` is for an all-to-all: the fraction
+        of the bytes for other nodes that crosses the network. The rest are copies that the receiving node makes.
         """
         return Group(self.inside, self.outside, ranks, together).seconds(kind, nbytes, leaving)
 
     def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
-        """Seconds of a message to another rank; `across` says whether it leaves the node."""
+        """Return the seconds of a message to another rank; `across` is true if the message leaves the node."""
         inside = self.inside.among(2) if self.inside.mesh else self.inside.usable
         outside = inside if self.outside is None else self.outside.usable
         latency = self.inside.latency if self.outside is None else self.outside.latency
         return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
 
     def seconds(self, step: Step, x: Spec) -> float:
-        """Seconds of a step that is applied to a tensor of the given spec: a price for `reshard.plan`."""
+        """Return the seconds of a step that is applied to a tensor with spec `x`: a price for `reshard.plan`."""
         if not step.rounds(x):
             return 0.0
         ranks = dict.fromkeys((*x.mesh.process_ids[:LOOKED_AT], *step.apply(x).mesh.process_ids[:LOOKED_AT]))
@@ -118,9 +122,9 @@ class Cluster:
 
 
 def slowest(kinds: Sequence[Cluster]) -> Cluster:
-    """All devices of several kinds together, where each waits for the slowest: every rate and size is the least.
+    """Return one cluster of all devices of several kinds, with the lowest rate and size of any kind.
 
-    Ranks have equal parts of a model, so what the faster ones could do beside that is not used.
+    Ranks have equal parts of a model, so each rank waits for the slowest. The surplus of faster devices is not used.
     """
     devices = [kind.device for kind in kinds]
     known = sorted(set[torch.dtype]().union(*(device.flops for device in devices)), key=str)
@@ -167,13 +171,17 @@ _USUAL = {
     "Ascend-910B": ("HCCS", "RoCE-200"),
     "cpu core": ("memory of one host", None),
 }
-"""Device → the links that it usually comes with, inside a node and between nodes."""
+"""Device → its usual links: inside a node, and between nodes."""
 _TOGETHER = {"GB200": 72, "GB300": 72, "cpu core": 8}
-"""Devices of which other than eight share the links inside."""
+"""Device → number of devices that share the links inside a node; 8 for devices that are not listed."""
 
 
 def cluster_of(name: str) -> Cluster:
-    """The usual cluster of a known device. Raises CostError for an unknown name."""
+    """Return the usual cluster of a known device.
+
+    Raises:
+        CostError: the device is unknown.
+    """
     device = device_of(name)
     inside, outside = _USUAL[name]
     return Cluster(device, link_of(inside), _TOGETHER.get(name, 8), None if outside is None else link_of(outside))

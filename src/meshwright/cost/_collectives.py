@@ -1,10 +1,10 @@
-"""How long collectives take: the fastest of the ways that libraries have for them.
+"""Seconds of collectives: the fastest of the algorithms that communication libraries offer.
 
-A ring passes pieces on, one round for gathers and scatters and two for all-reduces. Over nodes a tree adds up and hands
-down in a logarithm of hops. A switch that adds up (NVLS) receives every byte once, and between nodes each rank carries
-its part of what its node has added up. Hops go with whole messages, or with lines that carry their own flags (LL128):
-fewer microseconds, and less of the bandwidth. Constants of NCCL, where `Link` has them; `python -m benchmarks
-collectives` holds all of it beside published measurements.
+A ring passes pieces on, in one round for gathers and scatters and in two for all-reduces. Across nodes, a tree reduces
+and broadcasts in a logarithmic number of hops. A switch that reduces (NVLS) receives every byte once; between nodes,
+each rank then carries its part of its node's sum. A hop sends whole messages, or lines that carry their own flags
+(LL128), which have less latency and less bandwidth. The constants are those of NCCL, where `Link` has them. `python -m
+benchmarks collectives` compares the results with published measurements.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ._link import Link
 Meeting = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 SPREAD = 0.64
-"""What an all-to-all inside a node reaches of what a ring does: its messages are small."""
+"""Fraction of a ring's bandwidth that an all-to-all inside a node reaches; its messages are small."""
 LINES = 0.92
-"""What lines with flags reach of a link's bandwidth: 120 of 128 bytes are data, less what checking costs."""
+"""Fraction of a link's bandwidth that lines with flags reach: 120 of 128 bytes are data, less the cost of checks."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of which `together` share a node; one element per group that is priced."""
+    """Ranks of which `together` share a node; arrays have one element per group."""
 
     inside: Link
     outside: Link | None
@@ -39,12 +39,12 @@ class Group:
 
     @cached_property
     def within(self) -> NDArray[np.bool_]:
-        """Whether no network is between them."""
+        """True if no network is between the ranks."""
         return np.asarray(np.less_equal(self.ranks, self.together) | (self.outside is None))
 
     @cached_property
     def own(self) -> Numbers:
-        """How many of them a node has."""
+        """Number of ranks of the group on one node."""
         return np.asarray(self.ranks) if self.outside is None else np.minimum(self.ranks, self.together)
 
     @cached_property
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def network(self) -> float:
-        """Bytes per second of each rank to other nodes."""
+        """Bytes per second from each rank to other nodes."""
         return np.inf if self.outside is None else self.outside.bandwidth * self.outside.reach
 
     @cached_property
@@ -63,7 +63,7 @@ class Group:
         return np.where(self.within, inside, np.minimum(inside, share))
 
     def seconds(self, kind: Meeting, nbytes: Numbers, leaving: Numbers = 1.0) -> Numbers:
-        """Seconds on tensors of `nbytes` (whole for gathers and scatters); none for one rank."""
+        """Return the seconds on tensors of `nbytes` (the whole tensor for gathers and scatters); 0 for one rank."""
         if kind == "all-to-all":
             found = self._exchange(nbytes, leaving)
         else:
@@ -91,16 +91,16 @@ class Group:
         return np.multiply(hops[0], near) + np.multiply(hops[1], far)
 
     def _around(self, rounds: int) -> tuple[Numbers, Numbers]:
-        """Hops of a ring inside nodes, and between them."""
+        """Return the hops of a ring: inside nodes, and between nodes."""
         between = self.nodes - 1.0
         return rounds * (np.asarray(self.ranks) - 1.0 - between), rounds * between
 
     def _up_and_down(self) -> tuple[Numbers, Numbers]:
-        """Those of a tree of nodes, in which ranks are chains."""
+        """Return the hops of a tree of nodes with a chain of ranks in each: inside nodes, and between nodes."""
         return 2 * (np.asarray(self.ranks) / self.nodes - 1.0), 2 * np.log2(np.maximum(self.nodes, 1.0))
 
     def _switched(self, nbytes: Numbers) -> Numbers:
-        """An all-reduce that switches add up; none where a node has one rank."""
+        """Return the seconds of an all-reduce by switches; infinite if a node has one rank."""
         rate = self.inside.switched * self.inside.bandwidth * (1 - 1 / np.maximum(self.own, 1.0))
         inside = np.divide(nbytes, np.maximum(rate, 1.0))
         outside = 2 * (1 - 1 / self.nodes) * np.asarray(nbytes) / (np.maximum(self.own, 1.0) * self.network)
@@ -108,7 +108,7 @@ class Group:
         return np.where(np.greater(self.own, 1), start + np.maximum(inside, outside), np.inf)
 
     def _exchange(self, nbytes: Numbers, part: Numbers) -> Numbers:
-        """Everyone to everyone: what leaves the node goes through the rank's own share of the network."""
+        """Return the seconds of an all-to-all; bytes that leave the node use the rank's own share of the network."""
         inside = self.inside.among(self.own) * SPREAD
         leaving = (1 - 1 / self.nodes) * part
         way = np.where(np.greater(leaving, 0), np.minimum(inside, self.network / np.maximum(leaving, 1e-9)), inside)

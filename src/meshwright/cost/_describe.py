@@ -1,4 +1,4 @@
-"""A cluster in a line, or in a file: what a person writes to say what there is."""
+"""Parser for a cluster that is written as one line of text or as a TOML file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ _DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?([A-Za-z][\w .-]*)")
 _WORD = re.compile(r"([- ]?)([^- ]+)")
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)G(B?)")
 _SOCKET = re.compile(r"sxm\d?|nvl72")
-"""Words of data sheets that do not tell devices apart here."""
+"""Words of data sheets that do not distinguish the devices in `DEVICES`."""
 _NODE = re.compile(r"(\d{1,12}) ?(?:per node|/ ?node)")
 _NETWORK = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([GT])(b/s|bps|bit/s|B/s)?")
 _GIGABITS = {"G": 1.0, "T": 1000.0}
 
 
 def cluster(text: str) -> Cluster:
-    """A cluster from one line, or from a TOML file that is named so. Raises CostError for what it can't read.
+    """Return the cluster that one line describes, or a TOML file if `text` is its path.
 
     >>> cluster("64xA100-40G, 4 per node, 100G")
     64 x A100-40GB: 312 TFLOP/s bf16, 19.5 TFLOP/s f32, 1555 GB/s, 40 GB; 4 to a node on NVLink3; 100G between nodes
 
     Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
+
+    Raises:
+        CostError: the text or the file cannot be read, or a number in it is impossible.
     """
     if len(text) > MOST_CHARACTERS:
         why = f"a cluster in text has at most {MOST_CHARACTERS} characters"
@@ -56,7 +59,7 @@ def _from_line(text: str) -> Cluster:
 
 
 def _kind(text: str, word: str) -> Cluster:
-    """Devices of one kind."""
+    """Return the cluster of one kind of device, written as a count and a name."""
     found = _DEVICES.fullmatch(word)
     if found is None:
         raise _no_toml(text) if text and exists(text) else _unread(text, word)
@@ -64,11 +67,14 @@ def _kind(text: str, word: str) -> Cluster:
 
 
 def _usual(text: str, written: str) -> Cluster:
-    """The device's usual cluster; a size of memory picks the device of that size, or changes it."""
+    """Return the usual cluster of a device.
+
+    A memory size in the name selects the device with that memory. If there is none, it replaces the device's memory.
+    """
     words, size = list[str](), ""
     for before, word in _WORD.findall(written):
         number = _SIZE.fullmatch(word)
-        if words and number and (before == "-" or number[2]):  # "A100 80G" might be a network
+        if words and number and (before == "-" or number[2]):  # the 80G of "A100 80G" might be a network
             size = _positive(text, word, number[1])
         elif not _SOCKET.fullmatch(word.casefold()):
             words.append(word)
@@ -78,7 +84,7 @@ def _usual(text: str, written: str) -> Cluster:
 
 
 def _known(name: str) -> str | None:
-    """A device's name as it is written here, in capitals or not."""
+    """Return a device's name as `DEVICES` spells it, whatever the case of `name`; None if it is unknown."""
     return {known.casefold().replace(" ", "-"): known for known in DEVICES}.get(name.casefold())
 
 
@@ -142,7 +148,7 @@ _UNITS = {
 
 
 def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
-    """The cluster's device or one of its links, with some of its numbers changed."""
+    """Return the cluster's device or one of its links, with some numbers replaced."""
     old = getattr(made, table) or Link("", 1.0, 14 * MICRO)
     known = {field.name for field in fields(old)}
     if not isinstance(given, Mapping):
@@ -152,7 +158,7 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
         near = get_close_matches(strange[0], known, n=1, cutoff=0.0)[0]
         raise CostError(asked, f"{strange[0]} in [{table}]", f"known are {', '.join(sorted(known))}: {near}?", EXAMPLE)
     if {"latency", "start"} & set(numbers) and isinstance(old, Link):
-        numbers = {"lines": (), **numbers}  # what is said of messages holds for all of them
+        numbers = {"lines": (), **numbers}  # a latency in the file holds for messages of every kind
     try:
         return replace(old, **{name: _number(old, name, value) for name, value in numbers.items()})
     except CostError:
@@ -171,11 +177,11 @@ _PAIRS: Mapping[str, Callable[[Any], Any]] = {
     "lines": lambda value: _pair(value, MICRO) if value else None,
     "fewer": lambda value: tuple((int(ranks), float(part)) for ranks, part in value),
 }
-"""What is written as pairs of numbers."""
+"""Fields that are written as pairs of numbers, with the functions that read them."""
 
 
 def _number(old: Device | Link, name: str, value: Any) -> Any:
-    """What a name of a table says, in seconds and bytes."""
+    """Return the value of a field in a table, in seconds and bytes."""
     if isinstance(old, Device) and name == "flops":
         return {**old.flops, **{read_dtype(t): float(x) * TERA for t, x in value.items()}}
     if name in ("name", "source"):

@@ -1,10 +1,10 @@
-"""What one device does in a second, and what it holds; the devices that are known by name.
+"""Devices: rates, memory, and the table of devices that are known by name.
 
-Peaks are dense (no sparsity) and those of the vendor. `reach` is the share of the peak of large products of 16-bit
-numbers in training; the best measured matmul reaches more, because a device that is busy for long runs slower. Sources:
-"ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors' specifications and of
-measured matmuls; shares are those at which `python -m benchmarks predict` meets published runs; "measured" is one core
-of a Xeon server with AMX, torch 2.13.
+Peaks are the vendor's, for dense products (no sparsity). `reach` is the fraction of the peak that large products of
+16-bit numbers reach in training. The best measured matmul reaches more, because a device runs slower under long load.
+Sources: "ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors' specifications and
+of measured matmuls. The fractions are those at which `python -m benchmarks predict` agrees with published runs.
+"measured" is one core of a Xeon server with AMX, torch 2.13.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from ._errors import CostError, known_by
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 NARROWEST = torch.float4_e2m1fn_x2
-"""Four bits each, two to a byte."""
+"""Numbers of 4 bits, two per byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
 
-    `units` is the number of parts that work on a tile each, `reach8` and `reach4` the share of the peak for products of
-    8-bit and 4-bit numbers, `attention` that of fused attention, forward and backward.
+    `units` is the number of parts of the device that work on one tile each. `reach8` and `reach4` are the fractions of
+    the peak that products of 8-bit and 4-bit numbers reach. `attention` are those of fused attention, forward and
+    backward.
 
     >>> DEVICES["H100"]
     H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB
+
+    Raises:
+        CostError: a rate is not positive and finite, or `overhead` is negative.
     """
 
     name: str
@@ -58,23 +62,26 @@ class Device:
             )  # fmt: skip
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype` by the vendor; dtypes without an entry run as float32 does, or as 8 bits."""
+        """Return the vendor's operations per second in `dtype`.
+
+        A dtype without an entry has the rate of float32. Numbers of 4 bits without an entry have the rate of 8 bits.
+        """
         if dtype == NARROWEST and dtype not in self.flops:
             dtype = torch.float8_e4m3fn
         return self.flops.get(dtype) or self.flops.get(torch.float32) or max(self.flops.values())
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype` that a large matmul reaches."""
+        """Return the operations per second in `dtype` that a large matmul reaches."""
         return self.peak(dtype) * self.share(dtype)
 
     def share(self, dtype: torch.dtype) -> float:
-        """The part of the peak in `dtype` that a large matmul reaches."""
+        """Return the fraction of the peak in `dtype` that a large matmul reaches."""
         if dtype == NARROWEST and dtype in self.flops:
             return self.reach4
         return self.reach8 if dtype in (torch.float8_e4m3fn, NARROWEST) else self.reach
 
     def seconds(self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32) -> float:
-        """Seconds of one operator that does `flops` operations and reads and writes `nbytes`: the roofline.
+        """Return the seconds of an operator by the roofline model: `flops` operations, `nbytes` read and written.
 
         >>> round(DEVICES["H100"].seconds(0, 3350e6), 6)
         0.001004
@@ -143,9 +150,13 @@ DEVICES: Mapping[str, Device] = {
         ),
     )
 }
-"""The devices by name; rates in float32 are those of plain float32, without tensor cores."""
+"""Known devices by name; float32 rates are those of plain float32, without tensor cores."""
 
 
 def device_of(name: str) -> Device:
-    """The device called so. Raises CostError for an unknown name."""
+    """Return the device of this name.
+
+    Raises:
+        CostError: the name is unknown.
+    """
     return known_by(name, DEVICES, "device", "Device(name, flops, bandwidth, memory)")

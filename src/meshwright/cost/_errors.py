@@ -1,4 +1,4 @@
-"""What can be wrong with a price."""
+"""Errors of the cost model."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -10,11 +10,16 @@ T = TypeVar("T")
 
 
 class CostError(MeshwrightError, ValueError):
-    """A device, link or cluster that nobody knows, or that cannot be."""
+    """A device, link or cluster that is unknown or impossible."""
 
 
 def known_by(name: str, table: Mapping[str, T], what: str, write: str) -> T:
-    """What the table has under this name. Raises CostError for an unknown one: `write` makes `what` is asked for."""
+    """Return the entry of `table` with this name.
+
+    Raises:
+        CostError: the name is unknown. The message suggests the closest name, or `write`, the call that makes a new
+            `what`.
+    """
     found = table.get(name)
     if found is None:
         plain = {known.casefold(): known for known in table}

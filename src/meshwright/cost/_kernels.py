@@ -1,10 +1,10 @@
-"""Seconds of operators on one device, from the sizes of what one rank computes.
+"""Seconds of operators on one device, from the sizes that one rank computes.
 
-Every number may be an array, one element per candidate: a search prices all its candidates at once.
+Every number may be an array with one element per candidate, so a search prices all its candidates at once.
 
-A matmul is cut into tiles, which the device's units work on in waves. What a tile of a given size reaches, how much of
-a half-empty last wave is lost, and how long a product must be (its k) to be worth its start are the same for every
-device; what a long product of whole waves reaches is a number of the device.
+A matmul is divided into tiles, which the device's units compute in waves. Three constants are the same for every
+device: the rate of each tile size, the part of a half-empty last wave that is lost, and the k at which a product is
+worth its start. The rate of a long product of whole waves is a number of the device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from numpy.typing import NDArray
 from ._device import MICRO, Device
 
 Numbers = float | NDArray[np.float64]
-"""A number, or one per candidate."""
+"""A number, or an array with one number per candidate."""
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
-"""Rows and columns of a tile, and what it reaches of the largest."""
+"""Rows and columns of a tile, and its rate relative to the largest tile."""
 WHOLE = 64
-"""Sizes that are no multiples of this many elements do not fill the lines that a device reads."""
+"""Elements per line of memory. Sizes that are not multiples of it fill their last lines only partly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What measured runs say about all devices, fitted by `python -m benchmarks predict` (which says how well).
+    """Constants of all devices, fitted to measured runs by `python -m benchmarks predict`, which reports the errors.
 
-    `ramp` is the k at which a matmul reaches half of what it can, `emptiness` the part of a half-empty wave that is
-    lost, `ragged` the share that sizes reach which are no multiples of 64, `streamed` the share of the memory's
-    bandwidth that an operator reaches, `launch` the seconds that begin one, `grouped` how much longer products of many
-    small groups take, `host` the seconds that a host needs for a layer's forward and backward pass.
+    `ramp` is the k at which a matmul reaches half of its best rate. `emptiness` is the part of a half-empty wave that
+    is lost. `ragged` is the fraction of the rate that is left for sizes that are not multiples of 64. `streamed` is the
+    fraction of the memory bandwidth that an operator reaches. `launch` is the seconds to start an operator. `grouped`
+    is the slowdown of products of many small groups. `host` is the seconds that a host needs for a layer's forward and
+    backward pass.
     """
 
     ramp: float = 100.0
@@ -60,7 +61,7 @@ class Kernels:
     def matmul(
         self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers = 1.0, dtype: torch.dtype = torch.bfloat16
     ) -> Numbers:
-        """m k * k n -> m n, `groups` of them in one launch."""
+        """Return the seconds of `m k * k n -> m n`, with `groups` products in one launch."""
         rate = self.device.rate(dtype) / self.device.units
         ragged = np.where(
             ((np.mod(n, WHOLE) == 0) & (np.mod(k, WHOLE) == 0)) | (np.asarray(groups) > 1), 1.0, self.habits.ragged
@@ -76,9 +77,10 @@ class Kernels:
         return np.maximum(best / ragged, moved / self._bandwidth) + self.habits.launch
 
     def attention(self, queries: Numbers, keys: Numbers, width: Numbers, heads: Numbers) -> tuple[Numbers, Numbers]:
-        """Fused attention, forward and backward; `width` is that of a key and of a value together, `heads` all of them.
+        """Return the seconds of fused attention, forward and backward.
 
-        The backward pass computes the scores again: five products instead of two.
+        `width` is the width of a key plus that of a value, `heads` the number of all heads. The backward pass computes
+        the scores again: five products instead of two.
         """
         flops = 2 * np.multiply(np.multiply(queries, keys), np.multiply(width, heads))
         rate = self.device.peak(torch.bfloat16)
@@ -86,7 +88,7 @@ class Kernels:
         return flops / (rate * forward) + self.habits.launch, 2.5 * flops / (rate * backward) + 2 * self.habits.launch
 
     def stream(self, nbytes: Numbers) -> Numbers:
-        """An operator whose time is that of what it reads and writes."""
+        """Return the seconds of an operator whose time is that of the bytes it reads and writes."""
         return np.divide(nbytes, self._bandwidth) + self.habits.launch
 
     @property

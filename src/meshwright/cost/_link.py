@@ -1,10 +1,10 @@
-"""What a way between devices costs: a start, a latency per message, and bytes per second.
+"""Links between devices: start, latency per hop, and bytes per second.
 
-Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`; latencies of "nccl"
-are the constants of NCCL's tuning (ring: 8.4 µs per call and 3.4, 5.7 or 14 µs per hop with whole messages, 14 µs and
-1.9 or 4 µs with lines that carry flags); what rings of few and of many ranks reach, and what switches add up, is what
-their sources measured; what PCIe reaches is what "simumax" (MooreThreads/SimuMax, configs/system) measured of an
-all-reduce over eight A100.
+Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`. Latencies of "nccl"
+are the constants of NCCL's tuning. A ring takes 8.4 µs per call and 3.4, 5.7 or 14 µs per hop with whole messages. With
+lines that carry flags it takes 14 µs per call and 1.9 or 4 µs per hop. The rates of rings of few and of many ranks and
+of switches were measured by the named sources. The rate of PCIe is what "simumax" (MooreThreads/SimuMax,
+configs/system) measured for an all-reduce over eight A100.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from ._kernels import Numbers
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`start` seconds per collective, `latency` per hop, `bandwidth` in bytes per second; `reach` is its usable share.
+    """A link: `start` seconds per collective, `latency` seconds per hop, `bandwidth` in bytes per second.
 
-    Where each of `mesh` devices has a way of its own to every other one, a group of fewer has a part of the bandwidth;
-    `fewer` has what rings of so few reach otherwise, as a part of what many do. `lines` are start and hop of messages
-    whose lines carry flags, where the link keeps lines whole. `switched` is the share of the bandwidth at which
-    switches add up what all send, which takes `switching` seconds to begin; 0 where none does.
+    `reach` is the usable fraction of the bandwidth. `mesh` is the number of devices that are all directly connected to
+    each other; a smaller group has only a part of the bandwidth. `fewer` lists (ranks, fraction): rings of at most so
+    many ranks reach this fraction of the bandwidth of a large ring. `lines` are the start and the latency per hop of
+    messages whose lines carry flags; None if the link does not keep lines whole. `switched` is the fraction of the
+    bandwidth at which switches reduce, after a start of `switching` seconds; 0 if they cannot.
 
     >>> LINKS["NVLink4"]
     NVLink4: 450 GB/s, 3.4 µs
+
+    Raises:
+        CostError: `bandwidth` or `reach` is not positive and finite, or `latency` or `start` is negative.
     """
 
     name: str
@@ -55,7 +59,7 @@ class Link:
             )  # fmt: skip
 
     def among(self, ranks: Numbers) -> Numbers:
-        """Bytes per second of each device in a group of so many.
+        """Return the bytes per second of each device in a group of `ranks`.
 
         >>> [float(LINKS["xGMI"].among(ranks)) / 1e9 for ranks in (2, 8)]
         [51.2, 358.4]
@@ -72,7 +76,7 @@ class Link:
         return self.bandwidth * self.reach
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds until `nbytes` have arrived in one message (alpha-beta).
+        """Return the seconds until one message of `nbytes` has arrived (alpha-beta model).
 
         >>> Link("slow", 1e6, 1e-3, start=0, reach=1).seconds(500)
         0.0015
@@ -127,9 +131,13 @@ LINKS: Mapping[str, Link] = {
         Link("memory of one host", 4.5 * GIGA, 0.0, start=35 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
     )
 }
-"""Known links. Between one and several devices of a V100 are one to six NVLinks, of which a ring of two has one."""
+"""Known links by name. A V100 has six NVLinks to its neighbours, of which a ring of two ranks uses one."""
 
 
 def link_of(name: str) -> Link:
-    """The link called so. Raises CostError for an unknown name."""
+    """Return the link of this name.
+
+    Raises:
+        CostError: the name is unknown.
+    """
     return known_by(name, LINKS, "link", "Link(name, bandwidth, latency)")

@@ -1,4 +1,4 @@
-"""Choosing: the schedule of a pipeline with a proof of how good it is, and what a plan takes."""
+"""Search for plans and pipeline schedules, and prediction of the time and memory that a plan takes."""
 
 from ._account import Account, Curve, Laid, Rival, Sent
 from ._bounds import lower_bound

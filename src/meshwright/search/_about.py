@@ -1,4 +1,4 @@
-"""What ways to save memory take about and at the least, before cuts are looked for under each of them."""
+"""Estimates for memory-saving options, made before cuts are searched under each of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._saving import NOTHING, Dropped, Saving
 
 
 class About:
-    """What ways to save memory take about and at the least, counted from the fastest cuts without any of them."""
+    """Estimates for memory-saving options, derived from the fastest cuts without any of them."""
 
     def __init__(self, plain: CutProblem) -> None:
         self.plain = plain
@@ -24,27 +24,30 @@ class About:
         self._late = sum(self._fewest(v) for v in forms if v in kept.late) + sum(map(self._inside, plain.options))
 
     def _fewest(self, v: Value) -> float:
-        """Bytes of a value in that of its forms in which a rank holds least."""
+        """Return the bytes of a value in the form in which a rank holds least."""
         is_cut = any(form.kind == "cut" for form in self.plain.forms[v])
         return self.plain.kept.nbytes(v) / (self.plain.prices.ranks if is_cut else 1)
 
     def _inside(self, node: Node) -> float:
-        """Bytes inside an operator, under the option that holds least."""
+        """Return the bytes inside an operator, under the option that holds least."""
         return self.plain.kept.fewest_inside(node, self.plain.options[node])
 
     def nbytes(self, saving: Saving) -> float:
-        """No more bytes than any cuts take."""
+        """Return a lower bound on the bytes of a rank under any cuts."""
         replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
         large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
         return self._fixed + self._small * small + self._large * large + late / saving.accumulate
 
     def seconds(self, saving: Saving) -> float:
-        """Seconds of the fastest cuts, with operators that run again, and that begin more often."""
+        """Return the estimated seconds of the fastest cuts under an option.
+
+        Recomputed operators run their forward pass twice. A batch in pieces starts each operator once per piece.
+        """
         begun = self.plain.prices.cluster.device.overhead * (1 + BACKWARD) * len(self.plain.program.nodes)
         return self.plain.fastest.seconds + self._layers(saving.recompute)[0] + begun * (saving.accumulate - 1)
 
     def _layers(self, recompute: tuple[str, ...]) -> tuple[float, float]:
-        """Seconds of the forward pass of layers, and the least bytes that they do not keep."""
+        """Return the forward seconds of the recomputed layers, and the bytes that they do not keep, at the least."""
         if recompute not in self._again:
             plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
             seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)

@@ -1,6 +1,6 @@
-"""Why a step takes what it takes: an account of a plan, as data that a text or a page is written from.
+"""Account of a training step: its time and memory by part, as data for a text or a page.
 
-It may be that of a plan by sizes (`account`), of a module's (`MeshPlan.account`), or of a program (`program_account`).
+It describes a plan by sizes (`account`), a plan for a module (`MeshPlan.account`) or a program (`program_account`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ._units import signed
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A tensor and how it lies: the path of its layer, `layout` with the whole shape, bytes of a rank's part.
+    """A tensor and its layout.
 
-    `count` tells how many such tensors there are, where layers are alike.
+    `layer` is the path of the tensor's layer, `layout` is written with the whole shape, and `nbytes` are the bytes of
+    one rank's part. `count` is the number of such tensors, if layers are alike.
     """
 
     layer: str
@@ -30,9 +31,11 @@ class Laid:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A communication: what meets and where, over which link, how often in a step; bytes of one, seconds of all.
+    """One kind of communication of a step.
 
-    `exposed` are the seconds that nothing hides, where that is known, `source` the line of the model at which it is.
+    `kind` is the collective, `what` the tensor, `where` the phase and layer. `count` is the number of calls in a step,
+    `nbytes` the bytes of one call, `seconds` the time of all calls. `exposed` are the seconds that nothing hides, if
+    known. `source` is the line of the model that causes the communication.
     """
 
     kind: str
@@ -48,7 +51,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another plan: what it has different, what it takes, and by what it loses."""
+    """Another plan: how it differs, what it takes, and in which parts of the step it is slower."""
 
     how: str
     seconds: float
@@ -58,7 +61,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes that a rank holds, as (when, bytes) from one change to the next; `unit` says what `when` counts."""
+    """Bytes that a rank holds over time: `points` are (when, bytes) at each change, `unit` is the unit of `when`."""
 
     rank: str
     points: tuple[tuple[float, float], ...]
@@ -67,9 +70,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Account:
-    """What is trained, how, and where; what that takes, and of what these are the sums.
+    """Account of a step: the model, the plan and the ranks, with the parts of its time and memory.
 
-    `room` is what a rank may hold; `why` says what limits, in lines; `held` are bytes by kind, rank by rank.
+    `what` names the model, `how` the plan, `where` the ranks. `room` is the number of bytes that a rank may hold. `why`
+    names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by rank.
     """
 
     what: str
@@ -94,7 +98,7 @@ class Account:
 
 
 def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> Curve:
-    """What a rank of a pipeline holds: `base`, and for each microbatch that is alive so many bytes, chunk by chunk."""
+    """Return the memory curve of a pipeline rank: `base`, plus `each` chunk's bytes per microbatch in flight."""
     now, points = base, {0.0: base}
     for timed in timeline.rows[rank]:
         change = sum(ALIVE[atom.kind] * each[atom.chunk] for atom in timed.action.atoms if atom.kind in ALIVE)
@@ -105,11 +109,11 @@ def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence
 
 
 ALIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-"""How many more microbatches a rank holds: a forward begins one, the last of its gradients ends it."""
+"""Change of the number of microbatches in flight: a forward begins one, the last of its gradients ends it."""
 
 
 def loses(own: Mapping[str, float], other: Mapping[str, float], most: int = 2) -> str:
-    """By what another step takes longer, the largest parts first; and by what it is shorter, where it is.
+    """Return the parts of a step in which `other` takes longer or shorter than `own`, the largest differences first.
 
     >>> loses({"computation": 1.0, "bubble": 0.1}, {"computation": 0.9, "bubble": 0.4})
     'bubble +300 ms, computation -100 ms'

@@ -1,4 +1,4 @@
-"""What a step takes by one table, for many places at once where chunks may begin."""
+"""Step times and memory by one schedule table, for many chunk starts at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._starts import Starts
 
 @dataclass(frozen=True)
 class Layers:
-    """What layers take, summed up so that runs of them are differences."""
+    """Cumulative costs of layers, so that the cost of consecutive layers is a difference."""
 
     costs: LayerCosts
     links: Links
@@ -33,17 +33,17 @@ class Layers:
 
     @cached_property
     def came(self) -> Any:
-        """Bytes that come to a chunk which begins at a layer."""
+        """Bytes that are sent to a chunk, by the layer at which the chunk begins."""
         return np.array([0.0, *self.costs.sent])
 
     @cached_property
     def hops(self) -> Any:
-        """Seconds of a message to a chunk which begins at a layer."""
+        """Seconds of the message to a chunk, by the layer at which the chunk begins."""
         return np.array([0.0, *map(self.links.message, self.costs.sent)])
 
 
 class Found(NamedTuple):
-    """Bytes that the fullest rank has too many, seconds of a step, and where its chunks begin."""
+    """Chunk starts, with the bytes above the limit on the fullest rank and the seconds of a step."""
 
     excess: float
     seconds: float
@@ -52,21 +52,21 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class AtOnce:
-    """A table for layers of which a rank may hold so many bytes."""
+    """One schedule table, for layers and a limit of `room` bytes per rank."""
 
     layers: Layers
     runs: Runs
     room: float
 
     def best(self, starts: Iterable[Starts], count: int = 1) -> list[Found]:
-        """The best of these, the very best first."""
+        """Return the best `count` of these starts, best first: by the bytes above the limit, then by seconds."""
         rows = np.array([*starts], dtype=int)
         seconds, excess = self._takes(rows)
         order = np.lexsort((seconds, excess))[:count]
         return [Found(float(excess[n]), float(seconds[n]), tuple(map(int, rows[n]))) for n in order]
 
     def _takes(self, starts: Any) -> tuple[Any, Any]:
-        """Seconds of a step, and the bytes that the fullest rank has too many, of each starts (rows)."""
+        """Return the seconds of a step and the bytes above the limit on the fullest rank, for each row of starts."""
         layers, cases = self.layers, len(starts)
         edges = np.column_stack([np.zeros(cases, int), starts, np.full(cases, layers.count)]).T
         begins, ends = edges[:-1], edges[1:]
@@ -79,6 +79,6 @@ class AtOnce:
         return seconds, np.maximum(nbytes.max(axis=0) - self.room, 0.0)
 
     def _of_ranks(self, numbers: Any, of: Callable[..., Any] = np.sum) -> Any:
-        """What the chunks (rows) of each rank have together."""
+        """Return the numbers of each rank, combined from those of its chunks (rows)."""
         way = np.array(self.runs.schedule.ways[0])
         return np.array([of(numbers[way == rank], axis=0) for rank in range(self.runs.schedule.ranks)])

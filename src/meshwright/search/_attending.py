@@ -1,7 +1,8 @@
-"""How attention goes along a sequence that is cut: keys and values gathered, or by "ulysses", heads cut instead.
+"""Context parallelism of attention: keys and values are gathered, or heads are sharded instead ("ulysses").
 
-The first is what the rule of attention says of queries that are cut. The second is an option of its own: operands and
-result are cut along the sequence, all to all makes heads of that and back, and the heads' option computes.
+"gather" follows from the rule of attention for sharded queries. "ulysses" is an option of its own: operands and results
+are sharded along the sequence, an all-to-all changes this to sharded heads and back, and attention runs under the
+option that shards heads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ SAID: Mapping[Context, str] = {
 
 
 def exchanged(node: Node, options: Sequence[Option], ranks: int, price: Callable[[Value], float]) -> Iterator[Option]:
-    """Attention by "ulysses", where there are heads enough; `price` tells the seconds of an exchange there and back."""
+    """Yield the option "ulysses" of an attention, if it can shard heads and the sequence divides evenly.
+
+    `price` returns the seconds of the all-to-all of a value, and of its gradient.
+    """
     operands, made = tensors_of(node.ins), tensors_of(node.outs)
     given = node.ins[:3]
     lengths = {hint(v.shape[-SEQUENCE]) for v in given if len(v.shape) >= HEADS}
@@ -43,12 +47,12 @@ def exchanged(node: Node, options: Sequence[Option], ranks: int, price: Callable
 
 
 def attending(options: Mapping[Node, Option]) -> Counter[Context]:
-    """How many attentions go along a sequence that is cut, by which name."""
+    """Count the attentions along a sharded sequence, by context-parallel method."""
     return Counter(_ways(options))
 
 
 def said(found: Counter[Context]) -> list[str]:
-    """The same as sentences."""
+    """Return the counts as sentences."""
     return [f"context parallel: in {n} attention{'s' * (n > 1)} {SAID[name]}" for name, n in found.items()]
 
 
@@ -68,5 +72,5 @@ def _has_heads(v: Value, form: Form) -> bool:
 
 
 def _along(v: Value) -> Form:
-    """Cut along the sequence."""
+    """Return the form that is sharded along the sequence."""
     return Form("cut", len(v.shape) - SEQUENCE, (AXIS,))

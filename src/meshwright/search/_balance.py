@@ -1,4 +1,4 @@
-"""Layers shared out over the chunks of a pipeline, and the schedule that takes least time for them."""
+"""Division of layers into pipeline chunks, and the schedule that takes the least time for them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ._starts import Starts, in_order
 from ._tables import one_each, several_each
 
 RUN = 2**14
-"""Chunks times microbatches that are run, all tables of one chunk per rank together, and all others."""
+"""Limit of chunks times microbatches simulated: one for all tables of one chunk per rank, one for the others."""
 TOGETHER = 32
-"""So many are run at once."""
+"""Number of candidates that are simulated at once."""
 SHORTER = 1e-6
-"""What takes less by this part is no shorter."""
+"""Relative difference in seconds below which a step does not count as shorter."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """Where chunks begin, what they take each, and the schedule run action by action."""
+    """Chunk starts, the costs of each chunk, and the schedule simulated action by action."""
 
     starts: Starts
     costs: LayerCosts = field(repr=False)
@@ -42,27 +42,27 @@ class Balanced:
 
     @cached_property
     def seconds(self) -> float:
-        """Those of a step: the table's, and of what the stages do once."""
+        """Seconds of a step: the schedule, and the work that stages do once per step."""
         rows = (self.of_stages(getattr(self.costs, name)) for name in ONCE)
         return self.timeline.makespan + max(float(self.links.once(*own)) for own in zip(*rows, strict=True))
 
     @cached_property
     def held(self) -> Numbers:
-        """The most bytes that a rank of each stage holds."""
+        """Peak bytes of a rank of each stage."""
         return tuple(a + b for a, b in zip(self.timeline.peaks(self.costs.memory), self.brief, strict=True))
 
     @cached_property
     def static(self) -> Numbers:
-        """The bytes of each stage that stay: weights, gradients and states."""
+        """Bytes of each stage that are held all the time: weights, gradients and states."""
         return self.of_stages(self.costs.static)
 
     @cached_property
     def brief(self) -> Numbers:
-        """The most bytes of each stage while a layer is made again: one is at a time."""
+        """Peak bytes of each stage for the layer that is recomputed; only one is recomputed at a time."""
         return self.of_stages(self.costs.brief, max)
 
     def of_stages(self, numbers: Numbers, of: Callable[[Iterator[float]], float] = sum) -> Numbers:
-        """What the chunks of each stage have together."""
+        """Return the numbers of each stage, combined from those of its chunks: by default their sum."""
         way = self.schedule.ways[0]
         stages = range(self.schedule.ranks)
         return tuple(of(x for x, at in zip(numbers, way, strict=True) if at == stage) for stage in stages)
@@ -71,10 +71,10 @@ class Balanced:
 def balance(
     layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links, limit: float = inf
 ) -> Balanced | None:
-    """The chunks and the schedule of least time that fit into `room` bytes a rank; None where none do, or where all
-    take `limit` seconds or more.
+    """Return the fastest chunks and schedule that fit into `room` bytes per rank.
 
-    Several chunks on each rank are taken where they take less than one.
+    Return None if none fit, or if all take `limit` seconds or more. Several chunks per rank are used only if they take
+    less time than one.
     """
     every = Layers(layers, links)
     if _at_least(layers, stages, microbatches) >= limit:
@@ -89,21 +89,22 @@ def balance(
 
 
 def fits(layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links) -> bool:
-    """Whether stages of one chunk fit into `room` bytes a rank."""
+    """True if stages of one chunk fit into `room` bytes per rank."""
     tables = (runs.schedule for runs in one_each(stages, microbatches))
     return any(next(in_order(layers, table, room, links), None) is not None for table in tables)
 
 
 def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
-    """Seconds of the mean rank: its work, and what it waits for until a microbatch is there, which had a layer on each
-    rank before.
+    """Return a lower bound on the seconds of a step: the work of the mean rank, and its wait for the first microbatch.
+
+    Before the first microbatch arrives at a rank, it passes at least one layer on each earlier rank.
     """
     come = layers.summed("forward")[:stages].sum() / stages
     return microbatches * sum(layers.whole) / stages + float(come)
 
 
 class _Best(NamedTuple):
-    """The seconds of a step by a table whose chunks begin at these layers."""
+    """A table, the layers at which its chunks begin, and the seconds of a step."""
 
     seconds: float
     table: Schedule
@@ -111,10 +112,10 @@ class _Best(NamedTuple):
 
 
 def _one_each(layers: Layers, stages: int, microbatches: int, room: float, limit: float) -> _Best | None:
-    """One chunk on each rank.
+    """Return the best table and starts with one chunk per rank; None if none fits.
 
-    Tables are run, with stages that begin at all layers they may, in the order of what they take at the least, until no
-    other can be faster. Where that would be many, the fastest of the first of them is taken.
+    Candidates are simulated in the order of their lower bounds, until no other can be faster. Their number is limited
+    by `RUN`; past it, the fastest of those that were simulated is returned.
     """
     steps = {runs.schedule.name: AtOnce(layers, runs, room) for runs in one_each(stages, microbatches)}
     ordered = (in_order(layers.costs, step.runs.schedule, room, layers.links) for step in steps.values())
@@ -131,7 +132,10 @@ def _one_each(layers: Layers, stages: int, microbatches: int, room: float, limit
 
 
 def _several(layers: Layers, stages: int, microbatches: int, room: float) -> _Best | None:
-    """Several chunks on each rank: starts are looked for under one table after the other, the most promising first."""
+    """Return the best table and starts with several chunks per rank; None if none fits.
+
+    Starts are searched under one table after the other, the most promising table first.
+    """
     tables = several_each(stages, microbatches, layers.count)
     searches = [ChunkStarts(AtOnce(layers, runs, room)) for runs in tables]
     left = RUN

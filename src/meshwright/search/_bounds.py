@@ -1,9 +1,9 @@
-"""A time that no schedule can beat: what a rank must compute, what it must wait for first, and what comes after it.
+"""Lower bound on the time of any schedule: a rank's work, its wait before, and what comes after.
 
-The first backward of a rank cannot come before a microbatch went to the last chunk and back; before that the rank runs
-forwards only, as many as its memory holds. Behind its last backward the microbatch still goes back to the first chunk;
-weight gradients can wait for later, but not those whose memory the last forward needs. And memory lets only so many
-microbatches live at one time.
+The first backward of a rank runs after a microbatch went to the last chunk and back. Before that, the rank runs only
+forwards, as many as its memory holds. After the last backward of the rank, the microbatch still goes back to the first
+chunk. Weight gradients can wait, except those whose memory the last forward needs. Memory also limits the number of
+microbatches in flight.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from meshwright.pipeline import Action, Kind
 from ._problem import Problem
 
 NOTHING = 1e-9
-"""What quotients of floats may be off by."""
+"""Tolerance for quotients of floats."""
 
 
 def lower_bound(problem: Problem) -> float:
-    """Seconds that every schedule takes at least, by the objective of `problem`; infinite where memory is too short."""
+    """Return a lower bound on the objective of `problem`, in seconds; infinite if memory is too small."""
     paths = Paths(problem)
     return max(max(paths.of_rank(r)) for r in range(problem.ranks))
 
 
 class Paths:
-    """Lengths of the ways of a microbatch through the chunks and back.
+    """Lengths of the paths of a microbatch through the chunks and back.
 
-    What an action costs its rank is counted for forwards and for the first part of a backward only, because a table
-    may run both parts as one.
+    The overhead of an action is counted for forwards and for the first part of a backward only. A table may run both
+    parts of a backward as one action.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -44,19 +44,19 @@ class Paths:
             self.w = [0.0] * n
         hops = [times.message(a, a + 1) if way[a] != way[a + 1] else 0.0 for a, _ in pairwise(range(n))]
         self.head = [sum(self.f[:c]) + sum(hops[:c]) for c in range(n)]
-        """Chunk → when its first forward begins; no schedule has anything to run before it on the way there."""
+        """Chunk → start of its first forward; no schedule can run other work before it on this path."""
         self.tail = [sum(self.b[:c]) + sum(hops[:c]) for c in range(n)]
-        """Chunk → how long it takes from the end of its B until the microbatch is back at the first chunk."""
+        """Chunk → seconds from the end of its B until the microbatch is back at the first chunk."""
         turn = self.head[-1] + self.f[-1]
         self.back = [turn + sum(self.b[c + 1 :]) + sum(hops[c:]) for c in range(n)]
-        """Chunk → when its first backward can begin."""
+        """Chunk → earliest start of its first backward."""
 
     def start(self, rank: int) -> float:
-        """When a rank begins, in every schedule."""
+        """Return the time at which a rank begins, in every schedule."""
         return self.head[self.problem.way.index(rank)]
 
     def of_rank(self, rank: int) -> list[float]:
-        """Bounds that follow from what one rank does."""
+        """Return lower bounds that follow from the work of one rank."""
         p, own = self.problem, [c for c, r in enumerate(self.problem.way) if r == rank]
         first, last = own[0], own[-1]
         until_back = self.back[last] - self.head[first]
@@ -74,7 +74,7 @@ class Paths:
         ]
 
     def _forwards(self, rank: int, own: list[int]) -> float:
-        """The most seconds of forwards that fit into the rank's memory before its first backward."""
+        """Return the most seconds of forwards that can fit into the rank's memory before its first backward."""
         p, left = self.problem, self.problem.room[rank]
         most = 0.0
         for c in sorted(own, key=lambda c: -self.f[c] / p.held(c) if p.held(c) else -inf):
@@ -84,7 +84,7 @@ class Paths:
         return most
 
     def _due(self, rank: int, own: list[int]) -> float:
-        """The fewest seconds of weight gradients that must make room for the rank's last forward."""
+        """Return the fewest seconds of weight gradients that must free memory for the rank's last forward."""
         p, m = self.problem, self.problem.microbatches
         kept = {c: min(p.kept(c), p.held(c)) for c in own}
         short = sum(m * p.held(c) - (m - 1) * (p.held(c) - kept[c]) for c in own) - p.room[rank]
@@ -95,7 +95,10 @@ class Paths:
         return short * min((self.w[c] / kept[c] for c in own if kept[c]), default=inf)
 
     def _lives(self, rank: int, own: list[int]) -> float:
-        """How long it takes until the last B when few microbatches live at one time (one chunk per rank)."""
+        """Return a lower bound on the seconds until the last B, from the limit on microbatches in flight.
+
+        Return 0 if the rank has several chunks or no limit of memory.
+        """
         p, c = self.problem, own[0]
         if len(own) != 1 or p.room[rank] == inf or not p.held(c):
             return 0.0

@@ -1,4 +1,4 @@
-"""All plans for a model on so many ranks, as arrays: the degrees that divide what they must divide."""
+"""All candidate plans for a model on a number of ranks, as arrays of degrees that satisfy the divisibility rules."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ ONE = "1F1B"
 def candidates(
     model: Transformer, ranks: int, batch: int, sequence: int, precision: str, per_node: int, given: Mapping[str, Any]
 ) -> Iterator[Plans]:
-    """Plans with the same words, one bundle after the other; `given` names what is decided already.
+    """Yield bundles of plans that share schedule, recomputation and precision; `given` has the fields that are fixed.
 
-    Raises SearchError for names and values that no plan has.
+    Raises:
+        SearchError: `given` has a name or a value that no plan has.
     """
     plan_of(given)
     rows = np.array(list(_rows(model, ranks, batch, sequence, per_node, given)), dtype=float).reshape(-1, len(NUMBERS))
@@ -36,7 +37,7 @@ def candidates(
 
 
 def count_bundles(given: Mapping[str, Any]) -> int:
-    """How many bundles there are at most."""
+    """Return an upper bound on the number of bundles."""
     return len(_words(given))
 
 
@@ -45,7 +46,10 @@ def _words(given: Mapping[str, Any]) -> list[tuple[str, Recompute]]:
 
 
 def _has_schedule(rows: Any, schedule: str) -> Any:
-    """Rows that a schedule is for: one stage has none, and chunks are those of interleaved ones."""
+    """Return the mask of the rows that a schedule applies to.
+
+    One stage has no other schedule than `ONE`, and only interleaved schedules have several chunks.
+    """
     pp, chunks = rows[:, NUMBERS.index("pp")], rows[:, NUMBERS.index("chunks")]
     return (chunks > 1) if schedule == "Interleaved 1F1B" else (chunks == 1) & ((pp > 1) | (schedule == ONE))
 
@@ -69,7 +73,7 @@ def _rows(
 def _meshes(
     model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """dp, tp, pp and cp that make up the ranks; a tensor-parallel group stays in a node."""
+    """Yield the dp, tp, pp and cp whose product is the number of ranks; a tensor-parallel group stays in a node."""
     shared = np.gcd(model.heads, model.kv_heads)
     for tp in _among(given, "tp", [t for t in _divisors(ranks) if t <= per_node and shared % t == 0]):
         for pp in _among(given, "pp", [p for p in _divisors(ranks // tp) if _splits(model.layers, p)]):
@@ -97,12 +101,12 @@ def _experts(model: Transformer, ranks: int, given: Mapping[str, Any]) -> list[i
 
 
 def _allowed(given: Mapping[str, Any], name: str, values: Any) -> Any:
-    """What is given, or any of some values."""
+    """Return the given value alone, or `values` if none is given."""
     return (given[name],) if name in given else values
 
 
 def _among(given: Mapping[str, Any], name: str, values: list[int]) -> list[int]:
-    """What is given where that is one of the only values there can be; all of them where nothing is."""
+    """Return those of the possible `values` that equal the given one, or all of them if none is given."""
     return [v for v in values if given.get(name, v) == v]
 
 

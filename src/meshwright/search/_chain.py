@@ -1,8 +1,8 @@
-"""Whether a captured model is a chain of repeated layers, which the stages of a pipeline may share out.
+"""Detection of a chain of repeated layers in a captured model, which pipeline stages can divide.
 
-Every operator that depends on the batch belongs to a layer: those around layers to the one that their operands come
-from. In a chain, what gets a gradient goes from a layer to the next one and no further, everything around layers looks
-at one of them, and the loss is made behind the last.
+Every operator that depends on the batch belongs to a layer. Operators outside the layers belong to the layer that their
+operands come from. In a chain, values that get a gradient go from a layer to the next one and no further. Operators
+outside the layers read one layer each, and the loss is computed after the last layer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ._saving import block_of, blocks_of
 
 @dataclass(frozen=True)
 class Chain:
-    """The repeated layers in order, and the number of the layer to which each operator belongs.
+    """The repeated layers in order, and the index of the layer of each operator and value.
 
-    `why_not` tells why a model is no chain, where it is none. What depends on no batch, or on a batch alone, belongs to
-    no layer: every stage has it.
+    `why_not` is the reason if a model is no chain. Operators outside the layers that depend on no batch, or on a batch
+    alone, belong to no layer: every stage has them.
     """
 
     layers: tuple[str, ...]
@@ -31,7 +31,7 @@ class Chain:
 
 
 def chain_of(program: Program, trains: Set[Value]) -> Chain:
-    """The chain of a captured forward pass with its loss; a gradient comes to the values in `trains`."""
+    """Return the chain of a captured forward pass with its loss; the values in `trains` get a gradient."""
     layers = blocks_of(program)
     lists = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
     if len(layers) < 2:
@@ -67,14 +67,14 @@ class _Followed:
         return Chain(tuple(self.layers), self.of_node, self.of_value, why_not)
 
     def _of(self, node: Node, seen: int) -> int | None:
-        """The layer of a node: its own, or that of its operands, or the last one so far of one that has weights."""
+        """Return the layer of a node: its own, the last of its operands, or `seen` if it reads only weights."""
         own = self._own(node)
         if own is None:
             own = max((self.of_value[v] for v in node.ins if v in self.of_value), default=None)
         return seen if own is None and not self.trains.isdisjoint(node.ins) else own
 
     def _wrong(self, node: Node) -> str:
-        """What a chain would not do at this node."""
+        """Return the reason why this node breaks the chain, or an empty text."""
         own, where = self._own(node), node.origin.layer or "the model"
         read = {self.of_value[v]: v for v in node.ins if v in self.of_value}
         if own is None:

@@ -1,4 +1,4 @@
-"""The plan that is predicted to take the least time of those that fit into memory."""
+"""Search for the plan with the least predicted time among those that fit into memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ._transformer import Transformer
 from ._units import parameters
 
 USABLE = 0.94
-"""The part of a device's memory that a plan may take: libraries hold some, and allocators round."""
+"""Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
 SHOWN_PARTS = 3
 KEPT = 8
 REHEARSAL = 5.0
-"""Seconds for running the tables of the best plans."""
+"""Seconds for the simulation of the tables of the best plans."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Priced:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best plan, those that come next, and how many were looked at.
+    """The best plan, the next ones, and the number of plans that were considered.
 
-    `beyond` is the fastest that does not fit into memory, where it is faster than the best.
+    `beyond` is the fastest plan that does not fit into memory, if it is faster than the best.
     """
 
     best: Priced
@@ -72,12 +72,13 @@ def choose(
     on_step: OnStep | None = None,
     **given: Any,
 ) -> Choice:
-    """The fastest plan for `ranks` devices of a cluster; `given` fixes what is decided already, as `tp=8`.
+    """Return the fastest plan for `ranks` devices of a cluster; `given` fixes fields of the plan, as `tp=8`.
 
-    `keep` is how many plans are told; `on_step` hears how far it is. Of plans that take equally long, the one with
-    fewer ways of dividing comes first.
+    `keep` is the number of plans that are returned. `on_step` is called with the progress. Of plans that take equally
+    long, the one with the smaller tp * cp * pp comes first.
 
-    Raises SearchError where nothing fits, with what is missing.
+    Raises:
+        SearchError: a size or a given field is not valid, or no plan fits. The message says what is missing.
     """
     begin = time.monotonic()
     check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
@@ -108,7 +109,7 @@ def choose(
 def _faster(
     too_large: list[Priced], best: Priced, model: Transformer, cluster: Cluster, software: Software
 ) -> Priced | None:
-    """The fastest that does not fit, where it is faster than the best; also by its table, where that is short."""
+    """Return the fastest plan that does not fit, if it is faster than the best; a short table is simulated."""
     found = [p for p in too_large if p.seconds < best.seconds]
     if found and has_short_table(found[0].plan):
         found = _rehearsed(found, model, cluster, software)
@@ -116,7 +117,7 @@ def _faster(
 
 
 def _order(priced: Priced) -> tuple[float, int, float]:
-    """Shorter first; of those that take equally long, the one with fewer parts, and the one that holds less."""
+    """Return the sort key of a plan: seconds to six digits, then tp * cp * pp, then bytes."""
     return float(f"{priced.seconds:.6g}"), priced.plan.tp * priced.plan.cp * priced.plan.pp, priced.nbytes
 
 
@@ -127,7 +128,10 @@ def _rehearsed(
     software: Software,
     tell: Callable[[int], None] = lambda n: None,
 ) -> list[Priced]:
-    """The same in the order of their tables run action by action, as far as there is time; those without are out."""
+    """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
+
+    Plans that are left after `REHEARSAL` seconds come last, with their predicted seconds.
+    """
     until, told = time.monotonic() + REHEARSAL, list[Priced]()
     for n, priced in enumerate(found):
         tell(n)
@@ -189,7 +193,7 @@ def _none(
 
 
 def _largest_parts(model: Transformer, plan: Plan, software: Software) -> str:
-    """Return what a rank holds under a plan, the largest parts first."""
+    """Return the largest parts of the bytes of a rank under a plan, as text."""
     parts = {name: float(nbytes) for name, nbytes in hold(model, plan, software).parts.items()}
     largest = sorted(parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
     return ", ".join(f"{name} with {nbytes / 1e9:.1f} GB" for name, nbytes in largest)

@@ -1,7 +1,8 @@
-"""Where the chunks of a pipeline begin whose ranks have several of them: no rank's part is a run of layers there.
+"""Search for the layers at which pipeline chunks begin, if ranks have several chunks each.
 
-Where the ways to begin are few, all are run at once. Else the best is looked for step by step, from chunks that are
-about equal: of a few starts and of all that have one layer in another chunk, the best few are kept, until none are new.
+If there are few possible starts, all are simulated at once. Otherwise a local search begins with chunks of about equal
+seconds. Each round simulates the starts that move one layer from a chunk to another, and keeps the best few, until no
+new ones are kept.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from ._at_once import AtOnce, Found, Layers
 from ._starts import Starts
 
 ALL = 2**13
-"""So many ways to begin are run at once."""
+"""Number of possible starts up to which all are simulated at once."""
 KEPT, MANY = 8, 2**11
-"""So many of them are gone on from, and to how many."""
+"""Number of starts that a round keeps, and the number of their neighbours after which no more are added."""
 ALIKE = 2**9
-"""So many take about as long at once as one."""
+"""Number of starts that are simulated in about the time of one."""
 
 
 class ChunkStarts:
-    """The best starts so far of the chunks of a table, in `found` from the best on."""
+    """Search for the chunk starts of one table; `found` has the best starts so far, the best first."""
 
     def __init__(self, step: AtOnce) -> None:
         self.step, self.table = step, step.runs.schedule
@@ -39,7 +40,7 @@ class ChunkStarts:
         return self.found[0]
 
     def go_on(self) -> int:
-        """Looks at those that have one layer in another chunk; gives chunks times microbatches that were run."""
+        """Simulate the starts that move one layer to another chunk; return the simulated chunks times microbatches."""
         before, near = self.found, self._near()
         known = {one.starts for one in before}
         new = [one for one in self.step.best(near, 2 * KEPT) if one.starts not in known]
@@ -48,7 +49,7 @@ class ChunkStarts:
         return self.table.chunks * self.table.microbatches * (1 + len(near) // ALIKE)
 
     def _near(self) -> Any:
-        """Around the best of what was found, and around the others as far as these are few."""
+        """Return the neighbours of the best starts, and those of the others until there are `MANY`."""
         near = [np.array([self.best.starts])]
         for one in self.found:
             if sum(map(len, near)) < MANY:
@@ -57,7 +58,7 @@ class ChunkStarts:
 
 
 def _even(layers: Layers, chunks: int) -> Starts:
-    """Chunks of about equal seconds, of a layer each at least."""
+    """Return the starts of chunks of about equal seconds and at least one layer each."""
     sums = layers.costs.summed("whole")
     found: list[int] = []
     for n in range(1, chunks):
@@ -68,7 +69,7 @@ def _even(layers: Layers, chunks: int) -> Starts:
 
 
 def _around(starts: Starts, layers: int) -> Any:
-    """One chunk gives a layer to another, those between are moved: a row for each."""
+    """Return the starts that move one layer from a chunk to another, as rows; the chunks between are shifted."""
     found = np.array(starts) + _moves(len(starts))
     lengths = np.diff(found, prepend=0, append=layers, axis=1)
     return found[(lengths > 0).all(axis=1)]
@@ -76,7 +77,7 @@ def _around(starts: Starts, layers: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _moves(count: int) -> Any:
-    """Some of so many starts in a row, later or earlier by one."""
+    """Return the shifts of consecutive starts, later or earlier by one, as rows."""
     place, pairs = np.arange(count), np.array([*combinations(range(count + 1), 2)])
     later = (pairs[:, :1] <= place) & (place < pairs[:, 1:])
     return np.concatenate([later, -1 * later])

@@ -1,4 +1,4 @@
-"""A transformer from the configuration that its weights are published with."""
+"""Sizes of a transformer, read from the configuration that its weights are published with."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ NAMES = {
     "vocab": ("vocab_size",),
     "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"),
 }
-"""Our size → what configurations call it."""
+"""Name of a size here → its names in configurations."""
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh"})
-"""Activations that no gate goes with, in models whose configuration does not name their family."""
+"""Activations without a gate, for models whose configuration does not name their family."""
 
 
 def transformer_of(config: Mapping[str, Any]) -> Transformer:
-    """The model of a configuration with the names of `config.json` files.
-
-    Raises SearchError for a size it lacks, and for a `model_type` whose layers do not follow from sizes, or not alike.
+    """Return the model that a configuration with the names of `config.json` files describes.
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
     Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
 experts=None, latent=None, window=None)
+
+    Raises:
+        SearchError: a size is missing or no whole number, or the layers of the `model_type` do not follow from
+            sizes or are not alike.
     """
     _check_family(config)
     sizes = {name: _first(config, names) for name, names in NAMES.items()}
@@ -61,7 +63,7 @@ def _check_family(config: Mapping[str, Any]) -> None:
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
-    """Heads of keys and values; 0 is as many as queries have."""
+    """Return the number of key and value heads; 0 stands for as many as query heads."""
     if config.get("multi_query") is not None and not config.get("new_decoder_architecture"):
         return int(bool(config["multi_query"]))
     return _whole("num_key_value_heads", _first(config, ("num_key_value_heads", "num_kv_heads")) or 0)

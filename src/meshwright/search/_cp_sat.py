@@ -1,4 +1,4 @@
-"""A scheduling problem for CP-SAT, which runs in a process of its own."""
+"""CP-SAT solver for scheduling problems, in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from ._whole import Whole
 
 WORKER = Path(__file__).with_name("_cp_sat_worker.py")
 PATIENCE = 60.0
-"""Seconds that the solver may take longer than it was given."""
+"""Seconds that the solver may take beyond its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver found: a schedule, if it found one, and a bound that it proved."""
+    """Result of the solver: a schedule, if it found one, and a bound that it proved."""
 
     schedule: Schedule | None
     bound: float
 
 
 def is_installed() -> bool:
-    """Whether OR-tools can be used."""
+    """True if OR-tools is installed."""
     return find_spec("ortools") is not None
 
 
 def solve(problem: Problem, start: Schedule, bound: float, until: float, workers: int = 2) -> Solved:
-    """The best schedule that CP-SAT finds from `start`, until a time as `time.time` tells it.
+    """Return the best schedule that CP-SAT finds from `start`.
 
-    `bound` is what was proved before. Raises SearchError without OR-tools.
+    `until` is the deadline, as a value of `time.time`. `bound` is the lower bound that is proved already.
+
+    Raises:
+        SearchError: OR-tools is not installed, or the solver's process failed.
     """
     if not is_installed():
         raise SearchError(
@@ -48,7 +51,7 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
         )  # fmt: skip
     model = Whole(problem, start)
     answer = _asked({**_question(model, bound), "until": until, "workers": workers}, until)
-    # a span's own start is rounded too
+    # the start of a span is rounded as well
     off = 0 if model.tick.exact or problem.objective == "makespan" else 1
     proved = max(bound, (answer["bound"] - off) * model.tick.size)
     if answer["starts"] is None:
@@ -58,7 +61,7 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
 
 
 def _question(model: Whole, bound: float) -> dict[str, Any]:
-    """What the worker reads."""
+    """Return the input of the worker."""
     return {
         "operations": [[model.problem.way[a.chunk], n] for a, n in zip(model.actions, model.lengths(), strict=True)],
         "before": list(model.before()),
@@ -74,7 +77,11 @@ def _question(model: Whole, bound: float) -> dict[str, Any]:
 
 
 def _asked(question: dict[str, Any], until: float) -> Mapping[str, Any]:
-    """The worker's answer."""
+    """Run the worker and return its answer.
+
+    Raises:
+        SearchError: the solver's process failed.
+    """
     try:
         ran = subprocess.run(
             [sys.executable, str(WORKER)], input=json.dumps(question), capture_output=True, text=True, check=True,

@@ -1,6 +1,6 @@
-"""The solver's process: a scheduling problem as JSON on stdin, the best starts and a bound as JSON on stdout.
+"""Process of the solver: reads a scheduling problem from stdin and writes the best starts and a bound, both as JSON.
 
-It runs apart because OR-tools and HiGHS cannot be loaded into one process, and imports nothing else.
+It is a process of its own because OR-tools and HiGHS cannot be loaded into one process. It imports nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ NOTHING = 1e-6
 
 
 def solve(problem: dict[str, Any]) -> dict[str, Any]:
-    """`operations` are [rank, length]; `before` are [a, b, lag]: b starts no earlier than `lag` behind the end of a.
+    """Return the best starts that the solver finds, and a bound.
 
-    `fixed` are [a, start]. `room` are lists of [a, b]: in one of each, a ends before b
-    begins.
-    `held` are, per rank, [from, to, amount]: so much is held from the start of one to the end of another.
+    `operations` are [rank, length]. `before` are [a, b, lag]: b starts at least `lag` after the end of a. `fixed` are
+    [a, start]. `room` are lists of pairs [a, b]: in at least one pair of each list, a ends before b begins. `held` are
+    lists of [from, to, amount] for each rank: the amount is held from the start of one operation to the end of the
+    other.
     """
     cp_model: Any = import_module("ortools.sat.python.cp_model")
     model = _Model(cp_model.CpModel(), problem)
@@ -38,7 +39,7 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Model:
-    """The problem as CP-SAT knows it."""
+    """The problem as a model of CP-SAT."""
 
     def __init__(self, cp: Any, problem: dict[str, Any]) -> None:
         self.cp, self.problem = cp, problem
@@ -74,7 +75,7 @@ class _Model:
                 self.cp.add_bool_or([self._first(a, b) for a, b in choice])
 
     def _first(self, a: int, b: int) -> Any:
-        """Whether a ends before b begins; on one rank, b ends before a begins otherwise."""
+        """Return a literal that is true if a ends before b begins; if it is false, b ends before a begins."""
         if (a, b) not in self.literals:
             literal = self.literals[a, b] = self.cp.new_bool_var("")
             self.cp.add(self.ends[a] <= self.starts[b]).only_enforce_if(literal)
@@ -82,7 +83,7 @@ class _Model:
         return self.literals[a, b]
 
     def _hold(self, held: list[list[int]], limit: int) -> None:
-        """No more than `limit` is held at any time."""
+        """Add the constraint that no more than `limit` is held at any time."""
         intervals: list[Any] = []
         for first, last, _ in held:
             size = self.cp.new_int_var(0, self.horizon, "")

@@ -1,12 +1,12 @@
-"""How every operator of a captured model is best cut along one axis of ranks: exactly, by the rules' own choices.
+"""Exact search for the best sharding of every operator of a captured model along one axis of ranks.
 
-The problem. Each operator has the options that its rule allows: a factor cut, pending sums passed on, or all repeated.
-Each value takes one form on the axis (repeated, varying, cut along a dim, pending); what makes it is converted to that
-once, and that into what each use needs, forward and, by duality, backward. The sum of the seconds of operators and
-conversions and of what held bytes are worth is to be least.
+The problem. Each operator has the options that its rule allows: shard a factor, pass on pending sums, or repeat all
+work. Each value has one form on the axis: repeated, varying, cut along a dim, or pending. The value is converted once
+from the form that its operator gives, and then to the form that each use needs. Gradients are converted the dual way in
+the backward pass. The objective is the seconds of operators and conversions, plus the price of held bytes.
 
-It is a sum of tables over pairs of variables (an operator's option and a value's form), so it is minimised exactly
-(`_eliminate`): a model is a long chain of narrow layers.
+The objective is a sum of tables over pairs of variables (an operator's option and a value's form). A model is a long
+chain of narrow layers, so variable elimination minimises the sum exactly (`_eliminate`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from ._ways import Option, call_of, choices, form_of, needs_of, tensors_of
 
 T = TypeVar("T")
 BACKWARD = 2.0
-"""How many times as long as its forward pass an operator's backward pass takes, where there is one."""
+"""Seconds of an operator's backward pass relative to its forward pass, if it has a backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A conversion that costs something: of which value, from and to which form, where; forward and backward."""
+    """A conversion that takes time: its value, the forms before and after, and its place in the model.
+
+    `seconds` are those of the forward and the backward pass.
+    """
 
     value: Value
     have: Form
@@ -54,7 +57,7 @@ class Meeting:
 
     @property
     def kind(self) -> str:
-        """The collective that carries it out: forward, or, where nothing meets there, backward."""
+        """The collective of the conversion: the forward one or, if the forward pass needs none, the backward one."""
         return collective(self.have, self.need) or collective(dual(self.need), dual(self.have)) or "none"
 
     def __str__(self) -> str:
@@ -66,10 +69,11 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The best of all: seconds of a step, bytes of a rank, the option of every operator, the form of every value.
+    """The best cuts that were found: the option of every operator and the form of every value.
 
-    `held` is the part of the bytes that is a sum over values, which are what is searched for. Where not all could be
-    looked at, the best may take less by `gap`, a part of a bound that nothing goes below.
+    `seconds` are those of a step, `nbytes` those of a rank. `held` is the part of `nbytes` that is a sum over values;
+    the search puts its price on these bytes. If the search was not exact, the optimum may be lower by `gap`, as a
+    fraction of a lower bound.
     """
 
     seconds: float
@@ -82,11 +86,14 @@ class Cuts:
     held: float = 0.0
 
     def worth(self, byte: float) -> float:
-        """Seconds, and those that the bytes are worth which are searched for."""
+        """Return the Lagrangian: the seconds plus the price of the held bytes, at `byte` seconds each."""
         return self.seconds + byte * self.held
 
     def of(self, v: Value) -> Form:
-        """How a value of the model or of the batch should lie from the start: as all its uses need it."""
+        """Return the initial form of a value of the model or of the batch.
+
+        This is the form that all its uses need, or else whole.
+        """
         if self.forms[v].kind == "cut":
             return self.forms[v]
         needs = {self.options[node].needs[tensors_of(node.ins).index(v)] for node in self.program.users.get(v, ())}
@@ -94,30 +101,38 @@ class Cuts:
         return only if not others and only.kind == "cut" else WHOLE
 
     def placements(self) -> dict[str, Shard | None]:
-        """Parameter → the dim along which it is best cut, or None."""
+        """Return the dim along which each parameter is best sharded, or None."""
         own = {i.name: self.of(i.value) for i in self.program.inputs if i.role == "parameter" and i.value in self.forms}
         return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
 
 
 def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
-    """The best cuts of the captured forward pass `program`, trained, along one axis of ranks, within `room` bytes.
+    """Return the best cuts of the captured forward pass `program`, for training along one axis of ranks.
 
-    Where the fastest take more, bytes get a price (Lagrange): that at which the fastest cuts so far that fit and those
-    that do not are worth the same, until none are better than both, or within `GAP`. What is found is the fastest of
-    all that take no more bytes. Where values hang together too widely to
-    look at all options, it is the best that was found, and `gap` tells how far it may be. Raises SearchError where
-    nothing fits.
+    A rank holds at most `room` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier). The
+    price is the one at which the fastest cuts so far that fit and those that do not have equal value. The search ends
+    if no cuts are better than both, or if their seconds differ by less than `GAP`. The result is the fastest of all
+    cuts that take no more bytes.
+
+    If too many values depend on each other, the search is not exact. The result is then the best that was found, and
+    `gap` says how far it may be from the optimum.
+
+    Raises:
+        SearchError: no cuts fit.
     """
     return CutProblem(program, prices).within(room)
 
 
 def every_cut(program: Program, prices: Prices) -> float:
-    """What `cut` makes least (seconds, and bytes at their price), by looking at every combination of few operators."""
+    """Return the minimum of the objective of `cut`, over all combinations of options; for programs of few operators."""
     return CutProblem(program, prices).smallest(prices.byte)
 
 
 class CutProblem:
-    """Variables: an option for each operator, then a form for each value. What is alike is worked out once."""
+    """Variables and tables of the search: an option for each operator, then a form for each value.
+
+    Equal tables are computed once.
+    """
 
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
@@ -135,11 +150,11 @@ class CutProblem:
         self.order = order_of(self.sizes, self.tables, MOST)
 
     def saving(self, how: Saving) -> CutProblem:
-        """The same with another stage of ZeRO."""
+        """Return the same problem with another stage of ZeRO."""
         return self.holding(replace(self.prices, saving=how))
 
     def holding(self, prices: Prices) -> CutProblem:
-        """The same by prices that change nothing but what is held: ZeRO, replicas, how many microbatches are alive."""
+        """Return the same problem with prices that change only what is held: ZeRO, replicas, microbatches in flight."""
         if prices == self.prices:
             return self
         other = copy(self)
@@ -151,7 +166,11 @@ class CutProblem:
         return other
 
     def within(self, room: float) -> Cuts:
-        """The fastest cuts that take no more than `room` bytes, as `cut` has it."""
+        """Return the fastest cuts that take no more than `room` bytes, as `cut` does.
+
+        Raises:
+            SearchError: no cuts fit.
+        """
         found = self.best_of(lambda cuts: cuts if cuts.nbytes <= room else None, self.fewest <= room)
         if found is None:
             least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
@@ -162,9 +181,9 @@ class CutProblem:
         return self.told(found)
 
     def best_of(self, fits: Callable[[Cuts], T | None], may: bool = True) -> T | None:
-        """What `fits` makes of the fastest cuts of which it makes something; None where it makes nothing of any.
+        """Return `fits(cuts)` for the fastest cuts for which it is not None; None if it is None for all.
 
-        Where it makes nothing of the fastest of all, and others `may` do, bytes get a price, as `cut` has it.
+        If it is None for the fastest cuts of all, and `may` allows it, bytes get a price as in `cut`.
         """
         wide = self.fastest
         best = fits(wide)
@@ -183,11 +202,11 @@ class CutProblem:
 
     @cached_property
     def fastest(self) -> Cuts:
-        """The best where bytes are worth no more than `prices.byte`."""
+        """The best cuts if a held byte costs `prices.byte` seconds."""
         return self.solved(self.prices.byte)
 
     def solved(self, byte: float) -> Cuts:
-        """The best where a held byte is worth `byte` seconds."""
+        """Return the best cuts if a held byte costs `byte` seconds."""
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
         value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
@@ -211,20 +230,20 @@ class CutProblem:
 
     @property
     def smallest_bytes(self) -> float:
-        """The least room in which `within` finds something."""
+        """The smallest `room` for which `within` finds cuts."""
         return min(self.fastest.nbytes, self.solved(DEAR).nbytes)
 
     @property
     def fewest(self) -> float:
-        """Bytes that no solution goes below."""
+        """A lower bound on the held bytes of every solution."""
         return sum(float(table.costs.min()) for table in self.held)
 
     def told(self, found: Cuts) -> Cuts:
-        """A solution with its meetings."""
+        """Return a solution with its conversions in `meetings`."""
         return replace(found, meetings=tuple(self._met(found.options, found.forms)))
 
     def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Iterator[Meeting]:
-        """The conversions of a solution that cost something."""
+        """Yield the conversions of a solution that take time."""
         for given in self.program.inputs:
             if given.value in forms:
                 form = forms[given.value]
@@ -244,7 +263,7 @@ class CutProblem:
             yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
 
     def smallest(self, byte: float) -> float:
-        """The least sum, found by looking at every combination at once."""
+        """Return the minimum of the objective, from all combinations at once."""
         total = np.zeros(self.sizes)
         held = [Table(table.variables, byte * table.costs) for table in self.held]
         for table in (*self.tables, *held):
@@ -252,7 +271,7 @@ class CutProblem:
         return float(total.min())
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
-        """What was made for an equal key, or what is made now: one object for all that are alike."""
+        """Return the object that was made for an equal key, or make it now: one object for all equal tables."""
         if key not in self._alike:
             self._alike[key] = make()
         return self._alike[key]
@@ -260,14 +279,14 @@ class CutProblem:
     # --- options
 
     def _signature(self, node: Node) -> Any:
-        """What the options of an operator depend on."""
+        """Return everything that the options of an operator depend on, as a key."""
         place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
         args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
         again = self.dropped.layer(node) is not None
         return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs), again)
 
     def _options(self, node: Node) -> Iterator[Option]:
-        """By the operator's rule; without one it runs on whole values."""
+        """Yield the options of an operator by its rule; without a rule, it runs on whole values."""
         work = work_of(node)
         device, share = self.prices.cluster.device, self.kept.share
         times = self._times(node) * self.prices.saving.accumulate
@@ -284,7 +303,7 @@ class CutProblem:
             yield from exchanged(node, ways, self.prices.ranks, self._exchange)
 
     def _exchange(self, v: Value) -> float:
-        """Seconds in which an operator's operand or result is cut along another dim, in all pieces of a batch."""
+        """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
         return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
 
     def _by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
@@ -302,7 +321,7 @@ class CutProblem:
                 yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
 
     def _times(self, node: Node) -> float:
-        """How many times as long as its forward pass an operator takes in all."""
+        """Return the seconds of all passes of an operator, relative to its forward pass."""
         if not any(v in self.trains for v in node.outs):
             return 1.0
         return 1.0 + BACKWARD + (self.dropped.layer(node) is not None)
@@ -310,7 +329,7 @@ class CutProblem:
     # --- forms
 
     def _forms(self) -> dict[Value, tuple[Form, ...]]:
-        """Each value's forms: those that something makes or needs."""
+        """Return the forms of each value: whole, and those that an option gives or needs."""
         found: dict[Value, dict[Form, None]] = {}
         for given in self.program.inputs:
             if given.value.is_tensor:
@@ -342,7 +361,7 @@ class CutProblem:
                 yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
 
     def _conversions(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...]) -> Any:
-        """Seconds from each form to each other, forward and backward."""
+        """Return the seconds from each form in `have` to each in `need`, forward and backward, as a matrix."""
         nbytes, trains = self.kept.nbytes(v), v in self.trains
 
         shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
@@ -359,7 +378,14 @@ class CutProblem:
 
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
-"""Operators whose form for cut sums writes down what the operator itself does not: never worth it."""
+"""Operators whose options with pending results are skipped.
+
+Their form for cut sums writes values to memory that the operator itself does not, which is never worth it.
+"""
 DEAR, ENOUGH, GAP = 1e-3, 1e-9, 1e-3
-"""Seconds that a byte is worth where nothing else counts; the part of a sum that makes no difference; and how much
-longer than the fastest cuts that do not fit those may take that do, before a better price is looked for."""
+"""Constants of the search for a price of bytes.
+
+`DEAR` is the price, in seconds per byte, at which only bytes count. `ENOUGH` is the relative difference of two
+objectives that makes no difference. `GAP` is the relative difference in seconds, between the fastest cuts that fit and
+the fastest that do not, at which the search ends.
+"""

@@ -1,4 +1,4 @@
-"""Many plans at once: one array per degree, so that all are priced by the same lines as one."""
+"""Many plans at once: one array per degree, so that one plan and many are priced by the same code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._plan import Plan, Recompute
 
 
 class Degrees(Protocol):
-    """What the prices of a plan depend on: numbers, or arrays with an element per plan."""
+    """Fields of a plan that its price depends on: numbers, or arrays with one element per plan."""
 
     @property
     def dp(self) -> Numbers: ...
@@ -49,7 +49,7 @@ class Degrees(Protocol):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans that share a schedule, what is recomputed and the precision."""
+    """Plans that share schedule, recomputation and precision, as arrays."""
 
     dp: NDArray[np.float64]
     tp: NDArray[np.float64]
@@ -71,17 +71,17 @@ NUMBERS = tuple(f.name for f in fields(Plans) if f.name not in ("schedule", "rec
 
 
 def columns(plans: Sequence[Plan]) -> Plans:
-    """Plans with the same words, as arrays."""
+    """Return plans that share schedule, recomputation and precision as arrays."""
     first = plans[0]
     numbers = {name: np.array([float(getattr(p, name)) for p in plans]) for name in NUMBERS}
     return Plans(**numbers, schedule=first.schedule, recompute=first.recompute, precision=first.precision)
 
 
 def microbatches(plan: Degrees) -> Numbers:
-    """Those that one rank runs in a step."""
+    """Return the number of microbatches that one rank runs in a step."""
     return np.maximum(1.0, np.round(np.divide(plan.batch, np.multiply(plan.microbatch, plan.dp))))
 
 
 def tokens(plan: Degrees) -> Numbers:
-    """Tokens of a microbatch on one rank."""
+    """Return the number of tokens of a microbatch on one rank."""
     return np.multiply(plan.microbatch, np.divide(plan.sequence, plan.cp))

@@ -1,8 +1,8 @@
-"""The least sum of tables that share variables, exactly: one variable after the other is minimised away.
+"""Exact minimum of a sum of tables that share variables, by variable elimination.
 
-Each table has one dimension per variable that it depends on. A variable is left out by adding all tables that it is in
-and taking the minimum along it; what that depends on is a new table. The variable with the smallest new table goes
-first, so a chain costs what its links cost, and a graph as much as it is wide.
+Each table has one dimension per variable that it depends on. To eliminate a variable, all tables that contain it are
+added, and the minimum along its dimension is a new table over the variables around it. The variable with the smallest
+new table is eliminated first. A chain costs as much as its links, and the cost of a graph depends on its width.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 Costs = NDArray[np.float64]
 MOST = 20_000_000
-"""Entries of a table that is not made: what it belongs to is too wide to be solved exactly."""
+"""Largest number of entries of a table in an exact elimination."""
 PARTS = 2**14
-"""Entries of the tables that a variable leaves in parts, where it has to."""
+"""Largest number of entries of a table if variables have to be eliminated in parts."""
 ROUNDS = 4
-"""So often a choice is made better, where it is not known to be the best."""
+"""Number of rounds in which a choice is improved that is not known to be the best."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Table:
 
 
 class Order(NamedTuple):
-    """The order in which variables leave, and the entries of the largest table on the way."""
+    """The order in which variables are eliminated, and the number of entries of the largest table."""
 
     variables: tuple[int, ...]
     widest: int
 
 
 class Least(NamedTuple):
-    """A sum, the choice that it is of, and what no choice goes below: the same number where none is better."""
+    """A sum, its choice, and a lower bound, which equals the sum if the choice is proved to be the best."""
 
     value: float
     chosen: tuple[int, ...]
@@ -50,12 +50,11 @@ class Least(NamedTuple):
 
 
 def least(sizes: Sequence[int], tables: Sequence[Table], steps: Elimination | None = None, most: int = MOST) -> Least:
-    """The least sum over all choices of one of `sizes[v]` values for each variable v, and the choice.
+    """Return the least sum over all choices of one of `sizes[v]` values for each variable v, and the choice.
 
-    `steps` are those of the elimination, where they are known (`elimination`). Where variables hang together so widely
-    that a table would have more than `most` entries, they leave it in parts, each with the value that is best for it
-    (mini-buckets, Dechter and Rish 2003): that gives a bound, and a choice, which is then made better while that goes
-    on.
+    `steps` are the steps of the elimination, if they are known (`elimination`). If a table would have more than `most`
+    entries, its variable is eliminated in parts, each with its own best value (mini-buckets, Dechter and Rish 2003).
+    This gives a lower bound and a choice, which is then improved for up to `ROUNDS` rounds.
 
     >>> pair = Table((0, 1), np.array([[3.0, 1.0], [0.0, 5.0]]))
     >>> least((2, 2), [pair, Table((1,), np.array([2.0, 0.0]))]).chosen
@@ -81,7 +80,7 @@ def least(sizes: Sequence[int], tables: Sequence[Table], steps: Elimination | No
 def elimination(
     sizes: Sequence[int], tables: Sequence[Table], most: int = MOST, order: Order | None = None
 ) -> Elimination:
-    """How variables leave tables of such variables, whatever the costs: in parts where a table would be too large."""
+    """Return the steps that eliminate the variables of such tables, for any costs; in parts if a table is too large."""
     order = order or order_of(sizes, tables, most)
     if order.widest > most:
         most = min(most, PARTS)
@@ -95,7 +94,7 @@ def _sum(tables: Sequence[Table], chosen: Sequence[int]) -> float:
 
 
 def _fixed(table: Table, values: Mapping[int, int]) -> Table:
-    """The table with one entry left of each variable whose value is given."""
+    """Return the table with a single entry for each variable whose value is given."""
     if values.keys().isdisjoint(table.variables):
         return table
     kept = tuple(slice(values[v], values[v] + 1) if v in values else slice(None) for v in table.variables)
@@ -103,7 +102,10 @@ def _fixed(table: Table, values: Mapping[int, int]) -> Table:
 
 
 def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[int]) -> tuple[int, ...]:
-    """The choice after each variable took what is best beside the others, again and again."""
+    """Return the choice after coordinate descent.
+
+    Each variable takes its best value beside the others, until none changes.
+    """
     of: list[list[Table]] = [[] for _ in sizes]
     for table in tables:
         for v in table.variables:
@@ -120,10 +122,11 @@ def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[i
 
 
 def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) -> Order:
-    """The order in which variables leave: each time the one whose leaving makes the smallest table.
+    """Return the order of elimination: each time, the variable whose elimination makes the smallest table.
 
-    All that are alike, and would make a table of that size, leave with it, one after the other: what is left of
-    repeated layers stays alike, and is worked out once. One that leaves in parts is taken to bring nothing together.
+    All variables of its kind that would make a table of that size are eliminated after it, one by one. The rest of
+    repeated layers then stays alike, and is computed once. A variable that is eliminated in parts is assumed to connect
+    no others.
     """
     near = _near(sizes, tables)
 
@@ -139,7 +142,7 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) ->
     order, widest = list[int](), 0
     while heap:
         now, _, first = heappop(heap)
-        if first not in near or width(first) != now:  # one that changed is there with its new width as well
+        if first not in near or width(first) != now:  # an outdated entry: the new width has an entry too
             continue
         widest = max(widest, now)
         for v in [v for v in alike[kind[first]] if v in near]:
@@ -156,7 +159,7 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) ->
 
 
 def _near(sizes: Sequence[int], tables: Sequence[Table]) -> dict[int, set[int]]:
-    """The variables that share a table with each."""
+    """Return the variables that share a table with each variable."""
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for table in tables:
         for v in table.variables:
@@ -165,7 +168,10 @@ def _near(sizes: Sequence[int], tables: Sequence[Table]) -> dict[int, set[int]]:
 
 
 def _kinds(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
-    """The kind of each variable, in order of appearance: those in the same places of the same costs are of one kind."""
+    """Return the kind of each variable, numbered in order of appearance.
+
+    Variables in the same places of the same costs are of one kind.
+    """
     own: list[list[tuple[int, int]]] = [[] for _ in sizes]
     for table in tables:
         for place, v in enumerate(table.variables):
@@ -176,10 +182,10 @@ def _kinds(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some tables of a variable, by number, and what they depend on beside it.
+    """Some tables of a variable, by index, and the other variables that they depend on (`around`).
 
-    `places` are those of each table's variables in (the variable, *around), which have the sizes `shape`; parts that
-    are the same in all this are of one `kind`.
+    `places` are the positions of each table's variables in (the variable, *around), and `shape` are their sizes. Parts
+    with the same places and shape are of one `kind`.
     """
 
     around: tuple[int, ...]
@@ -189,7 +195,7 @@ class _Part:
     kind: int
 
     def added(self, costs: Sequence[Costs]) -> Costs:
-        """The sum of the tables, the variable's dimension first."""
+        """Return the sum of the tables, with the variable's dimension first."""
         total = np.zeros(self.shape)
         for own, places in zip(costs, self.places, strict=True):
             total += _spread(own, places, len(self.shape))
@@ -198,14 +204,20 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A variable leaves: in one part, or in several, whose best values may differ; then all its tables are asked."""
+    """The elimination of a variable in one part, or in several parts whose best values may differ.
+
+    For several parts, `tables` are all tables of the variable, from which its value is chosen.
+    """
 
     v: int
     parts: tuple[_Part, ...]
     tables: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def value(self, found: Mapping[int, int], best: Sequence[Any], costs: Sequence[Costs]) -> int:
-        """The best value where those of the variables around are known, from the `best` ones of each part."""
+        """Return the best value of the variable, given the values of the variables around it.
+
+        `best` are the best values of each part.
+        """
         if len(self.parts) == 1:
             return int(best[0][tuple([found[u] for u in self.parts[0].around])])
         rows = (costs[n][tuple(slice(None) if u == self.v else found[u] for u in of)] for n, of in self.tables)
@@ -214,21 +226,21 @@ class _Step:
 
 @dataclass(frozen=True)
 class Elimination:
-    """The steps in which variables leave tables that depend on the same ones, with no table of more than `most`."""
+    """Steps that eliminate the variables of tables with any costs; no table has more than `most` entries."""
 
     steps: tuple[_Step, ...]
     most: int
 
     @cached_property
     def parted(self) -> set[int]:
-        """The variables that leave in parts: without any, what is found is the least."""
+        """Variables that are eliminated in parts; if there are none, the result is the minimum."""
         return {step.v for step in self.steps if len(step.parts) > 1}
 
     def carried_out(self, tables: Sequence[Table]) -> tuple[float, tuple[int, ...]]:
-        """What no choice goes below, and a choice that takes this where no variable leaves in parts.
+        """Return a lower bound, and a choice that attains it if no variable is eliminated in parts.
 
-        What hangs together in the same way over the same tables has the same answer, the same object: layers that are
-        repeated are worked out once.
+        Parts of one kind over the same tables have the same result, as the same object. Repeated layers are therefore
+        computed once.
         """
         costs, total = [table.costs for table in tables], 0.0
         seen: dict[tuple[int, ...], tuple[Any, Costs]] = {}
@@ -254,7 +266,7 @@ class Elimination:
 
 
 class _Left:
-    """The variables of the tables that are left, and which tables a variable is in."""
+    """The variables of the tables that are left, and the tables of each variable."""
 
     def __init__(self, sizes: Sequence[int], tables: Sequence[Table], most: int) -> None:
         self.sizes, self.most = sizes, most
@@ -266,7 +278,10 @@ class _Left:
         self._kinds: dict[Any, int] = {}
 
     def without(self, v: int) -> _Step:
-        """The variable's leaving, of all its tables at once where they are small enough together; tables for those."""
+        """Return the step that eliminates a variable, and replace its tables by the new ones.
+
+        The step has one part if the variable's tables are small enough together, and several parts otherwise.
+        """
         own = sorted(self.of[v])
         around = self._around(v, own)
         if self._width(v, around) <= self.most:
@@ -284,7 +299,7 @@ class _Left:
         return step
 
     def _groups(self, v: int) -> list[list[int]]:
-        """The tables of v in groups that are small enough, the largest first."""
+        """Return the tables of v in groups that are small enough, starting with the largest table."""
         groups: list[list[int]] = []
         for n in sorted(self.of[v], key=lambda n: (-prod(self.sizes[u] for u in self.variables[n]), n)):
             fitting = (g for g in groups if self._width(v, self._around(v, [*g, n])) <= self.most)
@@ -311,12 +326,12 @@ class _Left:
 
 
 def aligned(table: Table, order: tuple[int, ...]) -> Costs:
-    """The table with a dimension for each variable of `order`, of size one where it depends on none."""
+    """Return the costs with a dimension for each variable of `order`, of size one for those not in the table."""
     return _spread(table.costs, tuple(order.index(v) for v in table.variables), len(order))
 
 
 def _spread(costs: Costs, places: tuple[int, ...], dims: int) -> Costs:
-    """The costs with so many dimensions: their own at `places`, and all others of size one."""
+    """Return the costs with `dims` dimensions: their own at `places`, and all others of size one."""
     moved = np.transpose(costs, np.argsort(places))
     shape = [1] * dims
     for at, size in zip(sorted(places), moved.shape, strict=True):

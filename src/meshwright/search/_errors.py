@@ -1,4 +1,4 @@
-"""What can be wrong with a search."""
+"""Errors of the search."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from meshwright.layout import MeshwrightError
 
 
 class SearchError(MeshwrightError, ValueError):
-    """A search that has no solution or cannot be carried out, or a plan that is none."""
+    """A search that has no solution or cannot run, or a plan that is not valid."""
 
 
 MOST = 2**31 - 1
-"""Of any size that a plan or a model has: products of two of them are numbers that a machine has."""
+"""Upper bound on every size of a plan or a model, so that the product of two sizes fits into 64 bits."""
 
 
 def check_sizes(asked: str, **sizes: int) -> None:
-    """Raises SearchError for a size that nothing has."""
+    """Raise SearchError if a size is larger than `MOST`."""
     if large := [f"{name} = {size}" for name, size in sizes.items() if size > MOST]:
         raise SearchError(asked, ", ".join(large), f"sizes are at most {MOST}", large[0].split()[0] + " = 4096")

@@ -1,8 +1,8 @@
-"""Whether a loss is the mean of what it is on pieces of a batch: then gradients may be added up piece by piece.
+"""Check that a loss is the mean of its values on pieces of a batch, so that gradients may be accumulated over pieces.
 
-The rows of a batch are followed through the operators, by their rules: what depends on rows stays apart row by row
-until means are taken, and nothing but sums, and products with what all pieces share, are made of means. Batch norms,
-sums over a batch, and means that are multiplied with one another are none of that.
+The rows of a batch are followed through the operators, by their rules. Values that depend on rows stay separate by row
+until a mean is taken. After that, only sums are allowed, and products with values that all pieces share. Batch norms,
+sums over a batch, and products of two means fail the check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOSSES = {
     "aten::soft_margin_loss": 2, "aten::binary_cross_entropy": 3, "aten::binary_cross_entropy_with_logits": 4,
     "aten::cross_entropy_loss": 3, "aten::nll_loss": 3, "aten::nll_loss_nd": 3,
 }  # fmt: skip
-"""Losses that are means where they are not told otherwise, and which argument tells."""
+"""Losses that take the mean by default → the index of the argument that sets the reduction."""
 APART = frozenset(
     f"aten::{name}"
     for name in (
@@ -35,19 +35,20 @@ APART = frozenset(
         "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
     )
 )  # fmt: skip
-"""Operators that functions carry out, and whose rows stay apart all the same."""
+"""Operators that their rule carries out by a function, and whose rows stay separate nevertheless."""
 FRESH = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_full", "new_empty"))
-"""Operators that look at no numbers: what they make is alike in all rows, or written to before it is read."""
+"""Operators that read no numbers: their result is the same in all rows, or is written before it is read."""
 IGNORING = frozenset({"aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd"})
-"""Those whose labels may be ignored, or count by weights: then pieces count unlike."""
+"""Losses whose labels may be ignored or weighted, so that pieces may not count equally."""
 ARGUMENTS, IGNORED = ("input", "target", "weight", "reduction", "ignore_index"), -100
 
 
 @dataclass(frozen=True, slots=True)
 class Evenly:
-    """What there is to say about pieces: why they will not do, if so; and which labels must not be ignored.
+    """Result of the check: the reason against pieces, if there is one, and the labels that must not be ignored.
 
-    `labels` are (number of the leaf of a batch, the number that is ignored): pieces would count by what is left.
+    `labels` are (index of a leaf of the batch, the number that is ignored). Pieces would count by the labels that are
+    left. `draws` is true if the program draws random numbers.
     """
 
     why_not: str = ""
@@ -56,27 +57,27 @@ class Evenly:
 
     @property
     def provided(self) -> Iterator[str]:
-        """What pieces take for granted, and what they do otherwise."""
+        """Conditions and effects of training in pieces, as sentences."""
         if self.labels:
             yield "no label is ignored"
         if self.draws:
             yield "each piece may draw random numbers of its own"
 
     def ignores(self, leaves: Sequence[Any]) -> bool:
-        """Whether a batch has labels that are ignored; tensors without numbers, on the meta device, have none."""
+        """True if a batch has ignored labels; tensors on the meta device have no numbers and count as having none."""
         found = ((leaves[at], number) for at, number in self.labels)
         return any(x.device.type != "meta" and bool((x == number).any()) for x, number in found)
 
 
 def evenly(program: Program) -> Evenly:
-    """Whether the captured loss is the mean of that of pieces."""
+    """Check if the captured loss is the mean of the losses of equal pieces of the batch."""
     rows = rows_of(program)
     pieces = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
     return _Followed(program, pieces, rows).told() if pieces > 1 else Evenly(f"a batch of {rows}")
 
 
 def rows_of(program: Program) -> int:
-    """The rows of the first tensor of a batch that has any."""
+    """Return the number of rows of the first tensor of a batch that has dims."""
     batch = (i.value for i in program.inputs if i.role == "batch" and i.value.is_tensor)
     return next((hint(v.shape[0]) for v in batch if v.shape), 1)
 
@@ -105,7 +106,7 @@ class _Followed:
         return Evenly(labels=tuple(self.labels.items()), draws=self.draws)
 
     def _follow(self, node: Node) -> bool:
-        """Notes how results depend on rows; False where no rule says so."""
+        """Record how the results of a node depend on rows; return False if no rule says so."""
         have = [self.forms.get(v, WHOLE) for v in tensors_of(node.ins)]
         means = {MEAN, PENDING} & set(have)
         if MEAN in means and len(means) == 1:
@@ -150,7 +151,7 @@ class _Followed:
         )
 
     def _has_form(self, bound: Bound, choice: Choice) -> bool:
-        """True where a choice is carried out by a function, which may do anything."""
+        """True if a function carries out the choice, which may do anything."""
         return choice.factor is not None and bound.names[choice.factor] in bound.rule.forms
 
     def _is_apart(self, node: Node, choice: Choice) -> bool:
@@ -172,7 +173,7 @@ class _Followed:
         return True
 
     def _leaf(self, v: Value) -> int | None:
-        """The number of the leaf of a batch that a value is a view of."""
+        """Return the index of the leaf of a batch that a value is a view of, or None."""
         while (node := self.program.producers.get(v)) is not None:
             seen = [x for made, x in looked_at(node) if made is v]
             if len(seen) != 1:
@@ -182,5 +183,5 @@ class _Followed:
 
 
 def _name(node: Node) -> str:
-    """The operator's name, without its overload."""
+    """Return the operator's name without its overload, or an empty text."""
     return node.op.name().partition(".")[0] if isinstance(node.op, Operator) else ""

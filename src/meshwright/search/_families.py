@@ -1,6 +1,6 @@
-"""Families of models whose layers are alike, so that sizes say all: whether they have gates, whether ends are tied.
+"""Families of models whose layers are alike, so that sizes describe them: with or without gates, tied or not.
 
-Their names are the `model_type` of `config.json` files. A test holds each beside the parameters of its model.
+The names are the `model_type` of `config.json` files. A test compares each family with the parameters of its model.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ GATED = frozenset(
     minicpm3 minimax_m2 ministral3 mistral mixtral modernbert modernbert-decoder olmo olmo2 olmo3 olmoe phi3 phimoe
     qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm vaultgemma""".split()
 )
-"""Three linear maps in the feed-forward part."""
+"""Families with three linear maps in the feed-forward part."""
 PLAIN = frozenset(
     """apertus arcee bert bert-generation biogpt bloom camembert codegen ernie falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo
     gpt_neox gptj jais2 megatron-bert mpt nanochat openai-gpt opt persimmon phi roberta roberta-prelayernorm starcoder2
     xlm-roberta xlm-roberta-xl""".split()
 )
-"""Two."""
+"""Families with two linear maps in the feed-forward part."""
 TIED = frozenset(
     """bert bert-generation biogpt bloom camembert cohere cohere2 ernie ernie4_5 falcon gemma gemma2 gemma3_text gpt-sw3
     gpt2 gpt_bigcode gpt_neo granite_swa megatron-bert minicpm3 modernbert modernbert-decoder mpt openai-gpt opt roberta
     roberta-prelayernorm smollm3 starcoder2 vaultgemma xlm-roberta xlm-roberta-xl""".split()
 )
-"""The head is the table of tokens where the file does not say: files leave out what is usual."""
+"""Families whose head is the embedding table unless the file says otherwise: files leave out the default."""

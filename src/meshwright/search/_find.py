@@ -1,4 +1,4 @@
-"""The best table for a problem, and how good it is proved to be."""
+"""Search for the best schedule of a problem, with a proven lower bound."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Found:
     value: float
     bound: float
     start: str
-    """The known schedule from which the search went on, or which is the best itself."""
+    """Name of the known schedule from which the search started, or which is the best itself."""
     seconds: float
-    """How long the search took."""
+    """Seconds that the search took."""
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound it takes, as a part of the bound; 0 for a schedule that is proved best."""
+        """Relative difference of the value from the bound; 0 for a schedule that is proved to be the best."""
         return max(0.0, self.value / self.bound - 1) if self.bound else 0.0
 
     @property
@@ -46,9 +46,10 @@ class Found:
 
 
 def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> Found:
-    """The shortest schedule that `seconds` of search find: never longer than any known one that fits.
+    """Return the shortest schedule that `seconds` of search find: never longer than any known one that fits.
 
-    Raises SearchError where memory is too short for any schedule.
+    Raises:
+        SearchError: memory is too small for any schedule.
     """
     begin = time.monotonic()
     least = lower_bound(problem)
@@ -67,9 +68,10 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> F
 
 
 def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: int = 2) -> Found:
-    """The best schedule over several problems, which differ in placement: most of the time goes to the most promising.
+    """Return the best schedule over several problems that differ in placement; the most promising gets the most time.
 
-    Raises SearchError where none has a schedule.
+    Raises:
+        SearchError: no problem has a schedule.
     """
     candidates = list(problems)
     share = seconds / (4 * len(candidates) or 1)
@@ -99,7 +101,13 @@ def _shares(count: int) -> list[float]:
 
 
 def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Schedule]:
-    """The shortest known table, or squeezed one, of as many as there is time for. None takes less than `least`."""
+    """Return the value and the schedule of the shortest known table, squeezed or not, found before the time `until`.
+
+    `least` is a lower bound, at which the search stops.
+
+    Raises:
+        SearchError: no known table fits.
+    """
     tables = sorted(((problem.value(s), n, s) for n, s in enumerate(known_tables(problem))), key=lambda t: t[:2])
     if not tables:
         raise SearchError(

@@ -1,4 +1,4 @@
-"""How a value lies along one axis of ranks, and which collective makes one form of another."""
+"""Forms of a value along one axis of ranks, and the collectives that convert one form to another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AXIS = "axis"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a value lies along the axis: repeated, varying (each rank uses it differently), pending, or cut."""
+    """Form of a value along the axis: repeated, varying (each rank uses it differently), pending, or cut."""
 
     kind: str
     dim: int = -1
@@ -27,7 +27,7 @@ WHOLE, VARYING, PENDING = Form("repeated"), Form("varying"), Form("sum")
 
 
 def collective(have: Form, need: Form) -> Collective | None:
-    """What ranks do for a conversion; nothing where each has what it needs."""
+    """Return the collective of a conversion; None if each rank has what it needs."""
     if have == need or have in (WHOLE, VARYING):
         return None
     if have.kind == "cut":
@@ -36,5 +36,5 @@ def collective(have: Form, need: Form) -> Collective | None:
 
 
 def dual(form: Form) -> Form:
-    """The form of the gradient of a value with this form."""
+    """Return the form of the gradient of a value with this form."""
     return {WHOLE: WHOLE, VARYING: PENDING, PENDING: WHOLE}.get(form, form)

@@ -1,7 +1,8 @@
-"""Bytes that the fullest rank holds under plans: parameters, gradients, optimizer, activations, and what comes briefly.
+"""Bytes of the fullest rank under plans: parameters, gradients, optimizer states, activations, and temporary values.
 
-What a layer keeps for its backward pass is what its operators need: inputs of linear maps and norms, the operands and
-the result of attention, operands of the activation; with attention of single operators the scores (arXiv 2205.05198).
+A layer keeps what its operators need for the backward pass: the inputs of linear maps and norms, the operands and the
+result of attention, and the operands of the activation. Attention that is not fused keeps its scores too (arXiv
+2205.05198).
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from ._transformer import Transformer
 MOMENTS = 12.0
 """Bytes of Adam's moments and of a master copy, per parameter."""
 SELECTED = 0.55
-"""The part of what a layer keeps that stays where every other product is computed again."""
+"""Fraction of the kept bytes of a layer that is left if every other product is recomputed."""
 SINGLE = 16.0
-"""Bytes per parameter where weights, gradients and moments are in single precision."""
+"""Bytes per parameter if weights, gradients and moments are in single precision."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at the peak of the fullest rank, and what they consist of; one element per plan."""
+    """Peak bytes of the fullest rank, and their parts; one element per plan."""
 
     nbytes: Numbers
     parts: dict[str, Numbers]
 
 
 def hold(model: Transformer, plan: Degrees, software: Software = OURS) -> Held:
-    """What the fullest rank holds at its peak."""
+    """Return the peak bytes of the fullest rank."""
     return _Peak(model, plan, software).held()
 
 
 def hold_each(model: Transformer, plan: Plan, software: Software = OURS) -> list[dict[str, Numbers]]:
-    """What each rank of a plan's pipeline holds at its peak, by kind."""
+    """Return the peak bytes of each rank of a plan's pipeline, by kind."""
     return _Peak(model, plan, software).each(plan.pp)
 
 
@@ -52,7 +53,7 @@ class _Peak:
     software: Software
 
     def held(self) -> Held:
-        """The larger of the pipeline's first rank, which has most microbatches, its second and its last."""
+        """Return the fullest of the pipeline's first rank, which has the most microbatches, its second and its last."""
         pp = np.asarray(self.plan.pp, dtype=float)
         first, other, last = shares(self.model.layers, self.model.dense_layers, pp)
         candidates = [
@@ -67,7 +68,7 @@ class _Peak:
         return Held(np.max(totals, axis=0), parts)
 
     def each(self, ranks: int) -> list[dict[str, Numbers]]:
-        """All ranks of one plan's pipeline, from the first to the last."""
+        """Return the bytes of all ranks of one plan's pipeline, from the first to the last."""
         first, other, last = shares(self.model.layers, self.model.dense_layers, float(ranks))
         layers = [first, *[other] * (ranks - 2), last] if ranks > 1 else [first]
         return [self._rank(own, float(r), r == 0, r == ranks - 1) for r, own in enumerate(layers)]
@@ -100,7 +101,7 @@ class _Peak:
         return np.multiply(self.plan.dp, self.plan.cp)
 
     def _weights(self, own: Numbers, experts: Numbers) -> Numbers:
-        """Half-precision weights and their gradients; with ZeRO-3 some layers' worth while they are used."""
+        """Return the bytes of half-precision weights and their gradients; with ZeRO-3, also of the layers in use."""
         zero, total = np.asarray(self.plan.zero), np.add(own, experts)
         gradient = np.where(zero >= 2, self.software.gradient / self._replicas, self.software.gradient)
         whole = total * (HALF + gradient)
@@ -122,7 +123,7 @@ class _Peak:
     # --- activations
 
     def _alive(self, rank: Numbers) -> Numbers:
-        """Microbatches that a rank has begun and not ended, at most."""
+        """Return the largest number of microbatches in flight on a rank."""
         p, m, v = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), np.asarray(self.plan.chunks)
         match self.plan.schedule:
             case "GPipe":
@@ -159,7 +160,7 @@ class _Peak:
         return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
 
     def _dense(self) -> Numbers:
-        """Bytes that a layer without experts keeps of one microbatch."""
+        """Return the bytes that a layer without experts keeps of one microbatch."""
         m, t = self.model, np.asarray(self.plan.tp)
         if not self.software.fused_attention:
             inner = 24 * m.hidden if not m.gated else 8 * m.hidden + 6 * m.ffn
@@ -191,10 +192,13 @@ class _Peak:
         keys = np.divide(self.plan.sequence, self.plan.cp)
         return np.multiply(tokens(self.plan), 5 * self.model.heads * keys / np.asarray(self.plan.tp))
 
-    # --- what comes briefly
+    # --- temporary values
 
     def _brief(self, has_table: Numbers) -> Numbers:
-        """The gradient of a table before it is added, those inside a layer, and what is not summed over ranks yet."""
+        """Return the bytes of temporary values at the peak.
+
+        These are a table's gradient before it is added, gradients inside a layer, and sums that are not reduced yet.
+        """
         m, t = self.model, np.asarray(self.plan.tp)
         table = np.where(has_table, HALF * m.embedding_parameters / t, 0.0)
         summed = np.where(t > 1, 6.5 + 4.0 * self.software.tensor, 2.0)

@@ -1,4 +1,4 @@
-"""Schedules to start from: all the known ones that fit, as they are and squeezed for the times at hand."""
+"""Schedules to start a search from: all known ones that fit, plain and squeezed."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from ._problem import Problem
 
 
 def hints(problem: Problem) -> Iterator[Schedule]:
-    """Every schedule that is known to keep to the placement and the memory, then each squeezed."""
+    """Yield every known schedule that the problem allows, then each squeezed."""
     tables = list(known_tables(problem))
     yield from tables
     yield from pulled(problem, tables)
 
 
 def pulled(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
-    """Tables squeezed for the times and the memory at hand."""
+    """Yield the tables squeezed for the times and the memory of the problem, where it allows them."""
     for table in tables:
         yield from filter(problem.allows, [squeezed(table, problem.times, problem.memory, problem.room)])
 
 
 def known_tables(problem: Problem) -> Iterator[Schedule]:
-    """What generators make for the ranks and microbatches of a problem, where it is allowed."""
+    """Yield the known schedules for the ranks and microbatches of a problem that it allows."""
     groups = range(1, min(problem.ranks, problem.microbatches) + 1)
     for make in (*_makers(problem), *(lambda g=g: in_groups(problem, g) for g in groups)):
         try:
@@ -60,7 +60,7 @@ def known_tables(problem: Problem) -> Iterator[Schedule]:
 
 
 def _apart(table: Schedule) -> Schedule:
-    """The same with one action at a time."""
+    """Return the same table with one action at a time."""
     return replace(table, rows=tuple(tuple(atom for action in row for atom in action.atoms) for row in table.rows))
 
 
@@ -82,7 +82,10 @@ def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
 
 
 def in_groups(problem: Problem, size: int) -> Schedule:
-    """`size` microbatches after `size` others; one after the other needs the least memory of all."""
+    """Return the schedule that runs groups of `size` microbatches one after the other.
+
+    Groups of one microbatch need the least memory of all schedules.
+    """
     rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
     for first in range(0, problem.microbatches, size):
         group = range(first, min(first + size, problem.microbatches))

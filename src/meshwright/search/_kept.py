@@ -1,4 +1,4 @@
-"""What a rank holds: parameters with gradients and states, and the results that a backward pass may need."""
+"""Bytes that a rank holds: parameters with gradients and states, and results kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ._saving import LEAST, NOTHING, Dropped, Saving
 from ._ways import Option, tensors_of
 
 UPDATE = 1.0
-"""Bytes that an update makes for a moment, per byte of a parameter."""
+"""Temporary bytes of an optimizer's update, per byte of a parameter."""
 
 
 def per_byte(saving: Saving, replicas: int, states: float) -> float:
-    """Bytes that a parameter, its gradient and its states take on a rank, per byte of it."""
+    """Return the bytes of a parameter, its gradient, its states and its update on a rank, per byte of the parameter."""
     own, gradient, state = saving.parameter(replicas)
     return own + gradient + (states + UPDATE) * state
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of the values of a program by their forms; `once` gives one object for all that are alike."""
+    """Bytes of a program's values by their forms; `once` returns one object for all equal keys."""
 
     program: Program
     prices: Prices
@@ -44,11 +44,12 @@ class Kept:
         forms_of: Mapping[Value, tuple[Form, ...]],
         number: Mapping[Value, int],
     ) -> Iterator[Table]:
-        """Bytes of values in their forms: parameters with gradients and states, and results that are kept.
+        """Yield the bytes of values in their forms, as tables: parameters with gradients and states, and kept results.
 
-        What an operator's backward pass reads of an operand is what the operator was sent, beside what others have of
-        it. What is made again is kept where it was sent to be what it is, since nothing is sent again; and so is what
-        was gathered of a parameter, but in stage 3 of ZeRO.
+        The backward pass of an operator reads the operand as it was converted for this operator. If ranks communicated
+        for the conversion, its result is held in addition to the value. Recomputation does not communicate again, so a
+        value that is recomputed is kept if a communication made it. A gathered parameter is kept too, except in stage 3
+        of ZeRO.
         """
         for v, forms in forms_of.items():
             yield Table((number[v],), self._in_forms(forms, self._of(v)))
@@ -68,7 +69,7 @@ class Kept:
                     yield from [Table((number[v], n), costs)] if costs.any() else []
 
     def made_at(self, node: Node, option: Option, forms: Mapping[Value, Form]) -> float:
-        """Bytes that live from a node on until the backward pass: its results, and what is sent for it."""
+        """Return the bytes that live from a node until the backward pass: its results, and what is sent for it."""
         made, read = tensors_of(node.outs), tensors_of(node.ins)
         pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
         needs = enumerate(zip(read, option.needs, strict=True))
@@ -78,29 +79,32 @@ class Kept:
         return sent + inside + sum(self.held(v, forms[v]) for v in made)
 
     def held(self, v: Value, form: Form) -> float:
-        """Bytes that a rank holds of a value for long."""
+        """Return the bytes of a value that a rank holds beyond a single operator or layer."""
         return self._of(v) / self._ranks(form)
 
     def _is_sent_out(self, v: Value) -> bool:
-        """Whether what is sent to make a value is kept, though it could be made again."""
+        """True if the result of a communication that makes a value is kept, though the value is recomputed."""
         return v in self.late and v in self.dropped.values
 
     def _is_sent_in(self, v: Value, node: Node, place: int) -> bool:
-        """Whether what a node is sent of an operand is kept."""
+        """True if an operand that was communicated for a node is kept."""
         if v in self.given:
             return v in self.trains and self.prices.saving.zero != 3
         return place in self.reads[node].ins or (v in self.trains and self.dropped.layer(node) is not None)
 
     def fewest_inside(self, node: Node, ways: Sequence[Option]) -> float:
-        """Bytes inside an operator under the option that holds least."""
+        """Return the bytes inside an operator, under the option that holds least."""
         return min(self._inside(node, way) for way in ways) if self.reads[node].inside else 0.0
 
     def _inside(self, node: Node, way: Option) -> float:
-        """Bytes of what an operator's backward pass reads and nothing else knows; ranks that have parts share it."""
+        """Return the bytes that an operator's backward pass reads and that are in no value of the program.
+
+        Ranks that have parts of the operator share them.
+        """
         return self.reads[node].inside * self.share / (self.prices.ranks if is_cut(way) else 1)
 
     def _sent(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...], into: bool = False) -> Any:
-        """Bytes of a value after its conversion, where ranks communicate for that."""
+        """Return the bytes of a value after each conversion, as a matrix; 0 if ranks do not communicate for it."""
 
         def costs() -> Any:
             whole = self._in_forms(need, self._alive(v))
@@ -121,16 +125,16 @@ class Kept:
         return self._alive(v) if v in self.late and v not in self.dropped.values else 0.0
 
     def _parameter(self, v: Value) -> float:
-        """Bytes of a parameter, its gradient and state on a rank, per byte of it."""
+        """Return the bytes of a parameter, its gradient and its states on a rank, per byte of the parameter."""
         saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
         return per_byte(saving, self.prices.replicas, self.prices.states)
 
     def is_cut_by_zero(self, v: Value) -> bool:
-        """Whether ZeRO cuts a parameter: small ones stay whole."""
+        """True if ZeRO shards a parameter; small ones stay whole."""
         return prod(map(hint, v.shape)) >= LEAST
 
     def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> float:
-        """Bytes that live for a while: of the layer that is made again, of parameters and gradients on their way."""
+        """Return the temporary bytes of a recomputed layer, and of parameters and gradients in communication."""
         cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
         whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
         row = max(max(whole, default=0.0), min(Bucket.bytes, sum(whole)))
@@ -138,14 +142,18 @@ class Kept:
 
     @property
     def _rows(self) -> int:
-        """Buckets that are alive at once: of gradients, or gathered; what is made again was gathered before, too."""
+        """Number of buckets in flight, of gradients or of gathered parameters.
+
+        Stage 3 of ZeRO has one more with recomputation, which was preceded by a gather too.
+        """
         saving = self.prices.saving
         return {2: 1, 3: 2 if saving.recompute else 1}.get(saving.zero, 0)
 
     def beside(self, forms: Mapping[Value, Form]) -> float:
-        """Bytes of gradients on their way, above the room of an update: the loss makes several of its largest operand.
+        """Return the bytes of gradients of activations, as far as they exceed the bytes that an update takes.
 
-        They are made while all is kept; gradients of parameters and what an update makes come when that is gone.
+        These gradients live while all results are kept; the loss makes several of the size of its largest operand.
+        Gradients of parameters and the values of an update come later, when the kept results are gone.
         """
         later = most = 0.0
         for read, kept, inside in self._way_back:
@@ -155,7 +163,7 @@ class Kept:
 
     @cached_property
     def _way_back(self) -> list[tuple[tuple[Value, ...], tuple[Value, ...], int]]:
-        """Of each operator, the last first: what has gradients while it runs backward, what it kept, bytes inside."""
+        """Operators in the order of the backward pass, as (values with gradients, kept results, bytes inside)."""
         own, late, found = self.trains - self.given, self.late, list[tuple[tuple[Value, ...], tuple[Value, ...], int]]()
         for node, read in reversed([*self.reads.items()]):
             around = tuple(v for v in dict.fromkeys((*node.ins, *node.outs)) if v in own)
@@ -163,13 +171,13 @@ class Kept:
         return found
 
     def _updated(self, v: Value) -> float:
-        """Bytes of a whole parameter's gradient, and of what its update makes."""
+        """Return the bytes of the gradient of a whole parameter and of its update."""
         saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
         _, gradient, state = saving.parameter(self.prices.replicas)
         return v.nbytes * (gradient + UPDATE * state)
 
     def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Mapping[str, float]:
-        """Bytes of each layer that is made again, while it is."""
+        """Return the bytes of each recomputed layer while it is recomputed."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
             if v in self.late:
@@ -183,16 +191,16 @@ class Kept:
         return self.prices.ranks if form.kind == "cut" else 1
 
     def nbytes(self, v: Value) -> float:
-        """Bytes of a whole value: of those that a batch makes, the part that a replica works on at once."""
+        """Return the bytes of a whole value; if it depends on the batch, of a replica's part of one piece."""
         return v.nbytes * (1.0 if v in self.given else self.share)
 
     def _alive(self, v: Value) -> float:
-        """Bytes of a whole value, and, of those that a batch makes, of all that are alive at once."""
+        """Return the bytes of a whole value; if it depends on the batch, of all microbatches in flight."""
         return self.nbytes(v) * (1.0 if v in self.given else self.prices.alive)
 
     @property
     def share(self) -> float:
-        """The part of a batch that a replica works on at once."""
+        """Fraction of a batch that a replica works on at once."""
         return self.prices.share / self.prices.saving.accumulate
 
     @cached_property
@@ -206,7 +214,7 @@ class Kept:
 
     @cached_property
     def late(self) -> set[Value]:
-        """Results whose memory a backward pass reads, or layers that are made again begin with."""
+        """Results whose memory the backward pass reads, or that are inputs of recomputed layers."""
         views = {v: x for node in self.program.nodes for v, x in looked_at(node)}
         found, made = set[Value](), {v for node in self.program.nodes for v in node.outs}
         for v in self._read():
@@ -226,15 +234,15 @@ class Kept:
 
     @cached_property
     def reads(self) -> Mapping[Node, ReadBack]:
-        """What each operator's backward pass reads."""
+        """Values that each operator's backward pass reads."""
         return self.program.reads_back
 
     @cached_property
     def trains(self) -> frozenset[Value]:
-        """Values that a gradient comes to."""
+        """Values that get a gradient."""
         return self.program.trained
 
 
 def is_cut(way: Option) -> bool:
-    """Whether ranks have parts of what an operator works on."""
+    """True if an option shards an operand or a result."""
     return any(form.kind == "cut" for form in (*way.needs, *way.gives))

@@ -1,4 +1,4 @@
-"""How the tensors of a transformer lie under a plan: those of each stage's layers, and what goes through them."""
+"""Layouts of a transformer's tensors under a plan: the parameters of each stage's layers, and the activations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._plan import Plan
 from ._transformer import Transformer
 
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
-"""Sizes of the whole, and the axes that cut each."""
+"""Size of each dim of the whole tensor, and the axes that shard it."""
 
 
 class Stage(NamedTuple):
-    """What one rank of the pipeline has: its layers, in runs, and whether the ends of the model are among it."""
+    """Part of the model on one pipeline rank: its layers, as ranges, and whether it has the embedding or the head."""
 
     name: str
     layers: tuple[range, ...]
@@ -31,7 +31,10 @@ class Stage(NamedTuple):
 
 
 def stages(model: Transformer, plan: Plan) -> list[Stage]:
-    """The ranks of the pipeline; where their numbers cannot be equal, the first and the last have less.
+    """Return the part of the model on each pipeline rank.
+
+    If the layers do not divide evenly but two more would, the first and the last part have one layer less. In other
+    uneven cases, the first parts have one layer more.
 
     >>> llama = Transformer(30, 4096, 32, 8, 128, 14336, 128256)
     >>> [str(s) for s in stages(llama, Plan(pp=4, batch=8))][::3]
@@ -47,7 +50,7 @@ def stages(model: Transformer, plan: Plan) -> list[Stage]:
 
 
 def _split(layers: int, parts: int) -> list[int]:
-    """Where each of the parts ends."""
+    """Return the layer at which each part ends."""
     if layers % parts and (layers + 2) % parts == 0:
         each = (layers + 2) // parts
         return [*(each * (n + 1) - 1 for n in range(parts - 1)), layers]
@@ -59,7 +62,7 @@ def _stage_name(rank: int, ranks: int) -> str:
 
 
 def laid(model: Transformer, plan: Plan) -> Iterator[Laid]:
-    """Every tensor of one layer of each kind, stage by stage, and what goes from layer to layer."""
+    """Yield every tensor of one layer of each kind, stage by stage, and then the activations."""
     for stage in stages(model, plan):
         if stage.first:
             yield _parameter(f"{stage.name}.embedding", "table", ((model.vocab, ("tp",)), (model.hidden, ())), plan)
@@ -73,7 +76,7 @@ def laid(model: Transformer, plan: Plan) -> Iterator[Laid]:
 
 
 def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[Laid]:
-    """A row for each tensor of a layer, once for all layers that are alike."""
+    """Yield a row for each tensor of a layer, once for all layers that are alike."""
     dense = range(run.start, min(run.stop, model.dense_layers))
     sparse = range(max(run.start, model.dense_layers), run.stop)
     for layers, inner in ((dense, _mlp(model)), (sparse, _experts(model))):
@@ -116,7 +119,7 @@ def _experts(m: Transformer) -> dict[str, Dims]:
 
 
 def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") -> Laid:
-    """A parameter; its gradient and state lie as the stage of ZeRO says, ZeRO-3 cuts the parameter too."""
+    """Return the row of a parameter, with a note on its gradient and state; ZeRO-3 shards the parameter too."""
     axes = {axis for _, cut in dims for axis in cut}
     spread = "dp" if plan.dp > 1 and "ep" not in axes else ""
     if plan.zero == 3 and spread:
@@ -127,7 +130,7 @@ def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") ->
 
 
 def _activations(m: Transformer, plan: Plan) -> Iterator[Laid]:
-    """What one microbatch of every replica is between operators."""
+    """Yield the activations of one microbatch of every replica."""
     rows = (plan.microbatch * plan.dp, ("dp",))
     length = (plan.sequence, ("cp",))
     divided = (plan.sequence, ("cp", "tp") if plan.sequence_parallel else ("cp",))
@@ -140,7 +143,7 @@ def _activations(m: Transformer, plan: Plan) -> Iterator[Laid]:
 
 
 def _row(layer: str, name: str, dims: Dims, plan: Plan, note: str) -> Laid:
-    """A row in half precision; axes of one rank cut nothing."""
+    """Return a row in half precision; axes with one rank do not shard."""
     real = [(n, [a for a in axes if getattr(plan, a) > 1]) for n, axes in dims]
     text = ", ".join(f"{n}" + "".join(f"@{a}" for a in axes) for n, axes in real)
     parts = prod(getattr(plan, a) for _, axes in real for a in axes)

@@ -1,7 +1,7 @@
 """Seconds of one layer of a transformer on one rank, for any number of plans at once.
 
-A layer is a list of linear maps, an attention, and operators that stream their operands through memory; tensor
-parallelism divides all but the residual's part, which sequence parallelism divides (arXiv 2205.05198).
+A layer is a list of linear maps, an attention, and operators that stream their operands through memory. Tensor
+parallelism divides all operators except those on the residual, which sequence parallelism divides (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ._software import Software
 from ._transformer import Experts, Transformer
 
 HALF = 2
-"""Bytes of a number of the activations."""
+"""Bytes of one number of the activations."""
 NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
-"""Precision → what products take, where that is less than the 16 bits of everything else."""
+"""Precision → dtype of matrix products, if it is narrower than the 16 bits of all else."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a forward pass, of a backward pass, and of the gradients of weights in the latter."""
+    """Seconds of a forward pass, of a backward pass, and of the weight gradients within the backward pass."""
 
     forward: Numbers = 0.0
     backward: Numbers = 0.0
@@ -47,7 +47,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a model cost under plans, on a cluster, carried out by a program."""
+    """Seconds of a model's layers under plans, on a cluster, with the properties of a software."""
 
     model: Transformer
     plan: Degrees
@@ -57,7 +57,7 @@ class Layers:
 
     @property
     def rows(self) -> Numbers:
-        """Tokens of which a rank has the residual."""
+        """Number of tokens whose residual a rank holds."""
         return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
 
     @property
@@ -65,31 +65,31 @@ class Layers:
         return self.cluster.per_node
 
     def dense(self) -> Spent:
-        """A layer without experts, computation only."""
+        """Return the seconds of a layer without experts, without communication."""
         return self.attention() + self.mlp(self.model.ffn)
 
     def sparse(self) -> Spent:
-        """A layer with experts, with the exchange of tokens."""
+        """Return the seconds of a layer with experts, including the exchange of tokens."""
         x = self.model.experts
         return self.attention() if x is None else self.attention() + self._experts(x) + self._shared(x)
 
     # --- parts
 
     def linear(self, n: Numbers, k: Numbers) -> Spent:
-        """t k * k n -> t n for this rank's tokens."""
+        """Return the seconds of `t k * k n -> t n` for the t tokens of this rank."""
         t, dtype = tokens(self.plan), self._dtype
         inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
         return Spent(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
 
     def stream(self, forward: Numbers, backward: Numbers) -> Spent:
-        """Operators that read and write so many bytes where they are fused."""
+        """Return the seconds of operators that read and write so many bytes if they are fused."""
         times = self.software.streams
         return Spent(
             self.kernels.stream(np.multiply(forward, times)), self.kernels.stream(np.multiply(backward, times))
         )
 
     def attention(self) -> Spent:
-        """Everything in a layer before its feed-forward part, and both residual sums and norms."""
+        """Return the seconds of all that comes before the feed-forward part, and of both residual sums and norms."""
         h, m, spent = self.model.hidden, self.model, Spent()
         for n, k in self._projections():
             spent += self.linear(n, k)
@@ -101,7 +101,7 @@ class Layers:
         return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else Spent())
 
     def mlp(self, width: Numbers) -> Spent:
-        """Up, the activation, and down; a width of 0 is no feed-forward part."""
+        """Return the seconds of the feed-forward part: up, the activation, and down; 0 for a width of 0."""
         if not np.any(width):
             return Spent()
         h, f = self.model.hidden, np.divide(width, self.plan.tp)
@@ -111,7 +111,7 @@ class Layers:
         return spent + (self._casts(width) if self._is_narrow else Spent())
 
     def core(self) -> Spent:
-        """Scores, softmax, and what it weighs."""
+        """Return the seconds of the scores, their softmax, and the weighted sum of the values."""
         m, p = self.model, self.plan
         s, heads = p.sequence, np.multiply(p.microbatch, np.divide(m.heads, p.tp))
         queries = np.divide(s, p.cp)
@@ -125,13 +125,16 @@ class Layers:
         return Spent(forward * share, backward * share)
 
     def meetings(self) -> Spent:
-        """Collectives of tensor parallelism: two forward, two backward; rings of keys and values beside attention."""
+        """Return the seconds of collectives of tensor parallelism, two per pass, and of rings of keys and values."""
         seconds = 2 * self.joining() * self.software.tensor
         ring = self.ring()
         return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
 
     def joining(self) -> Numbers:
-        """Seconds of a sum over a tensor-parallel group, or of its parts where sequences are divided."""
+        """Return the seconds of a sum over a tensor-parallel group.
+
+        This is an all-reduce or, with sequence parallelism, a reduce-scatter and an all-gather.
+        """
         whole, parts, gathered = (
             self.cluster.meeting(kind, self.joined(), self.plan.tp, np.minimum(self.plan.tp, self.node))
             for kind in ("all-reduce", "reduce-scatter", "all-gather")
@@ -139,12 +142,15 @@ class Layers:
         return np.where(self.plan.sequence_parallel, np.add(parts, gathered), whole)
 
     def joined(self) -> Numbers:
-        """Bytes of a sum over a tensor-parallel group; the half that is gathered has one each where it was cast."""
+        """Return the bytes of a sum over a tensor-parallel group.
+
+        If ranks cast before they gather, the gathered half has one byte per number.
+        """
         narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
         return np.multiply(tokens(self.plan), HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
 
     def ring(self) -> Numbers:
-        """Seconds of passing keys and values on that attention does not hide."""
+        """Return the seconds of passing on keys and values that attention does not hide."""
         m, p = self.model, self.plan
         if np.all(np.asarray(p.cp) == 1):
             return 0.0
@@ -164,7 +170,7 @@ class Layers:
         yield m.hidden, np.divide(m.heads * m.value_width, t)
 
     def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> Spent:
-        """Attention of single operators: scores, softmax and dropout go through memory."""
+        """Return the seconds of attention by single operators: scores, softmax and dropout go through memory."""
         scores = np.multiply(np.multiply(queries, keys), heads)
         looks = self.kernels.matmul(queries, keys, self.model.key_width, heads)
         weighs = self.kernels.matmul(queries, self.model.value_width, keys, heads)
@@ -173,7 +179,7 @@ class Layers:
         return Spent(products, 2 * products) + streams
 
     def _experts(self, x: Experts) -> Spent:
-        """The tokens that come to the fullest rank's experts, there and back."""
+        """Return the seconds of the fullest rank's experts, and of sending tokens there and back."""
         h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
         own = np.divide(x.count, self.plan.ep)
         here = t * x.fullest(self.plan.ep)
@@ -186,15 +192,15 @@ class Layers:
         return spent + Spent(2 * sent, 2 * sent)
 
     def routed(self, x: Experts) -> Numbers:
-        """Bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
+        """Return the bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
         return np.divide(tokens(self.plan), self.plan.tp) * (x.chosen * HALF * self.model.hidden)
 
     def exchange(self, x: Experts) -> Numbers:
-        """Seconds of sending tokens to experts, or back."""
+        """Return the seconds of sending tokens to experts, or back."""
         p, together = self.plan, np.minimum(self.plan.ep, self.node)
         nodes = np.maximum(np.divide(p.ep, together), 1.0)
         apart = 1.0
-        if self.software.once:  # of a token's experts, each in a node by chance, some share one
+        if self.software.once:  # the nodes of a token's experts, placed at random, per expert
             apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
         return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
 
@@ -209,13 +215,13 @@ class Layers:
         return Spent(forward, np.add(inputs, weights), weights) * slower
 
     def _casts(self, width: Numbers) -> Spent:
-        """To eight bits and back, of what a tensor-parallel group divides."""
+        """Return the seconds of casts to eight bits and back, for a width that a tensor-parallel group divides."""
         nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
         seconds = self.kernels.stream(nbytes)
         return Spent(seconds, seconds)
 
     def _gathered_casts(self, width: Numbers) -> Spent:
-        """The same of what a group gathers: every rank casts all of it, unless it was cast before."""
+        """Return the seconds of casts of a gathered width: every rank casts all of it, unless it was cast before."""
         return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
 
     @property

@@ -1,4 +1,4 @@
-"""What the layers of a chain take each: seconds and bytes, which those of a pipeline's chunks are the sums of."""
+"""Seconds and bytes of each layer of a chain; those of a pipeline chunk are sums over its layers."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ from ._prices import Prices
 
 Numbers = tuple[float, ...]
 ONCE = "gathers", "reduced", "shared"
-"""What is done once in a step, which `Links.once` takes."""
+"""Costs that occur once in a step, in the order of the arguments of `Links.once`."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of a message between stages, and those in which replicas bring gradients together, by bytes."""
+    """Seconds of a message between stages, and of reducing gradients over replicas, as functions of bytes."""
 
     message: Callable[[Any], Any]
     reduced: Callable[[Any], Any]
 
     def once(self, gathers: Any, reduced: Any, shared: Any) -> Any:
-        """Seconds of a stage for what is done once in a step: weights gathered, gradients met, weights sent on."""
+        """Return the seconds of a stage's work that is done once in a step.
+
+        Its weights are gathered, its gradients are reduced, and shared weights and their gradients are sent.
+        """
         return gathers + self.reduced(reduced) + 2 * self.message(shared)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Each has one number per layer.
+    """Costs of layers or chunks; each field has one number per layer.
 
-    Of one microbatch: seconds forward, backward, and for the gradients of weights; `held` bytes from the forward to the
-    end of the backward pass; `brief` ones while a layer is made again; `sent` bytes from a layer to the next chunk. Of
-    a step: the seconds in which weights are gathered, `static` bytes of weights, gradients and states, `reduced` ones
-    of gradients, and `shared` ones of weights that an earlier layer has too.
+    For one microbatch: the seconds of the forward pass, of the backward pass, and of weight gradients; `held` bytes
+    from the forward to the end of the backward pass; `brief` bytes while a layer is recomputed; `sent` bytes from a
+    layer to the next chunk. For a step: `gathers`, the seconds in which weights are gathered; `static` bytes of
+    weights, gradients and states; `reduced` bytes of gradients; `shared` bytes of weights that an earlier layer has
+    too.
     """
 
     forward: Numbers
@@ -62,13 +66,13 @@ class LayerCosts:
         return tuple(map(sum, zip(self.forward, self.backward, self.weight, strict=True)))
 
     def summed(self, name: str) -> Any:
-        """What the layers before each, and all, take together."""
+        """Return the total of a field over the layers before each layer, and over all layers."""
         numbers: Numbers = getattr(self, name)
         return np.concatenate([[0.0], np.cumsum(numbers)])
 
     @cached_property
     def brief_between(self) -> Any:
-        """The most brief bytes of the layers from each to each."""
+        """The largest brief bytes of the layers from each layer to each later one, as a matrix."""
         count = len(self.brief)
         found = np.zeros((count + 1, count + 1))
         for begin in range(count):
@@ -76,7 +80,7 @@ class LayerCosts:
         return found
 
     def chunks(self, starts: Iterable[int]) -> LayerCosts:
-        """The same for chunks, the others of which begin at these layers."""
+        """Return the costs of chunks; those after the first begin at the layers in `starts`."""
         ranges = [*pairwise([0, *starts, len(self.forward)])]
 
         def each(name: str, of: Callable[[Numbers], float] = sum) -> Numbers:
@@ -89,17 +93,17 @@ class LayerCosts:
         return LayerCosts(**added, held=held, brief=each("brief", max), sent=sent)
 
     def times(self, links: Links) -> Times:
-        """What a schedule of these chunks is run with."""
+        """Return the times with which a schedule of these chunks is simulated."""
         return Times(self.forward, self.backward, self.weight, tuple(float(links.message(n)) for n in self.sent))
 
     @property
     def memory(self) -> Memory:
-        """What ranks hold beside what is brief; gradients of weights need what their forward pass has left."""
+        """Memory of the ranks without brief bytes; the gradients of weights need all that the forward pass has left."""
         return Memory(held=self.held, static=self.static)
 
 
 def layer_costs(cuts: Cuts, prices: Prices, chain: Chain) -> LayerCosts:
-    """What the layers of a chain take under these cuts, one microbatch being a piece of the batch of `prices`."""
+    """Return the costs of a chain's layers under these cuts; a microbatch is a piece of the batch of `prices`."""
     return _Costs(cuts, Kept(cuts.program, prices, _anew), prices, chain).told()
 
 
@@ -118,7 +122,7 @@ class _Costs:
         return LayerCosts(**{name: tuple(row) for name, row in self.rows.items()})
 
     def _at(self, node: Node | None) -> int:
-        """What belongs to no layer is counted to the first."""
+        """Return the index of a node's layer; nodes that belong to no layer count for the first."""
         return 0 if node is None else self.chain.of_node.get(node, 0)
 
     def _add_operators(self) -> None:
@@ -139,7 +143,10 @@ class _Costs:
             self.rows[name][at] += seconds
 
     def _add_conversions(self) -> None:
-        """Those of weights once in a step; of others half of them backward, where a gradient comes back."""
+        """Add the conversions: those of weights once per step, and others for each microbatch.
+
+        Half of the latter are in the backward pass, if a gradient comes back.
+        """
         for m in self.cuts.meetings:
             at = self._first(m.value) if m.node is None else self._at(m.node)
             if m.value in self.kept.given:
@@ -150,7 +157,7 @@ class _Costs:
             self._add_passes(at, part * each, (1 - part) * each)
 
     def _add_weights(self) -> None:
-        """Weights that several layers share are held, and their gradients made, by the stage of each."""
+        """Add the weights; the stage of each layer that uses a shared weight holds it and computes its gradient."""
         for v in self.kept.given & self.cuts.forms.keys():
             for n, at in enumerate(self._users(v) or [0]):
                 part = v.nbytes / self._ranks(v)
@@ -166,7 +173,7 @@ class _Costs:
             self.rows["brief"][at] = max(self.rows["brief"][at], nbytes)
 
     def _add_sent(self) -> None:
-        """What a later layer reads crosses each boundary on its way."""
+        """Add the bytes sent: a value that a later layer reads crosses each boundary on its path."""
         for v, made in self.chain.of_value.items():
             last = max(self._users(v), default=made) if v in self.cuts.forms else made
             for at in range(made, last):
@@ -177,7 +184,7 @@ class _Costs:
         return sorted({*found})
 
     def _first(self, v: Value) -> int:
-        """Where a value is made, or, where nothing makes it, looked at first."""
+        """Return the layer that makes a value or, if none makes it, that reads it first."""
         return self.chain.of_value.get(v, next(iter(self._users(v)), 0))
 
     def _ranks(self, v: Value) -> int:

@@ -1,4 +1,4 @@
-"""What a rank holds from moment to moment under a plan for a module: forward, and the same way back."""
+"""Memory of a rank over time under a plan for a module: the forward pass, and then the backward pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ._prices import Prices
 
 
 def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
-    """The bytes of every rank over a step of so many seconds; of a batch in pieces, over one piece of it.
+    """Return the bytes of every rank over a step of `seconds`; for a batch in pieces, over one piece.
 
-    What sends is spread over the step: operators say when, and the account of the plan how long.
+    Communication is spread over the step: operators give the relative times, and the plan's account gives the total.
     """
     kept = Kept(cuts.program, prices, _anew)
     base = sum(kept.held(v, cuts.forms[v]) for v in kept.given if v in cuts.forms)
@@ -30,7 +30,7 @@ def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
 
 
 def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
-    """Seconds of each operator with the bytes that are more or less behind it."""
+    """Yield the seconds of each operator, and the change of the held bytes after it."""
     layers, made = kept.of_layers(cuts.options, cuts.forms), dict[Node, float]()
     for node, option in cuts.options.items():
         made[node] = kept.made_at(node, option, cuts.forms)
@@ -46,7 +46,7 @@ def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
 
 
 def _forward(node: Node, kept: Kept) -> float:
-    """The part of an operator's seconds that its forward pass takes."""
+    """Return the fraction of an operator's seconds that its forward pass takes."""
     if not any(v in kept.trains for v in node.outs):
         return 1.0
     return 1 / (1 + BACKWARD + (kept.dropped.layer(node) is not None))

@@ -1,4 +1,4 @@
-"""A plan for a module: a mesh, and how parameters, buffers and the batch lie on it; data, and a text to edit."""
+"""Plan for a module: a mesh with the layouts of parameters, buffers and the batch, as data and as a text to edit."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ROLES = "parameter", "buffer", "batch"
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """`layouts` say how parameters, buffers and the batch lie on `mesh`, by name; what is left out follows from them.
+    """A plan for a module: `layouts` of parameters, buffers and the batch on `mesh`, by name.
 
-    With a `pipeline` each lies on the mesh of its stage, as it would on that of the first: `stage_mesh`. `saving` tells
-    what else is done so that it fits into memory, `context` how attention goes along a sequence that is cut, `notes`
-    what that takes for granted and what is not known; the
-    optimizer has so many `states`, each as large as its parameter. `seconds` of a step and `nbytes` of a rank are
-    predictions; `cuts`, `stages` and `cluster` tell why, where a search found it.
+    Layouts that are left out follow from the others. With a `pipeline`, each tensor has its layout on the mesh of its
+    own stage, written as on that of the first stage (`stage_mesh`). `saving` are the options that save memory, and
+    `context` is the method of attention along a sharded sequence. `notes` are the conditions of the plan and what is
+    not known. The optimizer has `states` states, each as large as its parameter. `seconds` of a step and `nbytes` of a
+    rank are predictions. `cuts`, `stages` and `cluster` explain them if a search found the plan.
     """
 
     mesh: ProcessMesh
@@ -59,22 +59,22 @@ class MeshPlan:
 
     @property
     def stage_mesh(self) -> ProcessMesh:
-        """The mesh on which the layouts are those of a stage: all of it where there is no pipeline."""
+        """Mesh on which the layouts of a stage are written; the whole mesh if there is no pipeline."""
         return self.mesh[STAGES, 0] if self.pipeline is not None else self.mesh
 
     @property
     def dp(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return self.mesh.sizes.get(REPLICAS, 1)
 
     @property
     def tp(self) -> int:
-        """How many ranks share a replica."""
+        """Number of ranks that share a replica."""
         return self.mesh.sizes.get(SHARES, 1)
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces a batch goes: microbatches of a pipeline, or those of one rank."""
+        """Number of pieces of a batch: microbatches of a pipeline, or those that one rank accumulates."""
         return self.pipeline.microbatches if self.pipeline is not None else self.saving.accumulate
 
     @property
@@ -87,15 +87,17 @@ class MeshPlan:
         return ", ".join(filter(None, [mesh, str(self.pipeline or ""), str(self.saving), along]))
 
     def specs(self, program: Program) -> dict[str, Spec]:
-        """The layouts by the names of a captured program's values: what its completion has to be told.
+        """Return the layouts by the names of a captured program's values, as its completion needs them.
 
-        Raises SearchError for a name that the model has not, with the nearest, and for another shape or dtype.
+        Raises:
+            SearchError: the model does not have a name (the message suggests the nearest), or has it with another
+                shape or dtype.
         """
         known = named_inputs(program)
         return {_found(name, spec, known).value.name: spec for name, spec in self.layouts.items()}
 
     def text(self) -> str:
-        """Lines of TOML that `parse_mesh_plan` reads."""
+        """Return the plan as lines of TOML that `parse_mesh_plan` reads."""
         return "\n".join(
             [
                 "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
@@ -114,9 +116,12 @@ class MeshPlan:
         return "\n".join([head, *notes, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
 
     def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
-        """Why it takes so long: what computes, what meets and where, what the next plans would take.
+        """Return a text that explains the seconds of a step: operators, conversions, and the other plans.
 
-        Raises SearchError for a plan that was written and not searched: nobody knows what it costs.
+        The longest `most` conversions are listed.
+
+        Raises:
+            SearchError: the plan was written and not searched, so its costs are not known.
         """
         self._searched("to explain")
         longest = sorted(self._meetings, key=lambda m: -m.seconds)
@@ -137,7 +142,7 @@ class MeshPlan:
         return "\n".join(rows)
 
     def _stage_lines(self) -> Iterator[str]:
-        """What each stage takes."""
+        """Yield a line on the time and memory of each stage."""
         if self.stages is None or self.pipeline is None:
             return
         how = self.pipeline
@@ -146,9 +151,10 @@ class MeshPlan:
             yield f"stage {n} from {where}: {busy / how.microbatches:.4g} s a microbatch, {held / 1e9:.3g} GB a rank"
 
     def account(self, others: Sequence[MeshPlan] = ()) -> Account:
-        """What `explain` says, as data: every tensor and how it lies, every conversion, and what `others` lose by.
+        """Return the content of `explain` as data: tensors with layouts, conversions, and why `others` are slower.
 
-        Raises SearchError as `explain` does.
+        Raises:
+            SearchError: the plan was written and not searched.
         """
         cuts, cluster = self._searched("the account of")
         spent, room = self._spent(), cluster.device.memory * USABLE
@@ -178,7 +184,11 @@ class MeshPlan:
         yield memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
     def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
-        """What the search found, where there was one."""
+        """Return the cuts and the cluster of the search.
+
+        Raises:
+            SearchError: the plan was read from a text.
+        """
         if self.cuts is None or self.cluster is None:
             raise SearchError(
                 f"{asked} a plan of {self.how}", "a plan that was read from a text",
@@ -191,7 +201,7 @@ class MeshPlan:
         return self.cuts.meetings if self.cuts else ()
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of a step by what they go to; of a pipeline those of its ranks on average."""
+        """Return the seconds of a step by part; for a pipeline, the average of its ranks."""
         met, own = sum(m.seconds for m in self._meetings), self.cuts.seconds if self.cuts else self.seconds
         if self.stages is None:
             return {"computation": own - met, "conversions": met, "gradients of replicas": self.seconds - own}
@@ -205,7 +215,7 @@ class MeshPlan:
         }
 
     def _held(self, cuts: Cuts) -> dict[str, dict[str, float]]:
-        """Bytes by kind, of every rank or of those of each stage."""
+        """Return the bytes by kind, for every rank or for those of each stage."""
         if self.stages is not None:
             rows = zip(self.stages.held, self.stages.static, strict=True)
             return {f"stage {n}": _kinds(state, held - state) for n, (held, state) in enumerate(rows)}
@@ -235,7 +245,7 @@ class MeshPlan:
             yield Sent(kind, "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
 
     def _messages(self, cluster: Cluster, stages: Balanced) -> Sent:
-        """What goes from a chunk to the next and its gradient back: that of the largest boundary between stages."""
+        """Return the row of the messages between stages and of their gradients, for the largest boundary."""
         times, count = stages.timeline.times, 2 * stages.schedule.microbatches
         link = level(cluster, self.mesh.size, min(self.mesh.size, cluster.per_node))
         boundaries = [n for n, (a, b) in enumerate(pairwise(stages.schedule.ways[0])) if a != b]
@@ -245,7 +255,7 @@ class MeshPlan:
 
 
 def _own(cuts: Cuts) -> list[Input]:
-    """The parameters that something looks at."""
+    """Return the parameters that an operator reads."""
     return [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
 
 
@@ -261,7 +271,7 @@ def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]
 
 
 def named_inputs(program: Program) -> dict[str, Input]:
-    """Parameters, buffers and the tensors of the batch, by their names outside."""
+    """Return the parameters, buffers and batch tensors of a program by their external names."""
     found: dict[str, Input] = {}
     for given in program.inputs:
         if given.role in ROLES and given.value.is_tensor:
@@ -270,7 +280,11 @@ def named_inputs(program: Program) -> dict[str, Input]:
 
 
 def _found(name: str, spec: Spec, known: Mapping[str, Input]) -> Input:
-    """The input of that name, of that shape and dtype."""
+    """Return the input of this name.
+
+    Raises:
+        SearchError: no input has the name, or it has another shape or dtype.
+    """
     if name not in known:
         near = get_close_matches(name, known, n=1, cutoff=0.0)
         raise SearchError(

@@ -1,4 +1,4 @@
-"""Reading a mesh plan: what a person wrote, checked before anything runs."""
+"""Parser for mesh plans that a person wrote; it checks them before anything runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ KNOWN = (
     "way", "context",
 )  # fmt: skip
 MOST = 2**20
-"""Ranks of a mesh in a text."""
+"""Upper bound on the ranks of a mesh in a text."""
 MOST_AXES = 16
 
 
 def parse_mesh_plan(text: str) -> MeshPlan:
-    """The plan in TOML or JSON: axes of the mesh with their sizes, and layouts by name.
+    """Return the plan of a text in TOML or JSON: axes of the mesh with their sizes, and layouts by name.
 
-    Raises SearchError for a text that is none, and LayoutError for a layout that its mesh cannot have.
+    Raises:
+        SearchError: the text is not a plan.
+        LayoutError: a layout is not possible on its mesh.
 
     >>> plan = parse_mesh_plan('[mesh]\\ndp = 2\\n[layouts]\\nbatch_0 = "f32[8@dp, 4]"')
     >>> parse_mesh_plan(plan.text()) == plan
@@ -54,7 +56,7 @@ def parse_mesh_plan(text: str) -> MeshPlan:
 
 
 def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
-    """The pipeline of a text that has split points, and as many stages as its mesh."""
+    """Return the pipeline of a text with split points, or None; it has as many stages as the mesh."""
     if "split" not in given:
         if named := [name for name in ("schedule", "microbatches", "way") if name in given]:
             raise _refused(
@@ -80,7 +82,7 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
 
 
 def _way(given: Any, chunks: int) -> tuple[int, ...]:
-    """The stage of each chunk, where a text has that."""
+    """Return the stage of each chunk if a text lists them, or an empty tuple."""
     if not isinstance(given, list) or not all(type(stage) is int for stage in cast(list[Any], given)):
         raise _refused(f"way = {given!r}", "the stage of each chunk, as [0, 1, 1, 0]", "this is none")
     way = tuple(cast(list[int], given))

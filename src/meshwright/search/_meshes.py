@@ -1,4 +1,4 @@
-"""The mesh for a captured model: how many replicas, how many ranks share one, and how each operator is cut then."""
+"""Search for the mesh of a captured model: the number of replicas, the ranks of each, and the cuts of its operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._replicas import Asked, Replicas
 from ._shown import OnStep
 
 PROVED = 1e-9
-"""A gap that is none."""
+"""Largest gap at which cuts count as proved to be the best."""
 
 
 def plan_mesh(
@@ -36,13 +36,16 @@ def plan_mesh(
     states: float = 2.0,
     stages: int | None = None,
 ) -> tuple[MeshPlan, ...]:
-    """The plans for a captured forward pass, one per number of ranks that share a replica, fastest first.
+    """Return the plans for a captured forward pass, one per number of ranks that share a replica, fastest first.
 
-    Where the fastest cuts do not fit into the memory of the cluster's devices, they are those that take less, or ZeRO,
-    layers that are made again, or a batch in pieces, whatever is fastest; without `saving`, only the cuts. A pipeline
-    is among the plans where the fastest one takes less than all others; with `stages`, all plans have as many. `batch`
-    are the leaves of one, whose numbers may tell that pieces would not do. The optimizer has so many `states`, each as
-    large as its parameter. Raises SearchError where nothing fits.
+    If the fastest cuts do not fit into the memory of the devices, the plan uses the fastest of these: cuts that take
+    less, ZeRO, recomputed layers, or a batch in pieces. Without `saving`, it uses other cuts only. A pipeline is among
+    the plans if the fastest one takes less time than all others. With `stages`, all plans have that many stages.
+    `batch` are the leaves of a batch, whose numbers may show that pieces would change the loss. The optimizer has
+    `states` states, each as large as its parameter.
+
+    Raises:
+        SearchError: nothing fits, or no number of replicas divides both the ranks and the batch.
     """
     asked = Asked(program, cluster, saving, batch, states)
     shares = [t for t in range(1, ranks + 1) if ranks % t == 0 and asked.rows % (ranks // t) == 0]
@@ -73,7 +76,7 @@ def plan_mesh(
 
 
 def _least(replicas: Sequence[Replicas]) -> Replicas:
-    """Those of which a rank holds least."""
+    """Return the replicas that need the fewest bytes per rank."""
     first, *others = sorted(replicas, key=lambda own: own.at_least)
     for own in others:
         if own.at_least < first.fewest and own.fewest < first.fewest:
@@ -82,7 +85,7 @@ def _least(replicas: Sequence[Replicas]) -> Replicas:
 
 
 def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
-    """The fastest plan for so many replicas of so many ranks."""
+    """Return the fastest plan without a pipeline, for this number of replicas and ranks."""
     cuts, saving = own.found
     mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
     layouts = _layouts(own.of.program, cuts, mesh, saving.accumulate)
@@ -97,7 +100,11 @@ def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
 
 
 def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
-    """The fastest plan with stages. Raises SearchError where there is none."""
+    """Return the fastest plan with stages.
+
+    Raises:
+        SearchError: no plan has the number of stages that was asked for.
+    """
     piped = pipelines.best([own]) if pipelines is not None else None
     if pipelines is None or piped is None:
         stages, why_not = pipelines.stages if pipelines else 0, pipelines.why_not if pipelines else "there is one rank"
@@ -133,10 +140,10 @@ def _context(cuts: Cuts) -> Context:
 
 
 def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, staged: bool = False) -> dict[str, Spec]:
-    """How inputs lie on the mesh of replicas and shares.
+    """Return the layouts of the inputs on the mesh of replicas and shares.
 
-    A batch that is taken in pieces has the same rows in all its tensors, those of the replica; what goes into stages is
-    cut in rows alone.
+    If the batch is taken in pieces, all its tensors keep the rows of the replica. With stages, the batch is sharded in
+    rows only.
     """
 
     def lies(given: Input) -> Layout:
@@ -154,5 +161,5 @@ def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, stage
 
 
 def _is_plain(form: Form) -> bool:
-    """Whether a form cuts a whole dim, not a factor of one."""
+    """True if a form shards a whole dim, and not a factor of one."""
     return form.kind == "cut" and isinstance(form.cut, tuple)

@@ -1,7 +1,7 @@
-"""Pipelines for a captured model that is a chain of repeated layers: stages, schedule, microbatches.
+"""Search for pipelines of a captured model that is a chain of repeated layers: stages, schedule, microbatches.
 
-A microbatch of k p on r / p replicas of p stages is as large as a piece of k of a batch on r replicas: so operators are
-cut as there, and what a chunk takes is the sum of what its layers take.
+With p stages on r / p replicas, one of k p microbatches is as large as one of k pieces of a batch on r replicas. So
+operators are cut as they are for these pieces, and the costs of a chunk are the sums of the costs of its layers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ._saving import NOTHING, Saving
 from ._tables import SCHEDULES, most_chunks
 
 MOST = max(SCHEDULES.values())
-"""Stages times microbatches of a pipeline that is looked at."""
+"""Upper bound on stages times microbatches of a pipeline in the search."""
 FILLING = 1 / 3
-"""The part of a microbatch's work, F + B - W at the least, that no schedule hides as it fills, but by more chunks."""
+"""Fraction of a microbatch's work, at least F + B - W, that no schedule hides while it fills; more chunks reduce it."""
 
 
 @dataclass(frozen=True)
 class Piped:
-    """A pipeline that was found: the cuts of operators, what each chunk takes, and the seconds of a step."""
+    """A pipeline of the search: the cuts of operators, the costs of each chunk, and the seconds of a step."""
 
     cuts: Cuts
     saving: Saving
@@ -52,7 +52,7 @@ class Piped:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Stages, and pieces of the batch for each of them: stages times pieces are the microbatches."""
+    """A number of stages, and of pieces of the batch for each of them; their product is the number of microbatches."""
 
     at_least: float
     replicas: Replicas
@@ -65,7 +65,10 @@ class _Candidate:
 
 
 class Pipelines:
-    """The pipelines of a model on so many ranks: `replicas` are those without one, for each number of shares."""
+    """Pipelines of a model on a number of ranks.
+
+    `replicas` are the divisions without a pipeline, one for each number of ranks that share a replica.
+    """
 
     def __init__(self, replicas: Sequence[Replicas], stages: int | None = None) -> None:
         self.replicas, self.stages = replicas, stages
@@ -77,14 +80,17 @@ class Pipelines:
 
     @property
     def why_not(self) -> str:
-        """Why there are no pipelines, where that is so."""
+        """Reason why the model has no pipelines, or an empty text."""
         asked = self.replicas[0].of
         return self.chain.why_not or (
             asked.evenly.why_not and f"pieces of the batch will not do: {asked.evenly.why_not}"
         )
 
     def best(self, replicas: Sequence[Replicas], limit: float = inf) -> Piped | None:
-        """The fastest on these replicas that takes less than `limit` seconds and fits; those that may be go first."""
+        """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.
+
+        Candidates are tried in the order of their estimated seconds.
+        """
         best: Piped | None = None
         if self.why_not:
             return None
@@ -104,19 +110,19 @@ class Pipelines:
                         yield _Candidate(self._at_least(own, stages, saving), own, stages, saving)
 
     def _counts(self, replicas: int) -> list[int]:
-        """How many stages replicas may become."""
+        """Return the numbers of stages into which replicas can be combined."""
         asked = range(2, replicas + 1) if self.stages is None else [self.stages]
         return [p for p in asked if p > 1 and replicas % p == 0 and p <= len(self.chain.layers)]
 
     def _savings(self, own: Replicas, stages: int) -> Iterator[Saving]:
-        """Pieces, states that replicas share, layers that are made again."""
+        """Yield memory-saving options: pieces, states that replicas share, recomputed layers."""
         for pieces in own.of.pieces(own.dp):
             if pieces * stages**2 <= MOST:
                 for zero in range(2 if own.dp > stages else 1):
                     yield from (Saving(zero, again, pieces) for again in own.of.layers)
 
     def _at_least(self, own: Replicas, stages: int, saving: Saving) -> float:
-        """Seconds of equal stages, filled as fast as can be."""
+        """Return the estimated seconds of equal stages that are filled as fast as possible."""
         work = own.about.seconds(saving)
         chunks = most_chunks(stages, stages * saving.accumulate, len(self.chain.layers))
         filling = FILLING * work * (stages - 1) / (stages * saving.accumulate * chunks)
@@ -127,10 +133,11 @@ class Pipelines:
         return replace(own.prices, replicas=own.dp // stages, saving=saving)
 
     def _found(self, c: _Candidate, limit: float) -> Piped | None:
-        """The fastest pipeline of a candidate that takes less than `limit` seconds.
+        """Return the fastest pipeline of a candidate that takes less than `limit` seconds, or None.
 
-        Cuts take as little memory as they must, by a price of bytes; a stage holds as many microbatches as there are
-        stages. Of all that were tried the fastest is taken, since cuts that take less may leave room for a table.
+        A price of bytes makes cuts take as little memory as they must; a stage holds as many microbatches as there are
+        stages. The result is the fastest of all that were tried, because cuts that take less memory may allow a faster
+        table.
         """
         own, cluster, prices = c.replicas, c.replicas.of.cluster, self._prices(c.replicas, c.stages, c.saving)
         across = c.stages * prices.replicas * own.tp > cluster.per_node
@@ -143,7 +150,7 @@ class Pipelines:
         found: list[tuple[Cuts, Balanced]] = []
 
         def goes(cuts: Cuts) -> Cuts | None:
-            """The cuts where they fit; stages that are faster than all before are found."""
+            """Return the cuts if they fit, or None; record stages that are faster than all before."""
             shape = layer_costs(problem.told(cuts), prices, self.chain), c.stages, c.microbatches, own.of.room, links
             stages = balance(*shape, found[-1][1].seconds if found else limit)
             found.extend([] if stages is None else [(cuts, stages)])

@@ -1,4 +1,4 @@
-"""How a plan for a module has a pipeline: data that a person may write."""
+"""Pipeline of a plan for a module, as data that a person may write."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ._plan import quoted
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """The modules at which chunks but the first begin, the schedule, and into how many microbatches a batch goes.
+    """Split points, schedule and number of microbatches of a pipeline.
 
-    `way` has the stage of each chunk, where stages have several: without it each has one, in order.
+    `split` names the modules at which all chunks but the first begin. `way` has the stage of each chunk, if stages have
+    several; without it, each stage has one chunk, in order.
 
     >>> str(Pipelining(("layers.4",), "1F1B", 8))
     '1F1B of 8 microbatches, stages from layers.4'
@@ -29,11 +30,11 @@ class Pipelining:
         return 1 + (max(self.way) if self.way else len(self.split))
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The numbers of a stage's chunks."""
+        """Return the indices of a stage's chunks."""
         return tuple(chunk for chunk, at in enumerate(self.way) if at == stage) if self.way else (stage,)
 
     def begins(self, chunk: int) -> str:
-        """The module at which a chunk begins; nothing where that is the beginning of the model."""
+        """Return the module at which a chunk begins, or an empty text for the beginning of the model."""
         return self.split[chunk - 1] if chunk else ""
 
     def __str__(self) -> str:
@@ -42,7 +43,7 @@ class Pipelining:
         return f"{self.schedule} of {self.microbatches} microbatches, {where} {', '.join(few)}"
 
     def lines(self) -> list[str]:
-        """The same in TOML, as a plan has it.
+        """Return the pipeline as lines of TOML, as a plan has them.
 
         >>> Pipelining(("layers.4",), "1F1B", 8).lines()
         ['split = ["layers.4"]', 'schedule = "1F1B"', 'microbatches = 8']
@@ -54,10 +55,10 @@ class Pipelining:
 
 
 def _few(way: tuple[int, ...]) -> str:
-    """Stages in the order of a way; of a long one the first and the last."""
+    """Return the stages in order, as text; for a long list, only the first ones and the last."""
     shown = [*map(str, way)]
     return " ".join(shown if len(shown) <= SHOWN else [*shown[: SHOWN - 2], "...", shown[-1]])
 
 
 SHOWN = 8
-"""So many chunks of a way are named in a line."""
+"""Upper bound on the chunks that are shown in a line."""

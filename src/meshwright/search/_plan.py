@@ -1,4 +1,4 @@
-"""A plan: how a training step runs on a cluster. A person may write it; a search does."""
+"""Plan of a training step on a cluster, written by a person or found by a search."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ EXAMPLE = "dp = 8\ntp = 4\nbatch = 256"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Degrees of parallelism and what goes with them. `ep` ranks out of dp * cp * tp share a layer's experts.
+    """Degrees of parallelism and other choices for a training step.
 
-    `chunks` are those of a rank of the pipeline, `zero` the stage of ZeRO (arXiv 1910.02054), `microbatch` its
-    sequences; a step has `batch` of them over all ranks, each of `sequence` tokens.
+    `ep` ranks out of dp * cp * tp share a layer's experts. `chunks` is the number of chunks per pipeline rank, `zero`
+    the stage of ZeRO (arXiv 1910.02054), `microbatch` the number of sequences in a microbatch. A step has `batch`
+    sequences over all ranks, each of `sequence` tokens.
 
     >>> Plan(dp=4, tp=2, batch=32).ranks, Plan(dp=4, tp=2, batch=32).microbatches
     (8, 8)
+
+    Raises:
+        SearchError: a degree is below 1 or too large, or `zero` or `recompute` has an unknown value.
     """
 
     dp: int = 1
@@ -63,11 +67,11 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Those that one rank runs in a step."""
+        """Number of microbatches that one rank runs in a step."""
         return max(1, round(self.batch / (self.microbatch * self.dp)))
 
     def text(self) -> str:
-        """Lines of TOML that `parse_plan` reads.
+        """Return the plan as lines of TOML that `parse_plan` reads.
 
         >>> parse_plan(Plan(dp=4, schedule="ZB-1p").text()) == Plan(dp=4, schedule="ZB-1p")
         True
@@ -76,9 +80,10 @@ class Plan:
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan in TOML or JSON; what is left out stays as it is by default.
+    """Return the plan of a text in TOML or JSON; fields that are left out have their defaults.
 
-    Raises SearchError for names that a plan has not, and for values of another kind.
+    Raises:
+        SearchError: the text is neither TOML nor JSON, or has a name or a value that a plan cannot have.
     """
     return plan_of(read_text(text, "a plan with a text", EXAMPLE))
 
@@ -93,7 +98,11 @@ def quoted(text: str) -> str:
 
 
 def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
-    """What a text in TOML or JSON says. Raises SearchError for a text that is neither."""
+    """Return the table that a text in TOML or JSON contains.
+
+    Raises:
+        SearchError: the text is neither TOML nor JSON.
+    """
     try:
         return read_json(text) if text.lstrip().startswith("{") else read_toml(text)
     except InputError as error:
@@ -101,7 +110,11 @@ def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
 
 
 def plan_of(given: Mapping[str, Any]) -> Plan:
-    """The plan in which this is decided, and all else as it is by default. Raises SearchError as `parse_plan` does."""
+    """Return the plan with the given fields; fields that are left out have their defaults.
+
+    Raises:
+        SearchError: a plan has no field of a name, or a value is of another type or out of range.
+    """
     kinds = {f.name: f.type for f in fields(Plan)}
     if unknown := sorted(set(given) - set(kinds)):
         near = get_close_matches(unknown[0], kinds, n=1, cutoff=0.0)[0]

@@ -1,4 +1,4 @@
-"""The account of a plan for a model that is described by its sizes: what it takes, why, and what others would take."""
+"""Account of a plan for a model that is described by its sizes: time, memory, the bottleneck, and other plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = {
     "optimizer": "parameters are updated",
     "host": "the host prepares the step",
 }
-"""Part of a step that is no computation → what happens in it."""
+"""Part of a step other than computation → what happens in it."""
 
 
 def account(
@@ -43,9 +43,13 @@ def account(
     software: Software = OURS,
     on_step: OnStep | None = None,
 ) -> Account:
-    """Why a step takes what it takes under `plan`, beside the plans of `choice`. `on_step` is told (done, of).
+    """Return the account of a step under `plan`, compared with the plans of `choice`.
 
-    Raises SearchError and ScheduleError as `predict` and `simulated` do.
+    `on_step` is called with (done, of).
+
+    Raises:
+        SearchError: as `predict`.
+        ScheduleError: as `simulated`.
     """
     spent, nbytes = _spent(model, plan, cluster, software), float(np.asarray(hold(model, plan, software).nbytes))
     others = [p for p in (choice.best, *choice.next) if p.plan != plan] if choice else []
@@ -73,8 +77,9 @@ USUAL = asdict(Plan())
 def _spent(
     model: Transformer, plan: Plan, cluster: Cluster, software: Software, by_table: bool = True
 ) -> dict[str, float]:
-    """Where the seconds of a step go, on the average of the ranks; what it takes longer than where all links are free
-    is communication. Without tables, by closed forms.
+    """Return the seconds of a step by part, averaged over the ranks.
+
+    Communication is the time that a step takes longer than on free links. Without tables, closed forms are used.
     """
 
     def step(on: Cluster) -> float:
@@ -92,12 +97,12 @@ def _spent(
 
 
 def _free(link: Link) -> Link:
-    """A link on which everything arrives at once."""
+    """Return the link with all transfers free of cost."""
     return replace(link, bandwidth=1e30, latency=0.0, start=0.0)
 
 
 def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
-    """Seconds that the ranks of the pipeline compute in a step, on the average."""
+    """Return the seconds that the ranks of the pipeline compute in a step, on average."""
     s = stages_of(model, plan, cluster, software)
     ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
     spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
@@ -106,7 +111,7 @@ def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
 
 
 def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
-    """The step of the pipeline, action by action, where its table is what prices it."""
+    """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
     if plan.pp == 1 or plan.zero == 3:
         return None
     return simulate(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
@@ -115,7 +120,7 @@ def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
 def _why(
     plan: Plan, spent: dict[str, float], rows: tuple[Sent, ...], nbytes: float, cluster: Cluster, choice: Choice | None
 ) -> Iterator[str]:
-    """What limits: the memory that a faster plan would take, or the largest part of the step that is no computation."""
+    """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
     whole, room = sum(spent.values()), cluster.device.memory * USABLE
     if nbytes > room:
         yield f"memory: it takes {nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB"
@@ -132,7 +137,7 @@ def _why(
 
 
 def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[str]:
-    """The plan that a search prefers; of the one that it prefers, the memory that stands in the way of a faster one."""
+    """Yield the better plan of a search or, if `plan` is its best, the faster plan that does not fit into memory."""
     best, beyond = choice.best, choice.beyond
     if best.plan != plan and best.seconds < whole * (1 - 1e-6):
         yield f"another plan takes {best.seconds / whole:.3f} of the time: {differences(plan, best.plan)}"
@@ -147,7 +152,7 @@ def _rivals(
     model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[Priced],
     on_step: OnStep | None,
 ) -> Iterator[Rival]:  # fmt: skip
-    """The others, and by what they lose: by their tables, where those are no long work."""
+    """Yield the other plans, and the parts in which they are slower; short tables are simulated."""
     for n, other in enumerate(others):
         if on_step:
             on_step(n, len(others))
@@ -158,13 +163,13 @@ def _rivals(
 
 
 def differences(best: Plan, other: Plan) -> str:
-    """What another plan has different."""
+    """Return the fields in which `other` differs from `best`, with their values, as text."""
     one, two = asdict(best), asdict(other)
     return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
 
 
 def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[Curve]:
-    """Bytes over time: state, and the activations of microbatches that are alive by the table."""
+    """Yield the bytes over time: state, and the activations of the microbatches in flight by the table."""
     for rank, (name, parts) in enumerate(held.items()):
         base, most = sum(parts.values()) - parts["activations"], timeline.peaks()[rank]
         each = [parts["activations"] / (most or 1.0)] * timeline.schedule.chunks

@@ -1,4 +1,4 @@
-"""Seconds of a training step under plans: layers, stages, the pipeline, what is synchronised, the optimizer."""
+"""Predicted seconds of a training step under plans: layers, stages, pipeline, synchronisation, optimizer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ._transformer import Transformer
 UPDATE = 32.0
 """Bytes that Adam with a master copy reads and writes per parameter."""
 BESIDE = 0.1
-"""How much longer computation takes while a collective runs beside it, as a part of the shorter of the two."""
+"""Slowdown of computation by a collective that overlaps with it, as a fraction of the shorter of the two."""
 STEP = 5e-3
-"""Seconds that a host needs for a step besides its layers."""
+"""Seconds of work of the host per step, besides its work for layers."""
 HOSTS = 0.12
-"""How much longer hosts take per doubling of a tensor-parallel group, which goes at the pace of the slowest."""
+"""Slowdown of hosts per doubling of a tensor-parallel group, which waits for its slowest host."""
 FILLING = {
     "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "Interleaved 1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
     "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
 }  # fmt: skip
-"""Schedule → its bubble per other rank: how many times F, B and W of a rank's chunks (closed forms of the papers)."""
+"""Schedule → its bubble per other rank, in multiples of F, B and W of a rank's chunks (closed forms of the papers)."""
 
 
 DOUBLE = frozenset({"ZB-2p", "ZB-H2"})
-"""Schedules that have twice as many microbatches alive as there are ranks."""
+"""Schedules with twice as many microbatches in flight as ranks."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and what they consist of; one element per plan."""
+    """Seconds of a step, and their parts; one element per plan."""
 
     seconds: Numbers
     parts: dict[str, Numbers]
@@ -51,7 +51,7 @@ def predict(
     software: Software = OURS,
     habits: Habits | None = None,
 ) -> Prediction:
-    """What a step takes under a plan, or under each of many.
+    """Return the predicted seconds of a step under a plan, or under each of many.
 
     >>> from meshwright.cost import cluster_of
     >>> llama = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -59,7 +59,8 @@ def predict(
     >>> round(float(predict(llama, Plan(dp=8, zero=1, batch=64), cluster_of("H100")).seconds), 1)
     1.7
 
-    Raises SearchError for a schedule whose bubble is not known.
+    Raises:
+        SearchError: the bubble of the schedule is not known.
     """
     if plan.schedule not in FILLING:
         raise SearchError(
@@ -71,7 +72,10 @@ def predict(
 
 @dataclass(frozen=True)
 class Stages:
-    """Layers of the first, of another and of the last rank of a pipeline, what stands around them, and a message."""
+    """Seconds of the first, of another and of the last rank of a pipeline, and of a message.
+
+    `before` and `behind` are the embedding and the head.
+    """
 
     first: Spent
     other: Spent
@@ -84,15 +88,16 @@ class Stages:
 def stages_of(
     model: Transformer, plan: Degrees, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
 ) -> Stages:
-    """What the ranks of a plan's pipeline compute for one microbatch."""
+    """Return the seconds that the ranks of a plan's pipeline compute for one microbatch."""
     return Step(model, plan, cluster, software, habits or Habits()).stages()
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """What ZeRO-3 moves for a layer and for a table of tokens: bytes, and seconds of each collective.
+    """Bytes that ZeRO-3 moves for a layer and for an embedding table, and the seconds of each collective.
 
-    `again` is how often a backward pass gathers a layer; `waits`, whether its computation waits for that.
+    `again` is the number of times that a backward pass gathers a layer. `waits` is true if the computation waits for
+    it.
     """
 
     layer: Numbers
@@ -107,7 +112,7 @@ class Gathers:
 
 @dataclass(frozen=True)
 class Step:
-    """The parts of a step under a plan, or under each of many."""
+    """Parts of a step under a plan, or under each of many."""
 
     model: Transformer
     plan: Degrees
@@ -124,7 +129,7 @@ class Step:
         return Layers(self.model, self.plan, self.cluster, self.kernels, self.software)
 
     def prediction(self) -> Prediction:
-        """The whole, as its parts."""
+        """Return the seconds of the step, and its parts."""
         sharded = np.asarray(self.plan.zero) == 3
         running = np.where(sharded, self.gathering(), self.pipeline())
         parts: dict[str, Numbers] = {
@@ -147,7 +152,10 @@ class Step:
         return self._whole(self.layers.sparse(), 0) if self.model.experts else Spent()
 
     def _whole(self, computed: Spent, width: int) -> Spent:
-        """A layer with its collectives and what it computes again; never faster than a host begins its operators."""
+        """Return the seconds of a layer with its collectives and recomputation.
+
+        A layer is never faster than a host starts its operators.
+        """
         spent = computed + self.layers.meetings()
         slower = 1 + HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
         floor = [x * slower for x in self.habits.host]
@@ -158,7 +166,7 @@ class Step:
         return Spent(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
 
     def _stowed(self) -> Numbers:
-        """Seconds until a layer's input is in the host's memory, or back."""
+        """Return the seconds of moving a layer's input to the memory of the host, or back."""
         if self.software.stowed is None or self.plan.recompute != "full":
             return 0.0
         return self.layers.rows * (HALF * self.model.hidden / self.software.stowed)
@@ -180,7 +188,7 @@ class Step:
 
     @cached_property
     def head(self) -> Spent:
-        """The last linear map and the loss."""
+        """Seconds of the last linear map and the loss."""
         vocab = np.divide(self.model.vocab, self.plan.tp)
         logits = self.kernels.stream(np.multiply(tokens(self.plan), vocab) * self.software.cross_entropy / 2)
         return self.layers.linear(vocab, self.model.hidden) + Spent(logits, logits)
@@ -191,18 +199,18 @@ class Step:
         return self.layers.stream(4 * rows, 8 * rows)
 
     def _stage(self, layers: Share) -> Spent:
-        """One rank's layers."""
+        """Return the seconds of one rank's layers."""
         return self.dense * layers.dense + self.sparse * layers.sparse
 
     def stages(self) -> Stages:
-        """The ranks of the pipeline."""
+        """Return the seconds of the ranks of the pipeline."""
         first, other, last = map(self._stage, shares(self.model.layers, self.model.dense_layers, self.plan.pp))
         return Stages(first, other, last, self.embedding, self.head, self._message())
 
     # --- a step
 
     def pipeline(self) -> Numbers:
-        """All microbatches through all stages."""
+        """Return the seconds of all microbatches through all stages."""
         p, m, s = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), self.stages()
         whole = s.first + s.before + s.behind
         lengths = [np.add(x.forward, x.backward) for x in (s.first + s.before, s.other, s.last + s.behind)]
@@ -214,10 +222,10 @@ class Step:
         return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
 
     def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
-        """Seconds in which a rank has nothing to do, over all its microbatches.
+        """Return the idle seconds of a rank, over all its microbatches.
 
-        Where schedules put the gradients of weights into the bubble, it is no shorter than what the first rank waits
-        for its first microbatch to come back, less the forwards that it may run meanwhile.
+        Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
+        microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
         """
         f, b, w = FILLING[self.plan.schedule]
         p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
@@ -235,7 +243,7 @@ class Step:
         return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
 
     def gathers(self) -> Gathers:
-        """The collectives of ZeRO-3."""
+        """Return the collectives of ZeRO-3."""
         m, p = self.model, self.plan
         ranks, together = self.replicas()
         parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
@@ -251,7 +259,10 @@ class Step:
         )  # fmt: skip
 
     def gathering(self) -> Numbers:
-        """ZeRO-3: the parameters of a layer are gathered beside the computation of another, forward and backward."""
+        """Return the seconds of all microbatches with ZeRO-3.
+
+        The parameters of a layer are gathered while another layer computes, forward and backward.
+        """
         m, p, each = self.model, self.plan, self.gathers()
         everything = Share(m.dense_layers, m.layers - m.dense_layers)
         spent = self._stage(everything) * (1 / m.layers)
@@ -270,13 +281,13 @@ class Step:
         return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(each.tables)
 
     def replicas(self) -> tuple[Numbers, Numbers]:
-        """The ranks that have the same parameters, and how many of them share a node."""
+        """Return the number of ranks that have the same parameters, and how many of them share a node."""
         ranks = np.multiply(self.plan.dp, self.plan.cp)
         return ranks, np.clip(self.cluster.per_node / np.asarray(self.plan.tp), 1, ranks)
 
     @cached_property
     def parameters(self) -> Numbers:
-        """Those of a rank, not yet divided by ZeRO."""
+        """Number of parameters of a rank, before ZeRO divides them."""
         m, p = self.model, self.plan
         shared = m.attention_parameters * m.layers + m.mlp_parameters * m.dense_layers
         shared = shared + m.shared_parameters * (m.layers - m.dense_layers)
@@ -286,7 +297,10 @@ class Step:
         return own + np.divide(experts, np.multiply(p.pp, p.ep))
 
     def synchronised(self) -> Numbers:
-        """Gradients, and with ZeRO the updated parameters, between replicas; what is not hidden of it."""
+        """Return the exposed seconds of reducing gradients over replicas.
+
+        With ZeRO, they include the gather of updated parameters.
+        """
         ranks, together = self.replicas()
         gradient = np.asarray(self.parameters) * self.software.reduced
         whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
@@ -297,11 +311,11 @@ class Step:
 
     @property
     def sums_whole(self) -> Numbers:
-        """Whether every rank has the whole sum of gradients."""
+        """True if every rank has the whole sum of the gradients."""
         return np.less(self.plan.zero, 1 if self.software.reduces_parts else 3)
 
     def accumulated(self) -> Numbers:
-        """Adding each microbatch's gradients to those of the others."""
+        """Return the seconds of adding each microbatch's gradients to those of the others."""
         m, zero = np.asarray(microbatches(self.plan)), np.asarray(self.plan.zero)
         replicas = np.multiply(self.plan.dp, self.plan.cp)
         nbytes = np.where(
@@ -310,14 +324,17 @@ class Step:
         return np.where(m > 1, m * self.kernels.stream(nbytes), 0.0)
 
     def updated(self) -> Numbers:
-        """The optimizer's step."""
+        """Return the seconds of the optimizer's step."""
         shared = np.where(np.greater(self.plan.zero, 0), np.multiply(self.plan.dp, self.plan.cp), 1)
         own = np.asarray(self.parameters) / shared
         hosted = self.software.hosted
         return self.kernels.stream(own * UPDATE) if hosted is None else self._updated_by_hosts(own, hosted)
 
     def _updated_by_hosts(self, own: Numbers, memory: float) -> Numbers:
-        """The same where the devices of a node share its memory; gradients go there, parameters come back."""
+        """Return the seconds of the optimizer's step on hosts.
+
+        The devices of a node share its memory. Gradients are moved there, and parameters back.
+        """
         p = self.plan
         ranks = np.multiply(np.multiply(p.dp, p.tp), np.multiply(p.pp, p.cp))
         each = memory / np.minimum(ranks, self.cluster.per_node)
@@ -326,14 +343,15 @@ class Step:
 
 
 def _beside(computed: Numbers, meeting: Numbers) -> Numbers:
-    """Seconds of computation beside a collective."""
+    """Return the seconds of computation that overlaps with a collective."""
     return np.maximum(computed, meeting) + BESIDE * np.minimum(computed, meeting)
 
 
 def work(model: Transformer, plan: Degrees) -> Numbers:
-    """Operations of a step that the model needs, without what is computed again; half of causal scores.
+    """Return the operations of a step that the model needs, without recomputation; half of causal scores count.
 
-    Products of parameters with tokens, twice for gradients; the table of tokens is looked up, a head is multiplied.
+    Products of parameters with tokens count once forward and twice for gradients. The embedding table is looked up and
+    does not count; a head is multiplied.
     """
     x = model.experts
     active: float = model.parameters - (0 if model.tied else model.embedding_parameters)
@@ -344,7 +362,7 @@ def work(model: Transformer, plan: Degrees) -> Numbers:
 
 
 def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
-    """Model FLOPs utilisation: `work` of a step beside what the devices could do, in the precision of the plan."""
+    """Return the model FLOPs utilisation: `work` of a step, relative to the devices' peak in the plan's precision."""
     ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
     rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
     return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)

@@ -1,4 +1,4 @@
-"""What conversions along one axis of ranks take, and how a step on it saves memory."""
+"""Seconds of conversions along one axis of ranks, and of reducing gradients over replicas."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from ._forms import Form, collective, dual
 from ._saving import NOTHING, Saving
 
 EXPOSED = 0.3
-"""The part of conversions of parameters, and of their gradients, that is not hidden behind operators."""
+"""Fraction of the conversions of parameters and their gradients that is not hidden behind operators."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What the axis is: its ranks, of which `together` share a node; the part of a batch that a rank of it has.
+    """Properties of the axis and of the step that determine seconds and bytes.
 
-    `byte` is what a held byte is worth, in seconds. There are `replicas`, which do what `saving` says. The optimizer
-    has so many `states`, each as large as its parameter. Of so many microbatches at once results are `alive`.
+    The axis has `ranks` ranks, of which `together` share a node. `share` is the fraction of a batch that the axis has.
+    `byte` is the price of a held byte, in seconds. There are `replicas` replicas, with the memory-saving options
+    `saving`. The optimizer has `states` states, each as large as its parameter. `alive` is the number of microbatches
+    in flight, whose results are held.
     """
 
     cluster: Cluster
@@ -34,15 +36,15 @@ class Prices:
     alive: float = 1.0
 
     def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
-        """Seconds of a conversion, and of its transpose where a gradient comes back.
+        """Return the seconds of a conversion, and of its transpose if a gradient comes back.
 
-        An all-to-all counts like a gather: marks of parameters and of a batch do not ask for one, so that what runs
-        may gather. Those that are asked for are `exchanged`.
+        An all-to-all is priced as a gather: the layouts of parameters and of a batch do not request it, so the program
+        may gather instead. Requested ones are priced by `exchanged`.
         """
         return self._one(have, need, nbytes) + (self._one(dual(need), dual(have), nbytes) if trains else 0.0)
 
     def exchanged(self, nbytes: float, trains: bool) -> float:
-        """Seconds in which a value that is cut along one dim gets to be cut along another, and its gradient back."""
+        """Return the seconds of an all-to-all that reshards a value along another dim, and of that of its gradient."""
         seconds = float(self.cluster.meeting("all-to-all", nbytes / self.ranks, self.ranks, self.together))
         return seconds * (1 + trains)
 
@@ -53,12 +55,12 @@ class Prices:
         return float(self.cluster.meeting(kind, nbytes, self.ranks, self.together))
 
     def _own_part(self, nbytes: float) -> float:
-        """Seconds in which a rank copies its part of a value that it has whole."""
+        """Return the seconds in which a rank copies its part of a value that it has whole."""
         device = self.cluster.device
         return device.overhead + 2 * nbytes / self.ranks / device.bandwidth
 
     def reduced(self, nbytes: Numbers) -> Any:
-        """Seconds in which replicas bring gradients of so many bytes together, and what ZeRO keeps apart."""
+        """Return the exposed seconds of reducing `nbytes` of gradients over replicas, with the gathers of ZeRO."""
         replicas = max(1, min(self.replicas, self.cluster.per_node // self.ranks))
         kinds: Mapping[Meeting, int] = {"all-reduce": 1}
         if self.saving.zero:

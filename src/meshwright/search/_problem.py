@@ -1,4 +1,4 @@
-"""What a schedule is wanted for: ranks, microbatches, placement, times, memory, and what is to be short."""
+"""Scheduling problem of a pipeline: ranks, microbatches, placement, times, memory, and the objective."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 @dataclass(frozen=True)
 class Problem:
-    """Microbatches through chunks; `way` names the rank of each chunk.
+    """Microbatches that pass through chunks; `way` has the rank of each chunk.
 
-    `capacity` is the most that a rank may hold, in the units of `memory`; with `split`, gradients of weights may come
-    later than those of inputs. `objective` is the makespan (the optimizer waits for all ranks) or the span (it does
-    not). Tables have one action at a time, compute nothing twice, and run the forwards of each chunk in order.
+    `capacity` is the most that a rank may hold, in the units of `memory`. With `split`, weight gradients may come later
+    than input gradients. `objective` is the makespan (the optimizer waits for all ranks) or the span (it does not).
+    Schedules have one action at a time, compute nothing twice, and run the forwards of each chunk in order.
+
+    Raises:
+        SearchError: a rank has no chunk, there are no microbatches, or a tuple in `capacity` has not one number per
+            rank.
     """
 
     way: tuple[int, ...]
@@ -51,14 +55,14 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """The most that each rank may hold."""
+        """Upper bound on what each rank may hold."""
         if isinstance(self.capacity, tuple):
             return self.capacity
         return (inf if self.capacity is None else self.capacity,) * self.ranks
 
     @cached_property
     def room(self) -> tuple[float, ...]:
-        """What the limits leave for microbatches on each rank."""
+        """Part of the limits that is left for microbatches, for each rank."""
         always = peaks(self._empty, self.memory)
         return tuple(limit - static for limit, static in zip(self.limits, always, strict=True))
 
@@ -67,20 +71,20 @@ class Problem:
         return Schedule("", (self.way,), self.microbatches, ((),) * self.ranks)
 
     def held(self, chunk: int) -> float:
-        """What one microbatch takes on the rank of a chunk from its forward on."""
+        """Return the amount that one microbatch takes on the rank of a chunk, from its forward on."""
         return self.memory.change(self._empty, Action(Kind.FORWARD, 0, chunk))
 
     def kept(self, chunk: int) -> float:
-        """What of it stays from B to W; nothing where the backward is whole."""
+        """Return the part of `held` that stays from B to W; 0 if the backward pass is not split."""
         return -self.memory.change(self._empty, Action(Kind.BACKWARD_WEIGHT, 0, chunk)) if self.split else 0.0
 
     def value(self, schedule: Schedule) -> float:
-        """The makespan or the span of a schedule."""
+        """Return the makespan or the span of a schedule."""
         line = simulate(schedule, self.times)
         return line.makespan if self.objective == "makespan" else line.span
 
     def allows(self, schedule: Schedule) -> bool:
-        """Whether a schedule keeps to the placement and the memory, and has only actions that the problem knows."""
+        """True if a schedule respects the placement and the memory, and has only actions of the problem."""
         if schedule.ways != (self.way,) or schedule.microbatches != self.microbatches or schedule.slices > 1:
             return False
         known = SPLIT if self.split else WHOLE

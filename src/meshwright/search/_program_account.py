@@ -1,4 +1,4 @@
-"""The account of a program: what each communication and phase takes by its price, and which bytes live when."""
+"""Account of a program: the price of each communication and phase, and the bytes that are live over time."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ from ._account import Account, Curve, Laid, Sent, rising
 from ._sent import level
 
 POINTS = 600
-"""So many points of a curve are told; each is the most of those that it stands for."""
+"""Upper bound on the points of a curve; each is the largest of those that it replaces."""
 GRADIENT = "gradients added up"
 LOOKED_AT = 64
-"""So many ranks of a group are asked how many bytes they receive."""
+"""Number of ranks of a group whose received bytes are compared."""
 
 
 def program_account(
     program: Program, cluster: Cluster, ranks: int, schedule: Schedule | None = None, how: str = ""
 ) -> Account:
-    """Why the program of one rank takes what it takes, its nodes priced one after the other.
+    """Return the account of the program of one rank, with its nodes priced one after the other.
 
-    Where a pipeline runs it, the program is that of one microbatch with what is done once, and `schedule` its table.
+    With a pipeline, the program is that of one microbatch and of the work done once per step, and `schedule` is its
+    table.
     """
     return _Priced(closed(program), cluster, ranks, schedule).account(how)
 
 
 def closed(program: Program) -> Program:
-    """The program with each input once, as that of a pipeline is not, which is many; what nothing makes is one too.
+    """Return the program with each input once, and with values that no node makes as inputs.
 
-    Those are sums over microbatches.
+    The program of a pipeline consists of several programs, which repeat inputs. The values that no node makes are sums
+    over microbatches.
     """
     first: dict[tuple[str, str], Input] = {}
     stands = {i.value: first.setdefault((i.role, i.name), i).value for i in program.inputs}
@@ -85,7 +87,7 @@ class _Priced:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of each node, alone."""
+        """Seconds of each node, without overlap."""
         return tuple(map(self._node, self.program.nodes))
 
     def _node(self, node: Node) -> float:
@@ -96,7 +98,7 @@ class _Priced:
         return self.cluster.device.seconds(work.flops, work.nbytes, work.dtype) if work.nbytes else 0.0
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of a step by phase, and of communication; nodes of a chunk run once for each microbatch."""
+        """Return the seconds of a step by phase, and of communication; nodes of a chunk count once per microbatch."""
         found = {"forward": 0.0, "backward": 0.0, "update": 0.0, "communication": 0.0}
         for node, seconds in zip(self.program.nodes, self.seconds, strict=True):
             found["communication" if _carry(node) else node.origin.phase] += seconds * self._times(node)
@@ -111,7 +113,7 @@ class _Priced:
 
     @cached_property
     def _own(self) -> tuple[int, ...]:
-        """The chunks of which this rank holds parts."""
+        """Chunks of which this rank holds parts."""
         rank, specs = self.program.rank, self.program.specs
         found = {
             n.origin.chunk for n in self.program.nodes for v in n.outs
@@ -121,13 +123,13 @@ class _Priced:
 
     @cached_property
     def _own_rank(self) -> int:
-        """The rank of the pipeline that has these chunks."""
+        """Pipeline rank that has these chunks."""
         assert self.schedule is not None
         return self.schedule.ways[0][self._own[0]] if self._own else 0
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The table with the seconds of this rank's chunks; chunks of other ranks take as long as those on average."""
+        """Simulated table with the seconds of this rank's chunks; chunks of other ranks take their average."""
         if self.schedule is None:
             return None
         forward, backward = (self._by_chunk(self.schedule, phase) for phase in ("forward", "backward"))
@@ -145,7 +147,7 @@ class _Priced:
     # --- memory
 
     def _curve(self, memory: LiveMemory) -> Curve:
-        """Bytes at each node, one after the other."""
+        """Return the bytes at each node, one after the other."""
         ends = accumulate(self.seconds)
         points = [(0.0, float(memory.held)), *zip(ends, map(float, memory.live), strict=True)]
         each = -(-len(points) // POINTS)
@@ -153,13 +155,13 @@ class _Priced:
         return Curve(f"rank {self.program.rank}", (*most, points[-1]))
 
     def _piped_curve(self, timeline: Timeline, memory: LiveMemory) -> Curve:
-        """Inputs, and what one microbatch takes of a chunk for each that is alive by the table."""
+        """Return the bytes of the inputs, plus those of each microbatch that is in flight in a chunk by the table."""
         each = [(memory.peak_in("forward", "backward") - memory.held) / max(1, len(self._own))]
         each *= timeline.schedule.chunks
         return rising(f"rank {self.program.rank}", timeline, self._own_rank, float(memory.held), each)
 
     def _held(self, memory: LiveMemory, most: float) -> dict[str, float]:
-        """Bytes at the peak: of inputs by what they are, and of values that live then."""
+        """Return the bytes at the peak: inputs by role, and values that are live then."""
         found: dict[str, float] = {}
         for given in self.program.inputs:
             if given.value.is_tensor:
@@ -185,7 +187,7 @@ class _Priced:
                 yield Laid(layer, name, lies, float(given.value.nbytes), given.role)
 
     def _sent(self) -> Iterator[Sent]:
-        """Every communication, in order."""
+        """Yield every communication, in order."""
         for node, seconds in zip(self.program.nodes, self.seconds, strict=True):
             carry = _carry(node)
             if carry is None or not carry.communicates:
@@ -202,7 +204,7 @@ class _Priced:
 
 
 def _carry(node: Node) -> Carry | None:
-    """The step that a node carries out, or begins; the end of one costs nothing more."""
+    """Return the communication that a node carries out or starts, or None; the end of one costs nothing more."""
     if isinstance(node.op, Start):
         return node.op.carry
     return node.op if isinstance(node.op, Carry) else None

@@ -1,4 +1,4 @@
-"""Replicas of a captured model that share its batch, and the ranks that share each: which cuts fit, and what saves."""
+"""Replicas of a captured model and the ranks that share each: the cuts that fit, and the options that save memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_TENSORS = 3
 
 
 def largest(program: Program) -> str:
-    """Return the largest tensors of a program, with their sizes as if they lay whole on one rank."""
+    """Return the largest tensors of a program, with the sizes of the whole tensors, as text."""
     named = {i.value: i.name for i in program.inputs if i.value.is_tensor}
     made = {v: f"{v.name} of {name_of(node.op)}" for node in program.nodes for v in node.outs if v.is_tensor}
     found = sorted((made | named).items(), key=lambda item: -item[0].nbytes)[:SHOWN_TENSORS]
@@ -33,14 +33,14 @@ def largest(program: Program) -> str:
 
 
 PIECES = 256
-"""So many pieces of a batch are looked at."""
+"""Upper bound on the number of pieces of a batch."""
 CLOSE = 5e-3
-"""What may be faster by this part is not looked at."""
+"""Relative difference below which faster candidates are not tried."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What plans are wanted for: a captured model and a batch of it, on which devices, with what to save memory."""
+    """Request for plans: a captured model, its batch, the devices, and whether to save memory by more than cuts."""
 
     program: Program
     cluster: Cluster
@@ -50,7 +50,7 @@ class Asked:
 
     @cached_property
     def room(self) -> float:
-        """The bytes that a rank may hold."""
+        """Bytes that a rank may hold."""
         return self.cluster.device.memory * USABLE or inf
 
     @cached_property
@@ -61,7 +61,7 @@ class Asked:
 
     @cached_property
     def evenly(self) -> Evenly:
-        """Whether pieces of a batch give the loss of the whole."""
+        """Result of the check that pieces of a batch give the loss of the whole."""
         found = evenly(self.program)
         return Evenly("labels are ignored, more in some pieces") if self.batch and found.ignores(self.batch) else found
 
@@ -71,13 +71,13 @@ class Asked:
 
     @cached_property
     def layers(self) -> tuple[tuple[str, ...], ...]:
-        """Which layers may be made again: none, half of them, or all."""
+        """Choices of layers to recompute: none, the first half, or all."""
         blocks = self.blocks
         half = [blocks[: len(blocks) // 2]] if len(blocks) > 1 else []
         return ((), *half, *([patterns_of(blocks)] if blocks else []))
 
     def pieces(self, replicas: int) -> list[int]:
-        """The powers of two into which the part of a replica may be taken apart."""
+        """Return the powers of two into which the batch of a replica may be divided."""
         rows = self.rows // replicas
         powers = [n for n in range(1, min(rows, PIECES) + 1) if rows % n == 0 and n & (n - 1) == 0]
         return [1] if self.evenly.why_not else powers
@@ -85,7 +85,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Replicas:
-    """So many replicas, each of so many ranks: what saves memory there, and what that takes."""
+    """`dp` replicas of `tp` ranks each, with their memory-saving options and the costs of these."""
 
     of: Asked
     dp: int
@@ -98,7 +98,10 @@ class Replicas:
         return Prices(self.of.cluster, self.tp, together, 1 / self.dp, replicas=self.dp, states=self.of.states)
 
     def problem(self, saving: Saving) -> CutProblem:
-        """How operators are best cut where memory is saved so; what is alike but for ZeRO is worked out once."""
+        """Return the problem of the best cuts under a memory-saving option.
+
+        Options that differ in ZeRO alone share the work that does not depend on it.
+        """
         alike = replace(saving, zero=0)
         if alike not in self.known:
             self.known[alike] = CutProblem(self.of.program, replace(self.prices, saving=alike))
@@ -110,7 +113,10 @@ class Replicas:
 
     @cached_property
     def found(self) -> tuple[Cuts, Saving]:
-        """The fastest of what fits: ways to save memory are looked at in the order of about what they take."""
+        """The fastest cuts that fit, and their memory-saving option.
+
+        Options are tried in the order of their estimated seconds.
+        """
         plain, room = self.problem(NOTHING), self.of.room
         if plain.fastest.nbytes <= room or not self.of.saving:
             return plain.within(room), NOTHING
@@ -129,7 +135,7 @@ class Replicas:
         return best[1:]
 
     def _in_order(self) -> list[tuple[float, Saving]]:
-        """Ways to save memory that may fit, with about the seconds of a step, fastest first."""
+        """Return the memory-saving options that may fit, with estimated seconds of a step, fastest first."""
         fitting = [saving for saving in self._savings() if self.about.nbytes(saving) <= self.of.room]
         return sorted(((self._at_least(saving), saving) for saving in fitting), key=lambda way: way[0])
 
@@ -137,7 +143,7 @@ class Replicas:
         return self.about.seconds(saving) + self._reduced(self.fastest_parameters, saving)
 
     def sync(self, cuts: Cuts, saving: Saving) -> float:
-        """Seconds in which replicas bring gradients together, and what ZeRO keeps apart."""
+        """Return the exposed seconds of reducing gradients over replicas, with the gathers of ZeRO."""
         return self._reduced(self._parameters(cuts), saving)
 
     def _reduced(self, nbytes: float, saving: Saving) -> float:
@@ -149,7 +155,7 @@ class Replicas:
         return self._parameters(self.about.plain.fastest)
 
     def _parameters(self, cuts: Cuts) -> float:
-        """Bytes of a rank's parameters, as they lie from the start."""
+        """Return the bytes of a rank's parameters in their initial layouts."""
         return sum(
             i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)
             for i in self.of.program.inputs
@@ -157,19 +163,22 @@ class Replicas:
         )
 
     def _savings(self) -> Iterator[Saving]:
-        """All ways to save memory; a batch in pieces gathers no parameters anew, so that ZeRO ends at its states."""
+        """Yield all memory-saving options.
+
+        With pieces, ZeRO stops at stage 1, because parameters are not gathered again for each piece.
+        """
         for pieces in self.of.pieces(self.dp):
             for zero in range((4 if pieces == 1 else 2) if self.dp > 1 else 1):
                 yield from (Saving(zero, again, pieces) for again in self.of.layers)
 
     @cached_property
     def at_least(self) -> float:
-        """Bytes that nothing goes below."""
+        """Lower bound on the bytes of a rank."""
         return min(map(self.about.nbytes, self._savings() if self.of.saving else [NOTHING]))
 
     @cached_property
     def fewest(self) -> float:
-        """Bytes of a rank under the plan that takes least: a device that may hold as much is enough."""
+        """Bytes of a rank under the plan that takes least: a device that may hold this many is enough."""
         found, ways = inf, self._savings() if self.of.saving else [NOTHING]
         for about, saving in sorted(((self.about.nbytes(s), s) for s in ways), key=lambda way: way[0]):
             if about >= found:
@@ -178,7 +187,7 @@ class Replicas:
         return found
 
     def nothing(self) -> SearchError:
-        """What to say where nothing fits: how much is missing."""
+        """Return the error if nothing fits, which says how much memory is missing."""
         why_not, room, least = self.of.evenly.why_not, self.of.room, self.fewest
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "

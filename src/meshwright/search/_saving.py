@@ -1,4 +1,4 @@
-"""What a step does to take less memory: ZeRO, activations that are made again, a batch in pieces."""
+"""Options of a step that save memory: ZeRO, recomputed activations, and a batch in pieces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.passes import layer_of
 from ._plan import quoted
 
 LEAST = 1024
-"""Elements of the smallest parameter that ZeRO cuts: the usual one of `Sharding`."""
+"""Elements of the smallest parameter that ZeRO shards: the default of `Sharding`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The stage of `zero` over replicas, the layers whose activations are made again, the pieces of a batch.
+    """Memory-saving options: the stage of `zero` over replicas, the recomputed layers, and the pieces of a batch.
 
     >>> str(Saving(2, ("blocks.*",), 4))
     'ZeRO-2, recompute blocks.*, 4 pieces'
@@ -39,7 +39,7 @@ class Saving:
         return ", ".join(filter(None, said))
 
     def lines(self) -> list[str]:
-        """The same in TOML, as a plan has it.
+        """Return the options as lines of TOML, as a plan has them.
 
         >>> Saving(1, accumulate=4).lines()
         ['zero = 1', 'accumulate = 4']
@@ -52,9 +52,9 @@ class Saving:
         return [line for line in said if line]
 
     def parameter(self, replicas: int) -> tuple[float, float, float]:
-        """The parts of a parameter, its gradient and its state that a replica holds.
+        """Return the fractions of a parameter, its gradient and its state that a replica holds.
 
-        Pieces add up whole gradients, which are reduced once.
+        With pieces, whole gradients are accumulated and reduced once.
         """
         part = 1 / replicas
         is_reduced = self.zero >= 2 and self.accumulate == 1
@@ -65,13 +65,13 @@ NOTHING = Saving()
 
 
 def blocks_of(program: Program) -> tuple[str, ...]:
-    """The repeated layers, in order: those that have a number in a list of modules, the outermost ones."""
+    """Return the repeated layers in order: the outermost ones that have a number in a list of modules."""
     found = (block_of(node.origin.layer) for node in program.nodes)
     return tuple(dict.fromkeys(filter(None, found)))
 
 
 def block_of(layer: str) -> str:
-    """The outermost numbered layer that holds `layer`; nothing where there is none.
+    """Return the outermost numbered layer that holds `layer`, or an empty text if there is none.
 
     >>> block_of("decoder.layers.3.mlp.0"), block_of("head")
     ('decoder.layers.3', '')
@@ -82,7 +82,7 @@ def block_of(layer: str) -> str:
 
 
 def patterns_of(blocks: Collection[str]) -> tuple[str, ...]:
-    """Patterns that name all of these blocks and, of what has no number, nothing.
+    """Return patterns that match all of these blocks and nothing without a number.
 
     >>> patterns_of(["blocks.0", "blocks.1"]), patterns_of(["0", "1"])
     (('blocks.*',), ('[0-9]*',))
@@ -93,29 +93,30 @@ def patterns_of(blocks: Collection[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a program does not keep for its backward pass where the layers of `saving` are made again.
+    """Values that a program does not keep for its backward pass if the layers of `saving` are recomputed.
 
-    As the pass `Recompute` has it: what is made in a layer and read by that layer alone, but what was drawn or sent.
+    As in the pass `Recompute`, these are values made in a layer and read by that layer alone, except random and
+    communicated ones.
     """
 
     program: Program
     saving: Saving
 
     def layer(self, node: Node) -> str | None:
-        """The layer of a node that runs again; None for the others."""
+        """Return the recomputed layer of a node that runs again, or None."""
         if not self.saving.recompute or is_drawing(node) or writes_to(node.op) or asserts(node.op):
             return None
         return layer_of(node.origin.layer, self.saving.recompute)
 
     @cached_property
     def values(self) -> Mapping[Value, str]:
-        """Value → the layer in which it is made again."""
+        """Value → the layer in which it is recomputed."""
         if not self.saving.recompute:
             return {}
         made = {v: layer for n in self.program.nodes if (layer := self.layer(n)) is not None for v in n.outs}
         held = set(self.program.results)
         inside = {v: layer for v, layer in made.items() if v not in held and self._is_read_inside(v, layer)}
-        for node in reversed(self.program.nodes):  # what a view of it keeps is kept
+        for node in reversed(self.program.nodes):  # a value is kept if a view of it is kept
             for v, x in looked_at(node):
                 if x in inside and v not in inside:
                     del inside[x]

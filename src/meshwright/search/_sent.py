@@ -1,7 +1,7 @@
-"""What the ranks of a plan send: every kind of communication, how often, how much, over which link, for how long.
+"""Communication of the ranks of a plan: every kind with its count, bytes, link and seconds.
 
-Counts are those of the rank of the pipeline that has most layers, in one step. `predict` sums the same prices; a test
-holds the two together.
+Counts are those of one step on the pipeline rank with the most layers. `predict` sums the same prices, and a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ._transformer import Experts, Transformer
 
 
 def sent(model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS) -> tuple[Sent, ...]:
-    """The communications of a step, those inside layers first."""
+    """Return the communication of a step, starting with that inside layers."""
     return tuple(_Sent(model, plan, cluster, software).rows())
 
 
 def level(cluster: Cluster, ranks: float, together: float) -> str:
-    """The link that a collective of so many ranks takes, of which `together` share a node."""
+    """Return the link of a collective of `ranks` ranks, of which `together` share a node, as text."""
     if ranks <= together or cluster.outside is None:
         return f"{cluster.inside.name}, inside a node"
     return f"{cluster.outside.name}, between nodes"
@@ -59,7 +59,7 @@ class _Sent:
         self, kind: str, what: str, where: str, nbytes: Numbers, ranks: Numbers, together: Numbers, count: float,
         seconds: Numbers, shown: float | None,
     ) -> Sent:  # fmt: skip
-        """A row whose `count` collectives take so many seconds each, of which a share is shown."""
+        """Return a row of `count` collectives that take `seconds` each, of which the fraction `shown` is exposed."""
         whole = count * _one(seconds)
         link = level(self.cluster, _one(ranks), _one(together))
         return Sent(kind, what, where, link, count, _one(nbytes), whole, None if shown is None else whole * shown)

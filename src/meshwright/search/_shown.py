@@ -1,4 +1,4 @@
-"""What a person sees on a terminal while something takes longer than a second."""
+"""Progress bar on a terminal, for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 OnStep = Callable[[int, int], None]
-"""Is told how much is done, and of how much."""
+"""Function that is called with the number of steps done and the number of all steps."""
 PATIENCE = 1.0
-"""Seconds before anything is shown."""
+"""Seconds before a bar is shown."""
 
 
 @contextmanager
 def shown(what: str, silent: bool = False, file: TextIO | None = None, patience: float = PATIENCE) -> Generator[OnStep]:
-    """A bar on the standard error that is gone at the end; gives the function to call on the way.
+    """Show a bar on the standard error until the end of the block; yield the function to call on progress.
 
-    Nothing is shown where `silent` asks for that, or where nobody watches: a file is no terminal.
+    Nothing is shown if `silent` is set, or if the output is not a terminal.
     """
     out = file or sys.stderr
     if silent or not out.isatty():
@@ -40,7 +40,7 @@ def shown(what: str, silent: bool = False, file: TextIO | None = None, patience:
 
 
 class _Bar:
-    """A bar that begins late, from another thread, or never."""
+    """A bar that starts late, from another thread, or never."""
 
     def __init__(self, what: str, console: Console) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -49,7 +49,7 @@ class _Bar:
         self._lock, self._ended = Lock(), False
 
     def begin(self) -> None:
-        with self._lock, suppress(LiveError):  # someone else draws on this terminal already
+        with self._lock, suppress(LiveError):  # another live display is on this terminal already
             if not self._ended:
                 self._bar.start()
 

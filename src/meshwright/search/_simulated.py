@@ -1,4 +1,4 @@
-"""A plan's pipeline, as its table runs: what closed forms say about many plans, held beside the simulator for one."""
+"""Seconds of a plan with its pipeline simulated by its table, instead of the closed forms of `predict`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from ._software import OURS, Software
 from ._transformer import Transformer
 
 LONG = 2**20
-"""Beyond these no table is made: what its ends cost is nothing beside so many microbatches."""
+"""Chunks times microbatches above which no table is made: warm-up and drain are then negligible."""
 SHORT = 2**11
-"""Chunks times microbatches of a table that is made and run at once."""
+"""Chunks times microbatches of a table that is made and simulated in a short time."""
 
 
 def simulated(
     model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
 ) -> float:
-    """Seconds of a step as `predict` says it, with the pipeline's part run action by action.
+    """Return the seconds of a step as `predict` does, but with the pipeline simulated action by action.
 
-    Messages take their time, and nothing hides them but what a rank has to do meanwhile. Beyond `LONG` it is what
-    `predict` says. Raises ScheduleError where
-    the plan's schedule has no table for its ranks and microbatches.
+    Messages take time, and only other actions of a rank hide them. Above `LONG`, the result is that of `predict`.
+
+    Raises:
+        SearchError: as `predict`.
+        ScheduleError: the schedule has no table for the plan's ranks and microbatches.
     """
     told = predict(model, plan, cluster, software, habits)
     if plan.pp == 1 or plan.zero == 3 or plan.pp * plan.chunks * plan.microbatches > LONG:
@@ -40,24 +42,28 @@ def simulated(
 
 
 def has_short_table(plan: Plan) -> bool:
-    """Whether it is no long work to make the plan's table and to run it."""
+    """True if the plan's table is made and simulated in a short time."""
     return plan.pp == 1 or plan.pp * plan.chunks * plan.microbatches <= SHORT
 
 
 def table_of(plan: Plan) -> Schedule:
-    """The table that a plan's schedule names. Raises ScheduleError where there is none."""
+    """Return the table of a plan's schedule.
+
+    Raises:
+        ScheduleError: there is none.
+    """
     return _table(plan.schedule, plan.pp, int(np.asarray(microbatches(plan))), plan.chunks)
 
 
 @lru_cache(maxsize=32)
 def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
-    """One object for one name and shape: large tables take seconds to make."""
+    """Return the table, as one object for one name and shape: large tables take seconds to make."""
     how = known(schedule)
     return how.make(ranks, count, chunks) if how.takes else how.make(ranks, count)
 
 
 def times_of(stages: Stages, plan: Plan) -> Times:
-    """Seconds of each chunk: the ranks' shares, with what stands before the first and behind the last."""
+    """Return the seconds of each chunk: its part of a rank's layers, with the embedding or the head at the ends."""
     count = plan.pp * plan.chunks
 
     def each(first: Numbers, other: Numbers, last: Numbers, before: Numbers, behind: Numbers) -> tuple[float, ...]:

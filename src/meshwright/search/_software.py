@@ -1,6 +1,6 @@
-"""What programs that carry out a plan do alike or differently, as far as it can be felt in time and memory.
+"""Properties of training software that change the time and memory of a plan.
 
-These are facts about programs, not numbers that are fitted. `OURS` is what this library does.
+These are facts about programs, not fitted numbers. `OURS` describes this library.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """How a plan is carried out.
+    """Properties of a software that carries out a plan.
 
-    `fused_attention`: scores are never written to memory. `stops_early`: recomputing ends with what is needed, before
-    a block's last product. `exposed`: the part of the synchronisation of gradients that nothing hides. `tensor`: the
-    same for tensor parallelism. `messages`: the same for messages between stages that have work to hide them behind.
-    `accumulation`: bytes that adding a microbatch's gradients costs per parameter. `gradient`: bytes of a gradient.
-    `even_context`: whether every rank of a ring has as much attention to
-    compute as the others. `scattered`: ranks of a tensor-parallel group send a part of a message each.
+    `fused_attention`: scores are never written to memory. `stops_early`: recomputation ends with the last value that is
+    needed, before a block's last product. `exposed`: fraction of the reduction of gradients that nothing hides.
+    `tensor`: the same for tensor parallelism. `messages`: the same for messages between stages that have work to hide
+    them. `accumulation`: bytes of memory traffic, per parameter, of adding a microbatch's gradients. `gradient`: bytes
+    of a gradient. `even_context`: every rank of a ring has the same amount of attention to compute. `scattered`: each
+    rank of a tensor-parallel group sends a part of a message.
     """
 
     fused_attention: bool = True
@@ -33,31 +33,31 @@ class Software:
     cross_entropy: float = 28.0
     """Bytes that a loss reads and writes per logit, forward and backward."""
     outputs: float = 0.0
-    """How many results of a stage are kept per microbatch that it has begun."""
+    """Number of a stage's results that are kept per microbatch in flight."""
     logit: float = 6.0
-    """Bytes that are held per logit at the peak of the loss."""
+    """Bytes per logit that are held at the peak of the loss."""
     reduced: float = 4.0
-    """Bytes of a gradient on its way between ranks."""
+    """Bytes of a gradient in communication."""
     streams: float = 1.0
-    """How many times the bytes of fused operators go through memory: more where nothing fuses them."""
+    """Factor on the bytes that fused operators move through memory: larger if nothing fuses them."""
     attention: float = 1.0
-    """What its kernel of attention reaches of what the device's best one does."""
+    """Rate of the kernel for attention, relative to the best one of the device."""
     casts: float = 3.0
-    """Bytes that a number's way to eight bits costs."""
+    """Bytes of memory traffic to cast a number to eight bits."""
     selective: float | None = None
-    """The part of a layer's forward pass that selective recomputation repeats; None is attention's core."""
+    """Fraction of a layer's forward pass that selective recomputation repeats; None stands for attention's core."""
     casts_first: bool = True
-    """Whether each rank casts its own part of what tensor parallelism gathers, so that eight bits go over the wire."""
+    """True if each rank casts its own part before tensor parallelism gathers it, so that eight bits are sent."""
     reduces_parts: bool = True
-    """Whether ZeRO 1 and 2 sum on each rank only the gradients that it updates; otherwise each has all of the sum."""
+    """True if, in ZeRO 1 and 2, each rank sums only the gradients that it updates; otherwise it gets the whole sum."""
     live: float = inf
-    """Parameters that ZeRO-3 may have gathered; a larger layer is waited for, and gathered for each of its passes."""
+    """Limit of parameters that ZeRO-3 may have gathered; larger layers are waited for, and gathered for each pass."""
     stowed: float | None = None
-    """Bytes per second at which the inputs of layers go to the host and come back, waited for; None where they stay."""
+    """Bytes per second of moving inputs of layers to the host and back, without overlap; None if they stay."""
     hosted: float | None = None
-    """Bytes per second of a node's memory, where the optimizer's states are and its step is done; None: on devices."""
+    """Bytes per second of a node's memory that has the optimizer's states and step; None if they are on devices."""
     once: bool = False
-    """Whether a token goes once to another node, however many of its experts are there."""
+    """True if a token is sent once to another node, however many of its experts are there."""
 
 
 MEGATRON = Software(tensor=0.6)
@@ -67,13 +67,13 @@ DEEPSPEED = Software(
     fused_attention=False, exposed=1.0, messages=1.0, accumulation=18.0, outputs=1.0, scattered=False,
     reduces_parts=False,
 )  # fmt: skip
-"""Megatron's layers under DeepSpeed's pipeline: a gradient is copied to single precision and added to another there."""
+"""Megatron's layers in DeepSpeed's pipeline, which copies gradients to single precision and adds them to others."""
 DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
-"""Megatron's layers under DeepSpeed's ZeRO, with its default of what may be gathered at a time."""
+"""Megatron's layers in DeepSpeed's ZeRO, with the default limit of gathered parameters."""
 FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5)
 """Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511)."""
 PAGEABLE = 2e9
-"""Bytes per second of a copy between a device and memory that the host may page; published ones reach 1 to 8 GB/s."""
+"""Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0
-"""How many times the bytes go through memory where every operator is a kernel of its own."""
+"""Factor on memory traffic if every operator is a kernel of its own."""
 OURS = Software()

@@ -1,4 +1,4 @@
-"""How layers are shared out over the ranks of a pipeline."""
+"""Division of layers over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from meshwright.cost import Numbers
 
 
 class Share(NamedTuple):
-    """The layers of one rank: those without experts, which come first in a model, and the others."""
+    """Layers of one rank: those without experts, which come first in a model, and those with experts."""
 
     dense: Numbers
     sparse: Numbers
 
 
 def shares(layers: int, dense: int, ranks: Numbers) -> tuple[Share, Share, Share]:
-    """Layers of the first rank, of the largest other one, and of the last, of which `dense` in all have no experts."""
+    """Return the layers of the first rank, of the largest other rank, and of the last rank.
+
+    `dense` of the `layers` have no experts.
+    """
     counted = _counts(layers, ranks)
     before = (np.zeros(()), np.where(np.greater(ranks, 1), counted[0], 0), layers - np.asarray(counted[2]))
     out: list[Share] = []
@@ -28,7 +31,10 @@ def shares(layers: int, dense: int, ranks: Numbers) -> tuple[Share, Share, Share
 
 
 def _counts(layers: int, ranks: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Equal where they can be; where they would be but for two layers, the first and the last rank have one less.
+    """Return the numbers of layers of the first rank, of the largest other rank, and of the last rank.
+
+    They are equal if possible. If two more layers would make them equal, the first and the last rank have one layer
+    less.
 
     >>> [float(n) for n in _counts(30, 8.0)]
     [3.0, 4.0, 3.0]

@@ -1,10 +1,10 @@
-"""Where the stages of a pipeline may begin, those first that may take least time under a table.
+"""Layers at which the stages of a pipeline may begin, in the order of lower bounds on the time of a step.
 
-A step takes no less than any stage needs: its first backward comes when a microbatch went to the last stage and back,
-behind as many forwards as the table has before it; then the stage does all else, and the stages before it their
-backwards, and what is done once in a step. That is a number of each stage alone, by the layers that it begins and ends
-with. So dynamic programming over (stages, layers) gives the least of what follows any beginning, and a search by it
-gives all starts in order (A*).
+Each stage gives a lower bound. Its first backward comes after a microbatch went to the last stage and back, and after
+the forwards that the table has before it. Then the stage does all its other work, and the stages before it do their
+backwards. Work that is done once per step comes last. This bound depends only on the layers at which the stage begins
+and ends. Dynamic programming over (stages, layers) gives the least bound of all that follows a beginning. A search
+guided by it yields all starts in order (A*).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Starts = tuple[int, ...]
 def in_order(
     layers: LayerCosts, table: Schedule, room: float, links: Links
 ) -> Iterator[tuple[float, Schedule, Starts]]:
-    """Seconds that a step takes at least, with the table and the layers at which stages but the first begin.
+    """Yield lower bounds on the seconds of a step, in order, with the table and the starts of all stages but the first.
 
-    Only stages that fit into `room` bytes a rank are among them. One chunk is on each rank.
+    Each rank has one chunk. Only stages that fit into `room` bytes per rank are used.
     """
     needs = list(_needs(layers, table, room, links))
     behind = _least_behind(needs)
@@ -46,7 +46,10 @@ def in_order(
 
 
 def _least_behind(needs: Sequence[Any]) -> list[Any]:
-    """For each stage, and none: the least that it and those behind it need, by the layer at which it begins."""
+    """Return the least bound of each stage and those after it, by the layer at which the stage begins.
+
+    The last row is for no stage.
+    """
     last = np.full(len(needs[0]), inf)
     last[-1] = 0.0
     found = [last]
@@ -56,7 +59,7 @@ def _least_behind(needs: Sequence[Any]) -> list[Any]:
 
 
 def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> Iterator[Any]:
-    """For each stage the seconds of a step that it needs, by the layers at which it begins and the next one does."""
+    """Yield each stage's lower bound on the seconds of a step, by the layers at which it and the next one begin."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
     forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))
     if any(action.kind is Kind.BACKWARD for row in table.rows for action in row):
@@ -75,12 +78,12 @@ def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> It
 
 
 def _held(layers: LayerCosts, alive: float) -> Any:
-    """Bytes of a stage with so many microbatches, by the layers at which it begins and the next one does."""
+    """Return the bytes of a stage with `alive` microbatches, by the layers at which it and the next one begin."""
     came = np.array([0.0, *layers.sent])
     between = _between(layers.summed("static")) + layers.brief_between
     return between + alive * (_between(layers.summed("held")) + came[:, None])
 
 
 def _between(sums: Any) -> Any:
-    """What the layers from each to each take."""
+    """Return the costs of the layers from each boundary to each other, as a matrix."""
     return sums[None, :] - sums[:, None]

@@ -1,4 +1,4 @@
-"""The tables that a pipeline of a module is chosen from, made once."""
+"""Schedule tables from which the pipeline of a module is chosen, cached."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import lru_cache
 from meshwright.pipeline import Runs, ScheduleError, Shape, known
 
 SCHEDULES = {"1F1B": 2**14, "ZB-H1": 2**11, "ZB-1p": 2**8, "ZB-2p": 2**8}
-"""Schedules of one chunk per rank → the chunks times microbatches up to which their tables are made at once."""
+"""Schedule of one chunk per rank → the chunks times microbatches up to which its table is made in a short time."""
 IN_LOOPS = {"Interleaved 1F1B": 2**11, "Interleaved zero bubble": 2**11}
-"""The same of several chunks per rank."""
+"""The same for schedules of several chunks per rank in loops."""
 IN_A_V = {"ZB-V": 2**9, "V-Half": 2**7, "V-Min": 2**7}
-"""The same of two chunks per rank."""
+"""The same for schedules of two chunks per rank in a V."""
 CHUNKS = 6
-"""So many chunks a rank may have: the more, the less they have still to gain."""
+"""Upper bound on the chunks per rank: each further one gains less."""
 
 
 def one_each(ranks: int, microbatches: int) -> list[Runs]:
-    """Tables of one chunk per rank."""
+    """Return the tables of one chunk per rank."""
     found = (_runs(name, ranks, microbatches, 1) for name in SCHEDULES)
     return [runs for runs in found if runs is not None]
 
 
 def several_each(ranks: int, microbatches: int, layers: int) -> Iterator[Runs]:
-    """Tables of several chunks per rank, each of a layer at least."""
+    """Yield the tables of several chunks per rank, each of at least one layer."""
     for chunks in range(2, most_chunks(ranks, microbatches, layers) + 1):
         for name in (*IN_LOOPS, *(IN_A_V if chunks == 2 else ())):
             found = _runs(name, ranks, microbatches, chunks)
@@ -32,13 +32,13 @@ def several_each(ranks: int, microbatches: int, layers: int) -> Iterator[Runs]:
 
 
 def most_chunks(ranks: int, microbatches: int, layers: int) -> int:
-    """The most chunks that a rank has in any of these tables."""
+    """Return the largest number of chunks per rank in these tables."""
     return max(1, min(CHUNKS, layers // ranks, max(IN_LOOPS.values()) // (ranks * microbatches)))
 
 
 @lru_cache(maxsize=48)
 def _runs(name: str, ranks: int, microbatches: int, chunks: int) -> Runs | None:
-    """The table, where it is made at once."""
+    """Return the table, or None if there is none that is made in a short time."""
     how, most = known(name), {**SCHEDULES, **IN_LOOPS, **IN_A_V}[name]
     if ranks * microbatches * chunks > most or not how.holds(Shape(ranks, microbatches, chunks)):
         return None

@@ -1,4 +1,4 @@
-"""What a transformer consists of, as the numbers from which its operators' sizes follow."""
+"""Sizes of a transformer, from which the sizes of its operators follow."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from ._errors import SearchError, check_sizes
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`count` experts of width `ffn` in every layer behind the first `dense` ones; each token goes to `chosen`."""
+    """`count` experts of width `ffn` in every layer after the first `dense` ones; each token goes to `chosen`.
+
+    Raises:
+        SearchError: `imbalance` is below 1 or not finite.
+    """
 
     count: int
     chosen: int
     ffn: int
     shared: int = 0
-    """The width of the expert that all tokens go to."""
+    """Width of the expert that all tokens go to."""
     dense: int = 0
     imbalance: float = 1.0
-    """How many times as many tokens as the average the fullest rank has, where experts are divided over ranks."""
+    """Tokens of the fullest rank relative to the average, if experts are divided over ranks."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
@@ -32,7 +36,7 @@ class Experts:
             )  # fmt: skip
 
     def fullest(self, ranks: Numbers) -> Numbers:
-        """Tokens of the fullest of so many ranks, where the average has one; no rank has more than there are.
+        """Return the tokens of the fullest of `ranks` ranks, relative to the average; at most all tokens.
 
         >>> [float(Experts(8, 2, 64, imbalance=3.0).fullest(ranks)) for ranks in (1, 2, 8)]
         [1.0, 2.0, 3.0]
@@ -42,20 +46,20 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Attention whose queries, keys and values come out of narrow projections (arXiv 2405.04434)."""
+    """Attention whose queries, keys and values are computed from narrow projections (arXiv 2405.04434)."""
 
     query: int
-    """The width that queries come out of; 0 is that of the layers, without a projection before (DeepSeek-V2-Lite)."""
+    """Width of the projection before queries; 0 if there is none (DeepSeek-V2-Lite)."""
     key: int
     plain: int
-    """The part of a head's width that is not rotated."""
+    """Part of a head's width that is not rotated."""
     rotary: int
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Every `every`-th layer looks at the last `size` tokens only."""
+    """Sliding windows: every `every`-th layer attends to the last `size` tokens only."""
 
     size: int
     every: int = 1
@@ -63,10 +67,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """Equal layers between an embedding and a head.
+    """A transformer of equal layers between an embedding and a head.
 
     >>> f"{Transformer(32, 4096, 32, 8, 128, 14336, 128256).parameters:.3g}"
     '8.03e+09'
+
+    Raises:
+        SearchError: a size is below 1 or too large.
     """
 
     layers: int
@@ -93,12 +100,12 @@ class Transformer:
 
     @property
     def dense_layers(self) -> int:
-        """Layers whose feed-forward part has no experts."""
+        """Number of layers whose feed-forward part has no experts."""
         return self.layers if self.experts is None else min(self.experts.dense, self.layers)
 
     @property
     def key_width(self) -> int:
-        """The width of a query or a key of one head."""
+        """Width of a query or a key of one head."""
         return self.head_dim if self.latent is None else self.latent.plain + self.latent.rotary
 
     @property
@@ -107,7 +114,7 @@ class Transformer:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of the attention of one layer."""
         h, a, x = self.hidden, self.heads, self.latent
         if x is None:
             return h * (2 * a + 2 * self.kv_heads) * self.head_dim
@@ -116,28 +123,28 @@ class Transformer:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer without experts."""
+        """Feed-forward parameters of one layer without experts."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def shared_parameters(self) -> int:
-        """Of one layer with experts, what every rank has: the router and the shared expert."""
+        """Parameters of one layer with experts that every rank has: the router and the shared expert."""
         x = self.experts
         return 0 if x is None else self.hidden * (x.count + 3 * x.shared)
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of one layer."""
+        """Parameters of all experts of one layer."""
         return 0 if self.experts is None else 3 * self.experts.count * self.hidden * self.experts.ffn
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the table of tokens; the head has as many."""
+        """Parameters of the embedding table; the head has as many."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, without norms and biases."""
+        """Parameters of the whole model, without norms and biases."""
         dense, sparse = self.dense_layers, self.layers - self.dense_layers
         inner = self.attention_parameters * self.layers + self.mlp_parameters * dense
         inner += (self.shared_parameters + self.expert_parameters) * sparse

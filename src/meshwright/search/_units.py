@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Text forms of numbers with units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import ceil, floor, log10
 
 
 def seconds(x: float) -> str:
-    """Seconds with a unit of the right size.
+    """Return seconds as text, with a unit of the right size.
 
     >>> seconds(0.0123), seconds(2.5), seconds(0.0)
     ('12.3 ms', '2.5 s', '0 s')
@@ -17,7 +17,7 @@ def seconds(x: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes with a unit of the right size.
+    """Return bytes as text, with a unit of the right size.
 
     >>> size(512), size(2.5e9)
     ('512 B', '2.5 GB')
@@ -29,12 +29,12 @@ def size(nbytes: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part as percent of the whole."""
+    """Return a part as a percentage of the whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def signed(x: float) -> str:
-    """Seconds more or less.
+    """Return a difference in seconds as text, with its sign.
 
     >>> signed(-0.0123), signed(2.5)
     ('-12.3 ms', '+2.5 s')
@@ -43,7 +43,7 @@ def signed(x: float) -> str:
 
 
 def parameters(number: float) -> str:
-    """How many parameters a model has.
+    """Return the number of a model's parameters as text.
 
     >>> parameters(33088.0), parameters(8.03e9)
     ('33,088 parameters', '8.03 billion parameters')
@@ -52,12 +52,12 @@ def parameters(number: float) -> str:
 
 
 def count(x: float) -> str:
-    """A number of things, with its thousands apart; an average may be none of whole ones."""
+    """Return a number of things as text, with thousands separated; an average may be fractional."""
     return f"{x:,.0f}" if x == round(x) else f"{x:,.4g}"
 
 
 def enough(nbytes: float) -> str:
-    """Bytes with a unit of the right size, in four digits, rounded up: where that much is, it is enough.
+    """Return bytes as text with a unit of the right size, rounded up to four digits, so that the text is never too low.
 
     >>> enough(20_052_100.0), enough(1.5e9), enough(12.0)
     ('20.06 MB', '1.5 GB', '12 bytes')

@@ -1,4 +1,4 @@
-"""The ways that rules leave to an operator along one axis of ranks."""
+"""Options that rules allow for an operator along one axis of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._forms import AXIS, PENDING, VARYING, WHOLE, Form
 
 @dataclass(frozen=True)
 class Option:
-    """One option of an operator: the forms that it needs of its operands and gives its results, and its seconds.
+    """An option of an operator: the forms that its operands need and its results have, and its seconds.
 
     Operands and results are those of `tensors_of`, each once, in order.
     """
@@ -40,12 +40,12 @@ class Option:
 
 
 def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
-    """The tensors among values, each once."""
+    """Return the tensors among values, each once."""
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
 def call_of(node: Node) -> Call | None:
-    """The call of an operator that has a rule, and writes to nothing."""
+    """Return the call of an operator that has a rule and writes to nothing, or None."""
     if not isinstance(node.op, Operator):
         return None
     args, kwargs = map_values(_stand_in, (node.args, dict(node.kwargs)))
@@ -57,7 +57,7 @@ def call_of(node: Node) -> Call | None:
 
 
 def _stand_in(v: Value) -> Any:
-    """What a rule looks at: a tensor's shape, or a number."""
+    """Return what a rule reads in place of a value: a tensor of its shape without data, or a number."""
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
@@ -72,7 +72,7 @@ def choices(bound: Bound, ranks: int) -> Iterator[Choice]:
 
 
 def needs_of(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:
-    """What a choice needs of each operand; None where it would need one in two forms at once."""
+    """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
     needs: dict[Value, Form] = {}
     varies = any(need != REPEATED for need in choice.ins)
     for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):

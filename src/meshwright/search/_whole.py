@@ -1,7 +1,8 @@
-"""A scheduling problem in whole numbers, for a solver that knows no others.
+"""Scheduling problem in whole numbers, for a solver that has no others.
 
-Everything is as easy as it is or easier: times and amounts are rounded down, limits too, because sums of whole numbers
-below a limit are below its whole part. So what is proved for the whole numbers holds for the problem.
+No constraint is stricter than in the problem: times, amounts and limits are rounded down. Limits may be rounded down
+because sums of whole numbers below a limit are below its whole part. So what is proved for the whole numbers holds for
+the problem.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ._bounds import Paths
 from ._problem import Problem
 
 MOST = 2**20
-"""Where times or amounts are multiples of something larger than this part of the whole, that is their unit."""
+"""Largest number of exact units in the whole; with more of them, the unit is this part of the whole."""
 MOST_CHOICES = 2**19
-"""Where more would have to be said about chunks side by side, it is left to the limit of their sum."""
+"""Largest number of constraints on pairs of chunks; above it, only the limit of their sum is used."""
 DIGITS = 12
 NOTHING = 1e-5
-"""What sums of floats may be off by, in units."""
+"""Tolerance for sums of floats, in units."""
 
 
 class Unit(NamedTuple):
-    """What one whole number stands for, and whether all numbers are multiples of it."""
+    """Size of one in whole numbers; `exact` if all numbers are multiples of it."""
 
     size: float
     exact: bool
@@ -40,7 +41,7 @@ class Unit(NamedTuple):
 
 
 def unit(amounts: Iterable[float], whole: float) -> Unit:
-    """The largest unit of which all amounts are multiples, or else a small part of the whole.
+    """Return the largest unit of which all amounts are multiples, or else a small part of the whole.
 
     >>> unit([0.75, 1.5, 0.0], 12.0)
     Unit(size=0.75, exact=True)
@@ -53,12 +54,12 @@ def unit(amounts: Iterable[float], whole: float) -> Unit:
 
 
 def _ended(microbatch: int, held: int, limit: int) -> int:
-    """How many microbatches before must be done with on a chunk that has all the memory for itself."""
+    """Return the number of earlier microbatches that must have ended on a chunk that has all the memory for itself."""
     return max(0, -(-((microbatch + 1) * held - limit) // held)) if held else 0
 
 
 class Whole:
-    """Operations in the order F, B, W of chunk after chunk and microbatch after microbatch; `start` is a schedule.
+    """Operations in the order F, B, W, by chunk and by microbatch; `start` is a schedule.
 
     Microbatches are alike: those of any schedule can be numbered so that every chunk runs all of them in order.
     """
@@ -77,7 +78,7 @@ class Whole:
         self.grain = unit(held, max((room for room in problem.room if room != inf), default=1.0))
 
     def _seconds(self, action: Action) -> float:
-        """How long an action takes; W, with B in one action, costs no `overhead`."""
+        """Return the seconds of an action; W costs no `overhead`, because B and W can be one action."""
         times = self.problem.times
         return times.of(action) + (0.0 if action.kind is Kind.BACKWARD_WEIGHT else times.overhead)
 
@@ -85,7 +86,7 @@ class Whole:
         return [self.tick.down(self._seconds(a)) for a in self.actions]
 
     def before(self) -> Iterator[tuple[int, int, int]]:
-        """What must end before what, and how long before."""
+        """Yield (a, b, lag): a must end at least `lag` before b begins."""
         for b in self.actions:
             for a in self._needs(b):
                 there, here = self.problem.way[a.chunk], self.problem.way[b.chunk]
@@ -107,11 +108,11 @@ class Whole:
                 yield Action(kind, m, c + 1)
 
     def limits(self) -> dict[int, int]:
-        """What a rank may hold, for those that have a limit."""
+        """Return the amount that a rank may hold, for ranks with a limit."""
         return {rank: self.grain.down(room) for rank, room in enumerate(self.problem.room) if room != inf}
 
     def held(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Rank → what is held from the start of which action to the end of which."""
+        """Return the amounts held on each rank, as (first action, last action, amount), from start to end."""
         rows: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in self.limits()}
         for a in self.actions:
             rank = self.problem.way[a.chunk]
@@ -132,7 +133,10 @@ class Whole:
         return self.grain.down(self.problem.held(chunk)), self.grain.down(self.problem.kept(chunk))
 
     def room(self) -> Iterator[list[tuple[int, int]]]:
-        """Pairs (a, b), of which in one at least a must end before b begins: what memory asks for."""
+        """Yield the constraints of memory as lists of pairs (a, b).
+
+        In at least one pair of each list, a must end before b begins.
+        """
         for rank, limit in self.limits().items():
             own = [c for c, r in enumerate(self.problem.way) if r == rank]
             few = len(self.actions) * self._at_once(own, limit) ** 2 <= MOST_CHOICES
@@ -143,13 +147,13 @@ class Whole:
                     yield [(self.number[a], self.number[b]) for a, b in choice]
 
     def _at_once(self, own: list[int], limit: int) -> int:
-        """How many microbatches at most a chunk of one rank can hold."""
+        """Return the largest number of microbatches that a chunk of one rank can hold."""
         return max(min(self.problem.microbatches, limit // max(1, self._amounts(c)[0])) for c in own)
 
     def _alone(self, forward: Action, limit: int) -> Iterator[list[tuple[Action, Action]]]:
-        """What a chunk's own memory asks for before a forward.
+        """Yield the constraints of a chunk's own memory on a forward.
 
-        Where so many backwards ended and no more, so many weight gradients must have ended that the rest fits.
+        If exactly so many backwards have ended, so many weight gradients must have ended that the rest fits.
         """
         _, m, c = forward[:3]
         held, kept = self._amounts(c)
@@ -164,11 +168,14 @@ class Whole:
             yield [(a, forward) for a in makes_room]
 
     def _beside(self, forward: Action, other: int, limit: int) -> Iterator[list[tuple[Action, Action]]]:
-        """What two chunks ask for together before a forward of one, when so many of the other's began before it."""
+        """Yield the constraints of the memory of two chunks together, on a forward of one of them.
+
+        There is one for each number of forwards that the other chunk has begun before.
+        """
         _, m, c = forward[:3]
         (held, kept), (held_other, kept_other) = self._amounts(c), self._amounts(other)
         if not (held and held_other and kept in (0, held) and kept_other in (0, held_other)):
-            return  # what a microbatch holds is not freed at one time
+            return  # a microbatch frees its memory at two times
         frees, frees_other = (self.kinds[-1] if k else self.back for k in (kept, kept_other))
         most = min(self.problem.microbatches, m + limit // held_other)
         for begun in range(m + 1, most + 1) if other < c else range(max(1, m + 1 - limit // held), m + 1):
@@ -184,14 +191,14 @@ class Whole:
                 yield unless + [(a, forward) for a in makes_room]
 
     def windows(self) -> Iterator[tuple[int | None, int]]:
-        """Pairs of actions between which the objective lies: per rank its last ones, and its first for the span."""
+        """Yield pairs of actions for the objective: the last one of each rank and, for the span, its first one."""
         last = Action(self.kinds[-1], self.problem.microbatches - 1)
         for c, rank in enumerate(self.problem.way):
             first = self.number[Action(Kind.FORWARD, 0, self.problem.way.index(rank))]
             yield first if self.problem.objective == "span" else None, self.number[last._replace(chunk=c)]
 
     def fixed(self) -> Iterator[tuple[int, int]]:
-        """Actions that begin at one time in all schedules: forwards before which their rank has nothing else to do."""
+        """Yield actions with the same start in all schedules: forwards before which their rank has no other work."""
         way, head = self.problem.way, Paths(self.problem).head
         for c, rank in enumerate(way):
             if rank in way[:c]:
@@ -199,7 +206,7 @@ class Whole:
             yield self.number[Action(Kind.FORWARD, 0, c)], self.tick.down(head[c])
 
     def hint(self) -> list[int]:
-        """When the schedule to start from begins its actions."""
+        """Return the start of each action in the schedule to start from."""
         at: dict[Action, float] = {}
         for action, begin, _ in (timed for row in simulate(self.start, self.problem.times).rows for timed in row):
             at[action] = begin
@@ -210,15 +217,21 @@ class Whole:
         return [self.tick.down(at[a]) for a in self.actions]
 
     def most(self) -> int:
-        """What the best schedules take at most."""
+        """Return an upper bound on the value of the best schedules."""
         return self.tick.down(self.problem.value(self.start)) + 1
 
     def horizon(self) -> int:
-        """When the best schedules have ended: every rank begins before the first one ends, within its span."""
+        """Return a time by which the best schedules have ended.
+
+        For the span, every rank begins before the first one ends, and ends within its own span.
+        """
         return self.most() * (1 if self.problem.objective == "makespan" else 2)
 
     def schedule(self, starts: list[int], name: str) -> Schedule:
-        """The rows in the order of their starts; of what takes no time, what others need comes first."""
+        """Return the schedule with its rows in the order of the starts.
+
+        Among actions that take no time, those that others need come first.
+        """
         lengths = self.lengths()
         order = sorted(range(len(starts)), key=lambda n: (starts[n], lengths[n] > 0, self._depth(n)))
         rows: list[list[Action]] = [[] for _ in range(self.problem.ranks)]
@@ -227,6 +240,6 @@ class Whole:
         return Schedule(name, (self.problem.way,), self.problem.microbatches, tuple(map(tuple, rows)))
 
     def _depth(self, n: int) -> tuple[int, int, int]:
-        """What grows along everything that one action needs from another."""
+        """Return a key that increases along every dependency between actions."""
         kind, m, c = self.actions[n][:3]
         return m, self.kinds.index(kind), -c if kind is self.back else c
