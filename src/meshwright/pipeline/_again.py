@@ -1,5 +1,4 @@
-"""Repeated concatenation of keys and values for a sliced backward pass, so that the joined tensors need not be saved.
-"""
+"""Repeated concatenation of keys and values for a sliced backward pass, which saves the slices only."""
 
 from __future__ import annotations
 

@@ -185,9 +185,7 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
 
 
 def _check_groups(schedule: Schedule) -> None:
-    """Check that all updates take equally many microbatches, the same ones on all ranks, and that every microbatch is
-    used.
-    """
+    """Check that all updates take equally many microbatches, the same on all ranks, and that none is left out."""
     found = groups(schedule)
     at, first = next(iter(found.items()))
     other = next((place for place, taken in found.items() if taken != first), at)

@@ -75,7 +75,7 @@ class _Writer:
 
     def add(self, node: Node) -> None:
         for v in node.ins:
-            self.take(Input(v, "saved", v.name))  # what another rank, or a sum, gives
+            self.take(Input(v, "saved", v.name))  # the value of another rank, or a sum
         args, kwargs = map_values(self.of, (node.args, dict(node.kwargs)))
         self.nodes.append(Node(node.op, args, kwargs, map_values(self.of, node.out), node.origin))
         self._there.update(node.outs)

@@ -22,9 +22,7 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
 
 
 def _in_groups(groups: list[range], chunks: int, backwards: bool = False) -> list[tuple[int, int]]:
-    """Return (microbatch, local chunk) depth first: all microbatches of a group through one chunk, then through the
-    next.
-    """
+    """Return (microbatch, local chunk) depth first: a group's microbatches through one chunk, then the next."""
     order = range(chunks)[::-1] if backwards else range(chunks)
     return [(m, c) for group in groups for c in order for m in group]
 

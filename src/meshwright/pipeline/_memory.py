@@ -50,8 +50,9 @@ def at(values: float | tuple[float, ...], index: int) -> float:
 
 
 def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]:
-    """Return the peak bytes of each rank; without `memory`, the peak number of (chunk, microbatch) with a pending
-    backward.
+    """Return the peak bytes of each rank.
+
+    Without `memory`, the peak number of (chunk, microbatch) with a pending backward.
 
     >>> from meshwright.pipeline import one_f_one_b
     >>> peaks(one_f_one_b(4, 8))

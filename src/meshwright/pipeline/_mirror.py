@@ -21,7 +21,9 @@ from ._stages import Stages
 
 
 def mirrored(program: Program, stages: Stages) -> Program:
-    """Return the captured program on the opposite meshes. Raises StageError for a model that cannot have a second copy.
+    """Return the captured program on the opposite meshes.
+
+    Raises StageError for a model that cannot have a second copy.
     """
     if program.writes:
         raise StageError(

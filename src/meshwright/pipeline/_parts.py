@@ -43,8 +43,9 @@ _OF_CHUNKS: tuple[Part, ...] = ("F", "R", "B", "W")
 
 
 class Place(NamedTuple):
-    """Place where a node runs: an action of a chunk for a slice of the sequence, or once before or after all
-    microbatches.
+    """Place where a node runs.
+
+    A place is an action of a chunk for a slice of the sequence, or once before or after all microbatches.
     """
 
     part: Part
@@ -204,8 +205,9 @@ class _Cut:
         return not is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins)
 
     def _side(self, node: Node, edge: Edge | None, chunk: int, back: bool) -> int:
-        """Return the chunk of a node. A node that converts along an edge belongs to the chunk on its side of the
-        exchange.
+        """Return the chunk of a node.
+
+        A node that converts along an edge belongs to the chunk on its side of the exchange.
         """
         if edge is None:
             return chunk
@@ -263,11 +265,10 @@ class _Cut:
                 near = min(self._own, key=lambda c, at=latest[node]: (c < at, abs(c - at)))
                 self._move(node, Place("F", near, place.slice))
             elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
-                self._move(node, place._replace(chunk=edge.target))  # what is drawn here too is not sent
+                self._move(node, place._replace(chunk=edge.target))  # draws that are repeated here are not sent
 
     def _latest_draws(self) -> Mapping[Node, int]:
-        """Map each draw without operands of the batch to the last chunk in which it still runs before all later draws.
-        """
+        """Map each draw without operands of the batch to the last chunk where it precedes all later draws."""
         found: dict[Node, int] = {}
         least = len(self.stages.way)
         for node in reversed(self.step.nodes):
@@ -281,8 +282,9 @@ class _Cut:
         return v in self.of and self.of[v].chunk in (ALWAYS, *self._own)
 
     def _keep_versions(self) -> None:
-        """Move nodes that compute gradients from weights into each microbatch, so that they read its version of the
-        weights.
+        """Move nodes that compute gradients from weights into each microbatch.
+
+        They then read the microbatch's version of the weights.
         """
         for node in self.step.nodes:
             is_late = self.at.get(node) == BEHIND and node.origin.chunk == ALWAYS
@@ -316,10 +318,11 @@ class _Cut:
                 self._move(node, BEHIND)
 
     def _add_up(self) -> None:
-        """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches, so that no
-        W waits.
+        """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
 
-        Sums of placeholders for the gradients of other ranks' parameters run in the part after all microbatches.
+        So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
+        after
+        all microbatches.
         """
         left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
         left += values_in(self.step.outputs)
@@ -381,9 +384,7 @@ class _Cut:
                 self._move(node, place._replace(part="R"))
 
     def _check_slices(self) -> None:
-        """Check that in the forward pass no slice reads a later one, and in the backward pass none reads an earlier
-        one.
-        """
+        """Check that no slice reads a later one in the forward pass, or an earlier one in the backward pass."""
         for node, place in self.at.items():
             if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
                 raise StageError(
@@ -401,7 +402,7 @@ class _Cut:
         nodes: dict[Place, list[Node]] = {place: [] for place in places}
         for node in self.step.nodes:
             if node in self.at and self.at[node] not in nodes and not node.ins:
-                self._move(node, BEHIND)  # what stands for a gradient of another rank's parameter
+                self._move(node, BEHIND)  # a placeholder for the gradient of another rank's parameter
             if self.at.get(node) in nodes:
                 nodes[self.at[node]].append(node)
         crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)

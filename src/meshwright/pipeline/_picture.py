@@ -37,8 +37,9 @@ _LABEL, _ROW, _BAR, _WIDTH, _LETTER = 52, 26, 20, 1200, 5.5
 
 
 def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
-    """Return one line per rank, with time from left to right in `width` columns; actions are labelled where the label
-    fits.
+    """Return one line per rank, with time from left to right in `width` columns.
+
+    Actions are labelled where the label fits.
 
     >>> from meshwright.pipeline import one_f_one_b, simulate
     >>> print(terminal(simulate(one_f_one_b(2, 2)), 36))

@@ -317,7 +317,9 @@ def _drops(
 
 
 def check_fits(schedule: Schedule, stages: Stages) -> None:
-    """Raise StageError for a table whose chunks do not match this model's, or that combines slices with recomputation.
+    """Raise StageError for a table that does not fit this model.
+
+    Its chunks are on other stages than the model's, or it combines slices with recomputation.
     """
     last = len(stages.ranks) - 1
     ways = (stages.way, tuple(last - s for s in stages.way))

@@ -33,8 +33,7 @@ def looped(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
 
 
 def zigzag(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
-    """Return a way with `chunks` chunks per rank that turns at the last and at the first rank (with two chunks: a V).
-    """
+    """Return a way with `chunks` chunks per rank that turns at the last and at the first rank; two chunks are a V."""
     there = tuple(range(ranks))
     return (tuple(r for n in range(chunks) for r in (there if n % 2 == 0 else there[::-1])),)
 

@@ -95,8 +95,9 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """Longest time of one rank from its own start to its own end: a step whose optimizer does not wait for other
-        ranks.
+        """Longest time of one rank from its own start to its own end.
+
+        It is the time of a step whose optimizer does not wait for other ranks.
         """
         return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
 
@@ -167,8 +168,9 @@ class Clock:
 
 
 def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[int, int] | None:
-    """Return the two chunks between which the output of `event` travels to `atom` on `rank`; None if no message is
-    needed.
+    """Return the two chunks between which the output of `event` travels to `atom` on `rank`.
+
+    None if no message is needed.
     """
     target = atom.other_end if atom.kind in RECEIVES else atom.chunk
     if event.kind in SENDS:

@@ -77,7 +77,9 @@ def _device(v: Value) -> torch.device:
 
 
 def class_loss(s: Slicer, node: Node) -> bool:
-    """Cut a loss over classes into a sum per slice. A mean divides by the weights of all targets that are not ignored.
+    """Cut a loss over classes into a sum per slice.
+
+    A mean divides by the weights of all targets that are not ignored.
     """
     given = _arguments(node)
     if given["reduction"] == NONE:

@@ -170,7 +170,9 @@ class Slicer:
         return out
 
     def whole(self, v: Value) -> Value:
-        """Return the whole value; terms are added up in the order of the slices. Raises StageError if the value is cut.
+        """Return the whole value; terms are added up in the order of the slices.
+
+        Raises StageError if the value is cut.
         """
         held = self.held[v]
         if isinstance(held, Value):
@@ -239,8 +241,7 @@ class Slicer:
         self.held[node.outs[0]] = Pieces(self._out_cut(node, bound, factor, 0, lengths), tuple(made))
 
     def factor(self, node: Node) -> tuple[Bound, int, tuple[int, ...]]:
-        """Return the bound rule of the node, the factor that its operands are cut along, and the lengths of its slices.
-        """
+        """Return the node's bound rule, the factor along which its operands are cut, and the lengths of its slices."""
         call = self._described(node)
         operands: list[Value | None] = call.operands(node.args, node.kwargs)
         pieces = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)

@@ -12,7 +12,9 @@ Units = list[tuple[int, int]]
 
 
 def _units(name: str, ranks: int, microbatches: int, slices: int) -> tuple[list[int], list[int]]:
-    """Return the slices in the order of their forwards and of their backwards; slice s of sequence m is m * slices + s.
+    """Return the slices in the order of their forwards and of their backwards.
+
+    Slice s of sequence m is m * slices + s.
     """
     counted(name, ranks, microbatches)
     asked(name, slices >= 1, f"{slices} slices", "a sequence is cut into slices", "slices=4")

@@ -126,7 +126,9 @@ class _Staging:
         return found
 
     def _put_at(self, node: Node, latest: int) -> None:
-        """Put a node into the last chunk on its mesh that is not after `latest`; it stays where it is if there is none.
+        """Put a node into the last chunk on its mesh that is not after `latest`.
+
+        It stays where it is if there is none.
         """
         at = self.chunk[node.outs[0]] if node.outs else EVERYWHERE
         later = (c for c in range(at + 1, latest + 1) if at >= 0 and self.chain[c] == self.chain[at])

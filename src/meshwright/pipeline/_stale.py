@@ -63,8 +63,9 @@ def updates(schedule: Schedule) -> int:
 
 
 def groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
-    """Map each (rank, chunk) to the microbatches whose gradients each update takes; the last group belongs to no
-    update.
+    """Map each (rank, chunk) to the microbatches whose gradients each update takes.
+
+    The last group belongs to no update.
     """
     return {(rank, chunk): taken for rank, row in enumerate(schedule.rows) for chunk, taken in _groups(row)}
 
@@ -82,10 +83,11 @@ def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
 
 
 def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
-    """Yield the actions of a row separately, with the version of the weights that each uses; an update with the new
-    version.
+    """Yield the actions of a row separately, with the version of the weights that each uses.
 
-    Version n is the version after n updates. A microbatch's backward pass uses the version of its forward pass.
+    Version n is the version after n updates. An update is paired with the version that it makes. A microbatch's
+    backward
+    pass uses the version of its forward pass.
     """
     made = 0
     used: dict[tuple[int, int], int] = {}

@@ -74,7 +74,9 @@ def _joined(a: Program, b: Program) -> Program:
 
 
 def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
-    """Return the parts of all ways with `behind` as the first way's program behind. It need not read all of the sums.
+    """Return the parts of all ways with `behind` as the first way's program behind.
+
+    It need not read all of the sums.
     """
     behind = Draft(behind).finish()
     read = {v for node in behind.nodes for v in node.ins} | set(behind.results)

@@ -29,8 +29,7 @@ class Channel(StrEnum):
 
 
 class Event(NamedTuple):
-    """A completed event: the output, input gradient or weight gradient of a chunk is computed, or a message has passed.
-    """
+    """An event in a table: a chunk's output, input gradient or weight gradient is computed, or a message passed."""
 
     kind: Kind
     microbatch: int

@@ -39,7 +39,9 @@ def zero_bubble(
     times: Times | None = None,
     memory: Memory | None = None,
 ) -> Schedule:
-    """Return the table of least span that holds at most `capacity` on each rank. Raises ScheduleError if there is none.
+    """Return the table of least span that holds at most `capacity` on each rank.
+
+    Raises ScheduleError if there is none.
     """
     counted(name, ranks, microbatches)
     times, memory = times or Times(), memory or Memory(kept=0.5)
