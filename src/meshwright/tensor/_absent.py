@@ -72,7 +72,7 @@ def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]
 
 
 def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Record in the autograd graph that `target` is computed from `inputs`, which are written to it."""
+    """Record in the autograd graph that `target`, which is written to, depends on `inputs`."""
     with no_interception():
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
             outs: Any = _Through.apply([(target.shape, target.dtype)], *inputs)

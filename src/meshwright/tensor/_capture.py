@@ -152,8 +152,7 @@ def sizes_of(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -
 
 
 def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:
-    """True if `func` is a Python function that reads sizes of its arguments which differ between the whole and the
-    parts.
+    """True if `func` is a Python function whose operators depend on sizes that differ between the whole and the parts.
 
     An example is `x.sum(0) / x.size(0)`. It is captured again with the shapes of the first and of the last rank's
     parts; its

@@ -160,7 +160,9 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """Raise MemoryAccessError for `torch.Tensor(x)` and `plain.new(x)`, which make a plain tensor on the memory of `x`.
+    """Raise MemoryAccessError for `torch.Tensor(x)` and `plain.new(x)`.
+
+    They make a plain tensor on the memory of `x`.
     """
     if isinstance(args[0], DistTensor) and backward_running() == -1:  # autograd aliases local parts
         asked = "torch.Tensor(x), or a legacy constructor like it"

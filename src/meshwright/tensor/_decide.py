@@ -163,7 +163,9 @@ def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
 
 
 def traffic(have: Held, need: Held, ranks: int) -> float:
-    """Return the bytes that a rank receives for a change of state, per byte that the ranks of the axis hold together.
+    """Return the bytes that a rank receives for a change of state.
+
+    The unit is the bytes of the operand that all ranks of the axis hold together.
     """
     share = (ranks - 1) / ranks
     if have == need or have == REPEATED:

@@ -272,8 +272,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 
 def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise PlainInBackwardError inside a backward pass for a plain tensor that may be this rank's part of a gradient.
-    """
+    """Raise PlainInBackwardError inside a backward pass for a plain tensor that may be part of a gradient."""
     if not plain_may_be_part():
         return
     for t in tensors:

@@ -12,8 +12,7 @@ class MixedMeshError(MeshwrightError, ValueError):
 
 
 class PlainInBackwardError(MeshwrightError, RuntimeError):
-    """A plain tensor and a distributed one meet inside a backward pass, where the meaning of the plain one is unknown.
-    """
+    """A plain tensor and a distributed one meet inside a backward pass, where the plain one is ambiguous."""
 
 
 class LocalShapeError(MeshwrightError, ValueError):

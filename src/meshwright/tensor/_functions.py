@@ -105,8 +105,9 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def _on_whole(function: Any) -> Any:
-    """Return the function with a record of the layouts of arguments and results, and with gradients of the whole
-    tensors.
+    """Return the function with gradients of the whole tensors in its backward pass.
+
+    It records the layouts of arguments and results.
     """
     in_two = function.setup_context is not Function.setup_context
     name = "backward" if function.vjp is Function.vjp else "vjp"
