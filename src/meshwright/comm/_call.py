@@ -18,9 +18,9 @@ Message = tuple[int, Shape, torch.dtype]
 class Call(NamedTuple):
     """One rank's side of one collective or message.
 
-    `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each.
-    `messages` are the sends and the receives of an exchange, or the one message of a send or a receive, which has a
-    `tag` too; every other kind leaves them empty.
+    `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each. `messages` are
+    the sends and the receives of an exchange, or the one message of a send or a receive. A send or receive has a `tag`
+    too. Other kinds leave `messages` empty.
 
     >>> print(Call("all_reduce", "sum", torch.float32, ((2, 3),), ((2, 3),), (0, 1)))
     all_reduce(sum, float32, (2, 3)) on ranks 0, 1

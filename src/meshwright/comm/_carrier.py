@@ -64,10 +64,8 @@ class Carrier(ABC):
     """Communicator of one rank.
 
     All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous. Inputs are
-    never
-    written to, unless the caller gives them up with `over`. Every rank of `group` makes the same call, with the same
-    group
-    in the same order.
+    never written to, unless the caller gives them up with `over`. Every rank of `group` makes the same call, with the
+    same group in the same order.
     """
 
     kind: ClassVar[str]
@@ -191,10 +189,8 @@ class Carrier(ABC):
         """Send a message to rank `peer`, where it is buffered until it is received; returns without waiting for that.
 
         `x` may be written to afterwards. Messages between two ranks with different tags may be received in any order.
-        Messages
-        with the same tag are received in the order in which they were sent. A message carries values only, without
-        their
-        autograd history.
+        Messages with the same tag are received in the order in which they were sent. A message carries values only,
+        without their autograd history.
         """
         x = x.detach()
         call = self._message("send", peer, tag, tuple(x.shape), x.dtype)

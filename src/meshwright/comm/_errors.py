@@ -1,14 +1,14 @@
 """Errors of communication between ranks, one class per cause.
 
 CommError
-├── CallError               a call that no rank could make: an unknown reduction, a group without the caller
-├── NoCarrierError          a collective outside any ranks
+├── CallError               a call that no rank can make: an unknown reduction, a group without the caller
+├── NoCarrierError          a collective without ranks
 ├── NestedSimulationError   simulate inside a simulated rank
-├── DisagreementError       two ranks meet with different calls
+├── DisagreementError       two ranks make different calls where both must make the same one
 ├── DeadlockError           every rank waits for another
-├── MissingCallError        a rank ended, or went elsewhere, while others wait for it
-├── DeadPeerError           a rank's process is gone
-├── NoAnswerError           a rank's process is there, and cannot come to a call: it is stopped, or its host is away
+├── MissingCallError        a rank ended, or made another call, while others wait for it
+├── DeadPeerError           the process of a rank has ended
+├── NoAnswerError           the process of a rank exists, but is stopped or its host does not respond
 └── LaunchError             local ranks that could not be started
 
 StragglerWarning            ranks wait for a slower one
@@ -41,7 +41,7 @@ class NestedSimulationError(CommError):
 
 
 class DisagreementError(CommError):
-    """Two ranks make different calls at the same time."""
+    """Two ranks make different calls where both must make the same one."""
 
 
 class DeadlockError(CommError):

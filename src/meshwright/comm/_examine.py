@@ -1,10 +1,10 @@
 """Examination of the peers of a waiting rank: an error if they cannot come, a warning if they are only slow.
 
-the process is gone                       DeadPeerError; MissingCallError if the rank said that it ended
+the process has ended                     DeadPeerError; MissingCallError if the rank said that it ended
 no call within `limit`, and then
     every rank waits for another          DeadlockError
     its process is stopped                NoAnswerError
-    a debugger has stopped it             it is waited for without an end
+    a debugger has stopped it             the rank waits without a limit
     it computes, or holds the lock        a warning after four limits; MissingCallError after `patience`
 """
 

@@ -59,11 +59,7 @@ class Check:
     """Settings of the comparison of calls: every `every`-th call of a group (0: none), and the time limits.
 
     After `limit` seconds a deadlock or a stopped process is an error. After four limits a slow rank causes a warning,
-    and
-    after `patience` seconds an error.
-
-    After `limit` seconds a deadlock or a rank whose process is stopped is an error, after four limits a slow rank is a
-    warning; after `patience` seconds the slow rank is an error too.
+    and after `patience` seconds an error.
 
     >>> Check.parse("100")
     Check(every=100, limit=20.0, patience=1800.0)

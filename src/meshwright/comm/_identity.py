@@ -36,9 +36,9 @@ def note_fact(name: str, value: object) -> None:
 
 
 class _Compared:
-    """`here` is True once this process compares its calls with other ranks.
+    """State of the comparison of calls between ranks.
 
-    `told` are functions to call at that time.
+    `here` is True once this process compares its calls. `told` are functions to call at that time.
     """
 
     here = False

@@ -60,12 +60,9 @@ def launch(
 
     The processes get torchrun's environment variables, and a store on loopback that this process serves. Rank 0 prints
     directly, and with `all_print` all ranks do. Otherwise the last lines of the other ranks are printed with a prefix
-    when
-    the run fails. When one rank fails, the others have a few seconds to report, and are then ended. All ranks are ended
-    on
-    SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). On SIGTERM they have half a minute to finish and
-    save;
-    another SIGTERM changes nothing, and a second SIGINT ends them at once.
+    when the run fails. When one rank fails, the others have a few seconds to report, and are then ended. All ranks are
+    ended on SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). On SIGTERM they have half a minute to
+    finish and save; another SIGTERM changes nothing, and a second SIGINT ends them at once.
     """
     if ranks < 1 or not argv:
         raise LaunchError(

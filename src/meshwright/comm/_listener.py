@@ -94,7 +94,7 @@ class Listener:
         try:
             wire, _ = self._server.accept()
         except OSError:
-            time.sleep(0.01)  # none left, or no file is free: connections that wait will end
+            time.sleep(0.01)  # no connection is left, or no file descriptor is free; waiting connections will end
             return
         wire.setblocking(False)
         if len(self._waiting) >= MOST_WAITING:

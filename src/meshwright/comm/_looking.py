@@ -38,8 +38,6 @@ def prefix_prints() -> Generator[None]:
     Lines of threads that are no ranks stay as they are. It applies to the whole process: with simulated ranks, write it
     around `simulate`.
 
-    It is for the whole process: with simulated ranks, write it around `simulate`.
-
     >>> from meshwright.comm import current, simulate
     >>> with prefix_prints():
     ...     _ = simulate(lambda: print("here", current().rank * 10), 2)
@@ -144,8 +142,7 @@ class _Prefixed(_Wrapped):
     """A stream that prefixes lines with the rank that printed them.
 
     A line is written as soon as it is complete, so that lines of several ranks or processes do not mix. An incomplete
-    line
-    is written when the rank flushes it, as for a prompt, and the rank continues it.
+    line is written when the rank flushes it, as for a prompt, and the rank continues it.
     """
 
     def __init__(self, out: TextIO) -> None:

@@ -42,8 +42,7 @@ class Meetings:
     """The calls of this rank with unread frames, the oldest first.
 
     `compare(meeting, peer)` raises if the frame of a peer differs, and `balance(meeting)` if the frames of all peers do
-    not
-    match together.
+    not match together.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Messages between processes. A message is buffered in the memory of its receiver until it is received.
 
 The first send to a rank opens a connection to it. A send writes as much as the system takes at once, and leaves the
-rest to a thread. A thread of the receiver reads messages as they arrive and puts them into queues, one for each
-(rank, tag). No rank blocks another one that does something else, in any order of sends and receives.
+rest to a thread. A thread of the receiver reads messages as they arrive and puts them into queues, one for each (rank,
+tag). No rank blocks another one that does something else, in any order of sends and receives.
 
 The tagged sends of Gloo cannot do this. Their data moves only when the receiver asks for it, the sender cannot ask
 whether it has left, and a receiver that expects fewer bytes is aborted.

@@ -335,8 +335,7 @@ def init_process(
     """Return the communicator of this process, and install it for all its threads; reads torchrun's environment.
 
     Under `simulate` or `meshwright run`, returns the existing communicator and ignores the arguments. A process that
-    was
-    started alone, as by `python script.py`, is the only rank.
+    was started alone, as by `python script.py`, is the only rank.
 
     Args:
         backend: backend for tensors that are not on the CPU; by default "nccl" if CUDA is available.
@@ -366,9 +365,9 @@ def stragglers() -> list[Straggler]:
     """Return the ranks that are slower than this one, the slowest first, from the waits of the last seconds.
 
     A `Straggler` has the `rank`, the `share` of this rank's time that it costs, and the mean `wait` in seconds. Each
-    rank may ask at any time, and alone. The list is empty in the first seconds, if ranks take turns in being slow, and
-    on simulated ranks. A `StragglerWarning` says the same by itself, at most once a minute, if a rank costs a fifth of
-    the time.
+    rank may call this at any time, and alone. The list is empty in the first seconds, if ranks are slow in turns, and
+    on simulated ranks. A `StragglerWarning` reports the same, at most once a minute, if a rank costs a fifth of the
+    time.
     """
     return current().stragglers()
 

@@ -4,11 +4,6 @@ The launcher writes three things: the mark of its run, which is in the environme
 process number of each rank; and "done" at its end. If its pipe closes without "done", it was killed. Then the marked
 processes get SIGTERM, and SIGKILL three seconds later. This includes processes that are stopped, that hold Python's
 interpreter lock, or whose parents have ended.
-
-The launcher writes the mark of its run, which is in the environment of all processes of the run, then a line with the
-number of each rank's process, and "done" at its end. If its pipe closes without that word, it was killed: the marked
-processes get SIGTERM, and SIGKILL three seconds later. That holds too for processes that are stopped, that hold
-Python's interpreter lock, or whose parents have ended.
 """
 
 from __future__ import annotations

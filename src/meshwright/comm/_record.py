@@ -1,8 +1,8 @@
 """The flight record of a rank: its last 200 calls, written as JSON when a call fails, and never otherwise.
 
-    MESHWRIGHT_RECORDS    the folder; "off" for no records; else a folder of the user where temporary files are
+    MESHWRIGHT_RECORDS    the folder; "off" for no records; by default a folder of the user for temporary files
 
-Each run has a folder of its own there, with one file a rank: `rank-3.json`.
+Each run has its own folder there, with one file per rank: `rank-3.json`.
 """
 
 from __future__ import annotations

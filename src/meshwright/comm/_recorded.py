@@ -16,8 +16,6 @@ class Recorded(Carrier):
 
     It accepts meta and fake tensors, so a plan for 16,384 ranks needs neither ranks nor memory.
 
-    It takes meta and fake tensors, so that a plan for 16,384 ranks needs neither ranks nor memory.
-
     >>> ranks = Recorded(rank=3, size=16384)
     >>> with ranks.seen.record_calls() as calls:
     ...     y = ranks.all_reduce(torch.empty(1024, device="meta"), "sum", tuple(range(8)))

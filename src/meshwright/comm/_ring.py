@@ -11,7 +11,10 @@ from ._region import wait_for
 RING = 2**15
 """Bytes of memory for one direction."""
 _COUNTS, _WRITTEN, _READ = 128, 0, 8
-"""Bytes for the two counts, and their offsets, in separate cache lines: the total bytes written, and the total read."""
+"""Bytes for two counts in separate cache lines, and their indices in words of 8 bytes.
+
+One counts the bytes written since the beginning, the other the bytes read.
+"""
 _ROOM = RING - _COUNTS
 _LONG = 86400.0
 

@@ -10,9 +10,8 @@ class State(NamedTuple):
 
     With background conversions a rank may be in two calls, or compute while it is in a call. It is `stuck` if all its
     threads wait and none of its messages is in flight. It is `debugged` while a debugger has stopped it. `silence` is
-    the
-    reason why the rank does not answer; it is `stopped` if it cannot continue by itself. `at` is the line of the user's
-    code that it executes, and `waits` the fraction of its time in which it waits for others.
+    the reason why the rank does not answer; it is `stopped` if it cannot continue by itself. `at` is the line of the
+    user's code that it executes, and `waits` the fraction of its time in which it waits for others.
     """
 
     call: str

@@ -2,8 +2,7 @@
 
 Time is divided into slices of at least half a second, of which the last ten count. A slice that is much longer than the
 others contained a pause, such as a checkpoint, and is ignored. A peer is a straggler if it is waited for in most
-slices,
-and for longer than it waits itself. Ranks that are slow in turns wait as long as they are waited for.
+slices, and for longer than it waits itself. Ranks that are slow in turns wait as long as they are waited for.
 """
 
 from __future__ import annotations

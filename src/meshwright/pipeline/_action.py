@@ -1,14 +1,14 @@
 """Actions of a pipeline schedule, and their text form.
 
 F3.1     forward of microbatch 3 through chunk 1
-B3.1     its backward as far as the gradients of inputs, W3.1 the gradients of weights, BW3.1 both
-R3.1     its forward once more, for a backward that kept only the inputs
->F3.1    send the output of F3.1 on to the next chunk, <F3.1 receive it
->B3.1    send the gradient that B3.1 found back to the chunk before, <B3.1 receive it
->F3.1:4  the same for a chunk further on (a skip connection)
+B3.1     its backward for the gradients of inputs, W3.1 for the gradients of weights, BW3.1 for both
+R3.1     its forward again, for a backward that kept only the inputs
+>F3.1    send the output of F3.1 to the next chunk, <F3.1 receive it
+>B3.1    send the input gradient of B3.1 to the chunk before, <B3.1 receive it
+>F3.1:4  the same for a later chunk (a skip connection)
 G.1      gather the parameters of chunk 1, S.1 reduce and scatter their gradients
-O        the optimizer's update; O3: with the gradients up to microbatch 3, while others are on their way
-F4.0&B1.3  two that run side by side: the place ends when both have ended
+O        the optimizer's update; O3: with the gradients up to microbatch 3, while others are in flight
+F4.0&B1.3  two actions side by side: they end when both have ended
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Action(NamedTuple):
     """One action of a rank.
 
     `to` is the chunk at the other end of a message, if that is not a neighbouring chunk. `beside` is an action that
-    runs
-    at the same time.
+    runs at the same time.
     """
 
     kind: Kind

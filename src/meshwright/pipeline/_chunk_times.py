@@ -32,8 +32,8 @@ def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> T
     """Return the times of F, B and W of each chunk of a staged program, in units of the longest F.
 
     `trained` are the parameters that get a gradient. A product of x and w is computed once more for each of its
-    gradients:
-    that of x belongs to B, that of w to W. Values without a gradient cost neither: inputs, labels, frozen weights.
+    gradients: that of x belongs to B, that of w to W. Values without a gradient cost neither: inputs, labels, frozen
+    weights.
     """
     once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
     needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}

@@ -1,9 +1,9 @@
 """Random numbers in the order of one device, for ranks that run forward passes in another order.
 
 One device takes the microbatches one after the other, each from the first chunk to the last. A row with several chunks
-or two ways has another order. For such a row, all draws of a step run once before the step, in the order of one
-device. The results of these draws are not used. The state of the generator before each forward pass is saved, and
-restored when the pass runs.
+or two ways has another order. For such a row, all draws of a step run once before the step, in the order of one device.
+The results of these draws are not used. The state of the generator before each forward pass is saved, and restored when
+the pass runs.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ class Memory:
     `held` is the memory that a forward saves for the backward. `kept` is the part of it that stays between B and W
     (default: all). `inputs` stays between a forward that is recomputed and its recomputation. `static` is the constant
     memory of a chunk: weights, their gradients and the optimizer's state. `weights` is the memory of each older version
-    of
-    the weights (asynchronous schedules).
+    of the weights (asynchronous schedules).
     """
 
     held: float | tuple[float, ...] = 1.0
@@ -45,7 +44,7 @@ class Memory:
 
 
 def at(values: float | tuple[float, ...], index: int) -> float:
-    """Return element `index` of a tuple, or the one number that stands for all elements."""
+    """Return element `index` of a tuple, or the number itself if there is one for all elements."""
     return values[index] if isinstance(values, tuple) else values
 
 

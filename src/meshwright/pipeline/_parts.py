@@ -73,12 +73,9 @@ class Parts:
     """The programs of one rank by place, and the values that pass between them.
 
     `inputs` are the inputs of the whole step. `gives` names the outputs of each program for the other programs; a
-    program
-    may call them differently. `sums` are the values whose sums over all microbatches the program behind reads. `terms`
-    are
-    the pairs (term, sum): the value itself, or the value of each slice of a sequence. `renewed` are pairs of a buffer
-    and
-    the value that it takes from each microbatch.
+    program may call them differently. `sums` are the values whose sums over all microbatches the program behind reads.
+    `terms` are the pairs (term, sum): the value itself, or the value of each slice of a sequence. `renewed` are pairs
+    of a buffer and the value that it takes from each microbatch.
     """
 
     inputs: tuple[Input, ...]
@@ -232,8 +229,7 @@ class _Cut:
         """Place the nodes of the backward pass that belong to no forward node.
 
         Such a node runs with its readers in the backward pass, otherwise with the producers of its operands. So a
-        backward pass
-        starts in its chunk, and buffers are renewed where their new value is computed.
+        backward pass starts in its chunk, and buffers are renewed where their new value is computed.
         """
         renewing = {v for _, v in self.step.writes}
         for node in reversed(nodes):
@@ -253,8 +249,7 @@ class _Cut:
         """Move the draws of other ranks' chunks to the nearest own forward, in the order of the step.
 
         So all generators have the same state. With one chunk per rank, microbatches get the numbers of one device that
-        takes
-        them one after the other.
+        takes them one after the other.
         """
         latest = self._latest_draws()
         for node, place in self.at.items():
@@ -321,8 +316,7 @@ class _Cut:
         """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
 
         So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
-        after
-        all microbatches.
+        after all microbatches.
         """
         left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
         left += values_in(self.step.outputs)

@@ -100,16 +100,12 @@ class PipelineRun:
     """A training step of all microbatches, in the order of a schedule's row.
 
     `copies` are the parts of the model's copies, and `intake` gives the copy for each microbatch. Each way of the
-    schedule
-    has a copy; microbatches of other sizes have their own copies. `run(*inputs)` takes the values of `inputs`. It
-    returns
-    the outputs of the program behind, and the new values of `writes`. After each action `watch` gets the values held
-    for
-    each microbatch.
+    schedule has a copy; microbatches of other sizes have their own copies. `run(*inputs)` takes the values of `inputs`.
+    It returns the outputs of the program behind, and the new values of `writes`. After each action `watch` gets the
+    values held for each microbatch.
 
     An asynchronous schedule runs the program behind once per update, which writes to its inputs in place. With `again`,
-    all
-    updates but the first run that program (`Behind`).
+    all updates but the first run that program (`Behind`).
     """
 
     def __init__(
@@ -280,8 +276,7 @@ def _entries(
     """Yield the entries of a row: copy, place and microbatch, with the version of the weights.
 
     A chunk that was recomputed by an R action is not recomputed again. Slices of a sequence are one microbatch here,
-    and
-    read the values of the slices before them. A backward pass has an R and a W if they are in `there`.
+    and read the values of the slices before them. A backward pass has an R and a W if they are in `there`.
     """
     done = schedule.recomputed
     for atom, version in versions_used(schedule, schedule.rows[stage]):

@@ -18,10 +18,8 @@ class _Step(NamedTuple):
     """One action of the table.
 
     `rank` runs it. `alike` numbers actions of equal length. `waits` are the events of other ranks that it waits for,
-    with
-    the two chunks of the message. `gives` are the events that other ranks wait for. Events on the same rank come
-    earlier in
-    its row.
+    with the two chunks of the message. `gives` are the events that other ranks wait for. Events on the same rank come
+    earlier in its row.
     """
 
     rank: int

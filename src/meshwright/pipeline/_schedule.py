@@ -48,12 +48,9 @@ class Schedule:
     """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
 
     A model with several copies has several `ways`, and `routes` gives the way of each microbatch (empty: the first).
-    With
-    `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges` are
-    the
-    values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch, the
-    number
-    of updates that its weights have had (empty: the updates before it in the row).
+    With `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges`
+    are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch,
+    the number of updates that its weights have had (empty: the updates before it in the row).
     """
 
     name: str

@@ -17,10 +17,8 @@ class Times:
     """Seconds of one microbatch per chunk: one number per chunk, or one number for all chunks.
 
     `transfer` is the time of a message between two ranks, per edge that begins at a chunk. `overhead` is the time of
-    each
-    action before it begins. BW takes as long as B and W. `slowdown` is the time of two actions side by side, as a
-    fraction
-    of their sum.
+    each action before it begins. BW takes as long as B and W. `slowdown` is the time of two actions side by side, as a
+    fraction of their sum.
     """
 
     forward: float | tuple[float, ...] = 1.0

@@ -86,8 +86,7 @@ def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
     """Yield the actions of a row separately, with the version of the weights that each uses.
 
     Version n is the version after n updates. An update is paired with the version that it makes. A microbatch's
-    backward
-    pass uses the version of its forward pass.
+    backward pass uses the version of its forward pass.
     """
     made = 0
     used: dict[tuple[int, int], int] = {}

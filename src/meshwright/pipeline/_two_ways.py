@@ -54,8 +54,7 @@ class _Row:
         """Return the actions of the eight phases.
 
         `place` counts from the end of the pipeline to the middle, where a microbatch turns or two streams meet.
-        `rounds` is the
-        number of microbatches of a stream.
+        `rounds` is the number of microbatches of a stream.
         """
         outside, inside, middle = places - 1 - place, place + 1, place == places - 1
         for _ in range(2 * outside):

@@ -79,8 +79,7 @@ class _Table:
     """A table that is filled action by action, each at its earliest time.
 
     `past_first` lets forwards delay the first backward. `backward_first` delays a forward that the next rank could not
-    run
-    before its next backward. `fill_all` puts weight gradients into short waits too.
+    run before its next backward. `fill_all` puts weight gradients into short waits too.
     """
 
     def __init__(

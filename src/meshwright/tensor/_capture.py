@@ -44,8 +44,7 @@ class Captured:
     """A call as operators.
 
     `inputs` are the meta tensors for its tensor arguments, one per occurrence. `constants` are tensors that the
-    function
-    made from numbers on the host.
+    function made from numbers on the host.
     """
 
     inputs: tuple[Tensor, ...]
@@ -74,9 +73,8 @@ def taken_apart(captured: Captured) -> Captured | None:
     """Return a call of one composite operator as the operators that torch decomposes it into; None otherwise.
 
     None also if torch rejects the decomposition. The constants belong to the whole tensors, so the operators have to
-    run
-    one by one. Some decompositions use operators without derivatives if no operand requires a gradient. So all operands
-    require one here.
+    run one by one. Some decompositions use operators without derivatives if no operand requires a gradient. So all
+    operands require one here.
     """
     (node,) = captured.nodes
     kernel = composite_kernel(node.op) or list_kernel(node.op)
@@ -155,8 +153,7 @@ def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captu
     """True if `func` is a Python function whose operators depend on sizes that differ between the whole and the parts.
 
     An example is `x.sum(0) / x.size(0)`. It is captured again with the shapes of the first and of the last rank's
-    parts; its
-    operators then have other constants.
+    parts; its operators then have other constants.
     """
     if not isinstance(func, FunctionType) or not any(s.layout.cut_axes for s in specs):
         return False

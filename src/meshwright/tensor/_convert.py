@@ -1,7 +1,7 @@
 """Conversion of a local part from one layout to another, differentiably.
 
-The gradient of a conversion A → B is the conversion dual(B) → dual(A); it is differentiable in the same way, so
-any number of derivatives is right by construction.
+The gradient of a conversion A → B is the conversion dual(B) → dual(A); it is differentiable in the same way, so any
+number of derivatives is right by construction.
 """
 
 from __future__ import annotations
@@ -214,8 +214,7 @@ def _special(x: Tensor, how: Move) -> Tensor:
     """Convert averages as sums, by a local division, and extrema by gathering.
 
     With the division every term has its own gradient. Terms of max, min and prod that need a gradient are gathered
-    along a
-    new dim and joined there by an operator whose gradient torch knows.
+    along a new dim and joined there by an operator whose gradient torch knows.
     """
     src, dst = how.src, how.dst
     x, src = (x / _ranks(src), _sum_for_average(src)) if _ranks(src) > 1 else (x, _sum_for_average(src))

@@ -7,10 +7,8 @@ along the last dim share a counter. With n elements per counter, the element at 
     the linear index of (i, …, j, k // n) in a tensor whose last dim has ceil(size / n) elements
 
 and the words from (k % n) * (4 / n) on. This holds for any part of the tensor, so each rank computes its own part
-alone.
-Uniforms and the values derived from them are float64 until the end. Vector lanes differ in the last bits only, and
-these
-are rounded away.
+alone. Uniforms and the values derived from them are float64 until the end. Vector lanes differ in the last bits only,
+and these are rounded away.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def philox(counter: Words, key: Key) -> Words:
     a, b, c, d = counter
     k, m = key
     for _ in range(_ROUNDS):
-        # int64 products wrap: their 64 bits are those of the unsigned ones; what stays above 32 bits is masked later
+        # int64 products wrap like unsigned ones; bits above 32 are masked later
         p, q = a * _FACTORS[0], c * _FACTORS[1]
         a = (q >> 32).bitwise_xor_(b).bitwise_xor_(k).bitwise_and_(MASK)
         c = (p >> 32).bitwise_xor_(d).bitwise_xor_(m).bitwise_and_(MASK)
@@ -80,8 +78,7 @@ class Distribution:
     """Transform of uniforms in [0, 1) to a distribution: `of(*uniforms, *parameters)`.
 
     `parameters` are torch's names and defaults. `counts` is True if the numbers are integers, so that integer tensors
-    accept
-    them. `below` is True if the result must not be 1: the uniforms then have no more digits than the dtype.
+    accept them. `below` is True if the result must not be 1: the uniforms then have no more digits than the dtype.
     """
 
     of: Callable[..., Tensor]

@@ -1,6 +1,6 @@
 """Choice of the layouts of a call: no traffic first, then the fewest changed operands, then the fewest bytes.
 
-No operand is sliced unless asked for, and sums stay pending while that costs nothing.
+An operand is only sliced on request, and sums stay pending while that costs nothing.
 """
 
 from __future__ import annotations

@@ -292,8 +292,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     """Return a function that carries out the call, and True if its float arguments count by value.
 
     Floats count by type only if two conditions hold. A C function is called with the caller's own arguments, so the
-    plan
-    keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
+    plan keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
     """
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)

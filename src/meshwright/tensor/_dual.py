@@ -58,8 +58,7 @@ def held_with(grad: Tensor, local: Tensor) -> Tensor:
     """Return `local`, which a program gave autograd as `grad`, such that references to `grad` also hold `local`.
 
     Autograd takes over the memory of a gradient without other references, and copies any other gradient. A program may
-    keep
-    `grad`, and `local` is another object on the same memory. Call it with interception off.
+    keep `grad`, and `local` is another object on the same memory. Call it with interception off.
     """
     now = backward_running()
     if local is grad or now == -1 or torch.is_grad_enabled() or not (is_dense(local) and shares_storage(local, grad)):

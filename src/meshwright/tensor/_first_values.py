@@ -1,10 +1,8 @@
 """The first values of tensors that are parts of whole ones: a checksum of the whole, valid until the first write.
 
 Each rank distributes its own whole tensor and keeps a part. If the ranks had different values, their parts do not
-match,
-and no comparison of replicas can detect this. But the values may be overwritten, as when a checkpoint is loaded. So
-they
-do not count in a tensor's number (`_identity.py`), and are compared before the first update.
+match, and no comparison of replicas can detect this. But the values may be overwritten, as when a checkpoint is loaded.
+So they do not count in a tensor's number (`_identity.py`), and are compared before the first update.
 """
 
 from __future__ import annotations

@@ -255,8 +255,7 @@ def functions_told(apply: Callable[..., Any]) -> Generator[None]:
 
     It is called as `apply(F, call, args, kwargs)`, where `call` does what the call would do outside the block. Below
     autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a simulation
-    runs
-    meanwhile.
+    runs meanwhile.
     """
     outside = _TOLD[-1]
 

@@ -207,7 +207,7 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor) or x._viewing or not named:
         return NotImplemented
     if x._spec.layout.partial and any(isinstance(a, torch.dtype) and a is not x._spec.dtype for a in given):
-        return func(_summed(x), *args[1:], **kwargs)  # add the terms before they are rounded
+        return func(_summed(x), *args[1:], **kwargs)  # reduce the terms before they are rounded
     out = call_plain(func, types, args, kwargs)
     if out is x:
         return x
@@ -295,7 +295,7 @@ def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _linear_cross_entropy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run the function unchunked.
 
-    Its options split it into chunks, whose operator computes gradients in advance and asks which inputs need some.
+    Its options split it into chunks, whose operator computes gradients in advance and checks which inputs need some.
     """
     return NotImplemented if kwargs.get("options") is None else func(*args, **{**kwargs, "options": None})
 

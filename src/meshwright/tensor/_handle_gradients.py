@@ -45,7 +45,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             ones = torch.ones(current().local_shape(spec), dtype=spec.dtype, device=output.device)
             if not spec.layout.varying:
-                return ones  # the dual of no other repetition is a sum
+                return ones  # only the dual of a varying replica is a sum
             grad = ones
         if backward_running() != -1 and not isinstance(grad, DistTensor):
             return grad  # a reentrant checkpoint hands on this rank's part of the gradient

@@ -26,7 +26,7 @@ def _contiguous(out: Tensor, args: tuple[Any, ...]) -> Strides:
 
 
 def _format_of_first(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """Channels-last strides if the first argument is channels-last, else contiguous ones."""
+    """Return channels-last strides if the first argument is channels-last, else contiguous ones."""
     for form, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if args[0].dim() == out.dim() == dims and _is_in(args[0], form):
             return torch.empty(out.shape, device="meta").to(memory_format=form).stride()

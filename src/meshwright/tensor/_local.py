@@ -21,10 +21,8 @@ def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     """Return `x` after `how`; computed once and shared by all uses, as long as `x` is not written to.
 
     `exact` is False if other operators than one device's will use the result, and save other tensors for the backward
-    pass.
-    Call it with interception off. Only intermediate results that need a gradient are shared. The reductions of a leaf
-    are
-    deferred and added up. A tensor whose `.data` was read may be written to without notice.
+    pass. Call it with interception off. Only intermediate results that need a gradient are shared. The reductions of a
+    leaf are deferred and added up. A tensor whose `.data` was read may be written to without notice.
     """
     if how.is_trivial:
         return x

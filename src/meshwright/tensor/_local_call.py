@@ -115,8 +115,7 @@ def recut(spec: Spec, dim: int, to: int) -> Spec:
 
 @lru_cache(maxsize=1024)
 def rearranged(mesh: ProcessMesh, axes: tuple[str, ...], sources: tuple[int, ...]) -> ProcessMesh:
-    """Return a mesh on which place `sources[i]` along `axes` has the rank of place i, so that it receives the part
-    there.
+    """Return a mesh on which place `sources[i]` along `axes` has the rank of place i, which then receives its part.
 
     >>> line = ProcessMesh([4, 5, 6], ["cp"])
     >>> rearranged(line, ("cp",), (1, 2, 0))

@@ -105,7 +105,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
     table: dict[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
     kept = table.get(key)
     if kept is None:
-        kept = table[key] = _Kept()  # kept with the part's memory, not with `x`: `x.detach()` may be gone already
+        kept = table[key] = _Kept()  # stored on the part's memory, not on `x`: `x.detach()` may be freed already
         _thread.kept.add(kept)
     if kept.whole is None:
         kept.whole, kept.version = _gathered(x, table), version

@@ -304,10 +304,8 @@ def plan_call(
     """Return the plan of a captured call.
 
     For one operator: its step, its smaller parts, or its decomposition by torch as another capture. For several: the
-    specs
-    of the results if the caller's own function is correct on the local tensors, else the operators, to be carried out
-    one
-    by one. None: run the call on whole tensors.
+    specs of the results if the caller's own function is correct on the local tensors, else the operators, to be carried
+    out one by one. None: run the call on whole tensors.
     """
     if len(captured.nodes) == 1 and _is_whole_call(captured):
         node = replace(captured.nodes[0], out=captured.out)

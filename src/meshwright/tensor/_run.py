@@ -428,7 +428,7 @@ def _is_unseen(node: Node) -> bool:
         before = written.grad_fn
         try:
             node.op(written, *node.args[1:], **node.kwargs)
-        except RuntimeError:  # torch refuses the derivative, which the call itself will say
+        except RuntimeError:  # torch refuses the derivative; the call itself raises that error
             return False
         return written.grad_fn is before
 

@@ -66,7 +66,7 @@ def is_temporary(new: Tensor) -> bool:
     if sys.getrefcount(new) > _CALLS + _references(object()) or type(new) is DistView or isinstance(new, FakeTensor):
         return False
     if sys.version_info >= (3, 14) and any(v is new for v in sys._getframe(2).f_locals.values()):
-        return False  # a local variable is passed on without a reference of its own
+        return False  # a local variable is passed without its own reference
     with no_interception():
         return is_dense(new) and tensors_on_storage(new) == 1
 

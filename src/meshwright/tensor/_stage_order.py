@@ -53,11 +53,11 @@ class StageOrder:
         return max(((self._came[mesh], mesh) for mesh in meshes), key=lambda found: found[0])
 
     def begin(self) -> None:
-        """From now on, send each value to a stage only once, for all operations and layers there."""
+        """Begin a scope in which each value is sent to a stage only once, for all operations and layers there."""
         self._depth += 1
 
     def end(self) -> None:
-        """End the last `begin`; values that were sent are released."""
+        """End the scope of the last `begin`; values that were sent are released."""
         self._depth -= 1
         if self._depth == 0:
             self._sent.clear()

@@ -52,7 +52,7 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_traced(func, args, kwargs)
     if transforming():
         return _inside(func, args, kwargs or {})
-    if func is Tensor.untyped_storage:  # gathers the tensor, which a mode of fake tensors could not send
+    if func is Tensor.untyped_storage:  # this gathers the tensor, and a mode of fake tensors could not send it
         with no_modes():
             return planned(func, types, args, kwargs, signature(func, args, kwargs))
     return planned(func, types, args, kwargs, signature(func, args, kwargs))

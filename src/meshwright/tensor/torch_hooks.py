@@ -477,8 +477,8 @@ def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def as_on(device: torch.device | None) -> Run:
     """Return a function that runs an operator on meta tensors, with the sizes and strides of its results on a device.
 
-    torch chooses kernels of some operators by device, and they differ in the memory order of their results, or in
-    the sizes of results that only a backward pass reads.
+    torch chooses kernels of some operators by device, and they differ in the memory order of their results, or in the
+    sizes of results that only a backward pass reads.
     """
 
     def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -678,8 +678,7 @@ def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Call `guard(x, new)` before every `x.data = new` of a plain tensor `x`, from now on.
 
     torch calls `__torch_function__` only for `x`. An operator then checks whether `x` can take over the memory of
-    `new`,
-    and the guard is at this operator.
+    `new`, and the guard is at this operator.
     """
     op = torch.ops.aten._has_compatible_shallow_copy_type.default
 
