@@ -1,4 +1,4 @@
-"""Carrying a step out: one interface, and the carriers that have it."""
+"""Communication between ranks: one interface for collectives and messages, and the communicators that implement it."""
 
 from ._call import Call, Group
 from ._carrier import Arrival, Arrived, Carrier, Receive

@@ -1,4 +1,4 @@
-"""What a rank asks for, as a value, and when two ranks' calls fit together."""
+"""A collective or message of one rank as a value, and the comparison of two ranks' calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Group = tuple[int, ...]
 
 Shape = tuple[int, ...]
 Message = tuple[int, Shape, torch.dtype]
-"""One point-to-point message: the peer's global rank, the shape, the dtype."""
+"""One point-to-point message: the peer's global rank, the shape and the dtype."""
 
 
 class Call(NamedTuple):
-    """One rank's side of one collective, or of one message.
+    """One rank's side of one collective or message.
 
-    `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each.
-    `messages` are the sends and the receives of an exchange, or the one message of a send or a receive, which has a
-    `tag` too; every other kind leaves them empty.
+    `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each. `messages` are
+    the sends and the receives of an exchange, or the one message of a send or a receive. A send or receive has a `tag`
+    too. Other kinds leave `messages` empty.
 
     >>> print(Call("all_reduce", "sum", torch.float32, ((2, 3),), ((2, 3),), (0, 1)))
     all_reduce(sum, float32, (2, 3)) on ranks 0, 1
@@ -39,12 +39,12 @@ class Call(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements that the caller brings: its tensor, or all its pieces and messages."""
+        """The number of elements that the caller contributes: its tensor, or all its pieces and messages."""
         return sum(map(_numel, self.sends)) + sum(_numel(shape) for _, shape, _ in self.messages[0])
 
     @property
     def message(self) -> Message:
-        """What a send or a receive is about."""
+        """The one message of a send or a receive."""
         (found,) = self.messages[0] + self.messages[1]
         return found
 
@@ -57,22 +57,23 @@ class Call(NamedTuple):
 
 
 def message_call(kind: str, rank: int, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
-    """The send or the receive of `rank`."""
+    """Return the send or the receive of `rank`."""
     message = ((peer, shape, dtype),)
     group = (rank,) if peer == rank else (min(rank, peer), max(rank, peer))
     return Call(kind, "", None, (), (), group, (message, ()) if kind == "send" else ((), message), tag)
 
 
 def send_for(call: Call, rank: int) -> Call:
-    """The send of the other rank that fits a receive of `rank`."""
+    """Return the send of the other rank that matches a receive of `rank`."""
     peer, shape, dtype = call.message
     return message_call("send", peer, rank, call.tag, shape, dtype)
 
 
 def received_bytes(call: Call, rank: int) -> int:
-    """Bytes that `rank` must receive from others, whatever the carrier: its share of the direct algorithm.
+    """Return the bytes that `rank` must receive from other ranks, for the direct algorithm of any communicator.
 
-    A reduction sends each rank the others' terms of its piece; an all-reduce is a reduce-scatter and an all-gather.
+    A reduction sends each rank the terms of the other ranks for its piece. An all-reduce is a reduce-scatter and an
+    all-gather.
     """
     if call.kind in ("exchange", "send", "receive"):
         return sum(_numel(shape) * dtype.itemsize for peer, shape, dtype in call.messages[1] if peer != rank)
@@ -88,7 +89,7 @@ def received_bytes(call: Call, rank: int) -> int:
 
 
 def common_part(call: Call) -> tuple[object, ...]:
-    """The part of a call that is the same on every rank when they agree."""
+    """Return the part of a call that is equal on all ranks when their calls agree."""
     if call.kind == "all_gather":
         return (call.kind, call.dtype, call.receives, call.group)
     if call.kind in ("all_reduce", "reduce_scatter"):
@@ -97,12 +98,12 @@ def common_part(call: Call) -> tuple[object, ...]:
 
 
 def is_pairwise(call: Call) -> bool:
-    """Whether two ranks' calls must also fit each other piece by piece."""
+    """True if two ranks' calls must also match piece by piece."""
     return call.kind in ("all_to_all", "exchange")
 
 
 def clash(mine: Call, rank: int, other: Call, peer: int) -> str | None:
-    """Why the calls of `rank` and `peer` cannot be one collective, or None when they fit."""
+    """Return the reason why the calls of `rank` and `peer` cannot be one collective; None if they match."""
     ours, theirs = common_part(mine), common_part(other)
     if ours != theirs:
         return _difference(mine, other)
@@ -114,9 +115,9 @@ def clash(mine: Call, rank: int, other: Call, peer: int) -> str | None:
 
 
 def transfers(call: Call, rank: int) -> Counter[tuple[object, ...]]:
-    """What a pairwise call says of every (source, target, ordinal, shape, dtype): +1 if sent, -1 if expected.
+    """Return a count for each (source, target, ordinal, shape, dtype) of a pairwise call: +1 if sent, -1 if expected.
 
-    Over all ranks of a group the counts cancel exactly when the calls fit.
+    The counts over all ranks of a group sum to zero if and only if the calls match.
     """
     found: Counter[tuple[object, ...]] = Counter()
     if call.kind == "all_to_all":

@@ -1,7 +1,7 @@
-"""One interface for carrying a step out; the laws that hold for every carrier live here, once.
+"""The interface of all communicators, with the checks and counters that they share.
 
-A public method checks its arguments, turns them into a `Call`, counts it, and leaves the carrying to a
-method of the same name with an underscore, which only ever sees groups of two or more.
+A public method checks its arguments, turns them into a `Call` and counts it. The communicator implements a method of
+the same name with an underscore, which is called only for groups of two or more ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ._reduce import check_reduction, reduce
 from ._stragglers import Straggler
 
 Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
-"""What `exchange` expects: the peer's global rank, the shape, the dtype, the device to put it on."""
+"""A message that `exchange` expects: the peer's global rank, the shape, the dtype, and the device of the result."""
 
 TAGS = 2**31
-"""Tags are the numbers below."""
+"""Exclusive upper bound on tags."""
 
 
 @lru_cache(maxsize=4096)
 def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple[Call, int]:
-    """The all-reduce of a tensor, and what each rank receives; checked and counted once."""
+    """Return the checked call of an all-reduce, and the bytes that each rank receives."""
     check_reduction(op, dtype)
     shapes = (tuple(shape),)
     call = Call("all_reduce", op, dtype, shapes, shapes, group)
@@ -43,16 +43,16 @@ def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple
 
 
 class Arrival(Protocol):
-    """A conversion under way."""
+    """A conversion in flight."""
 
     def wait(self) -> Tensor:
-        """This rank's part, once it is there."""
+        """Wait for the conversion; return this rank's part."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A conversion that is done."""
+    """A finished conversion."""
 
     part: Tensor
 
@@ -61,11 +61,11 @@ class Arrived:
 
 
 class Carrier(ABC):
-    """One rank's way to the others.
+    """Communicator of one rank.
 
-    All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous; inputs are
-    never written, unless the caller lets go of them. Every rank of `group` makes the same call, with the same group in
-    the same order.
+    All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous. Inputs are
+    never written to, unless the caller gives them up with `over`. Every rank of `group` makes the same call, with the
+    same group in the same order.
     """
 
     kind: ClassVar[str]
@@ -81,35 +81,36 @@ class Carrier(ABC):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def convert(self, way: Plan, x: Tensor) -> Tensor:
-        """This rank's part after a conversion, from its part `x`; `x` itself when the plan has no work."""
+        """Return this rank's part after a conversion of its part `x`; `x` itself if the plan has no steps."""
         return execute(way, x, self)
 
     def start(self, way: Plan, x: Tensor) -> Arrival:
-        """A conversion that is begun: `wait()` gives the part. `x` stays as it is until then.
+        """Begin a conversion; `wait()` of the result returns the part. `x` must not change until then.
 
-        Ranks begin the same conversions in the same order. A carrier that cannot work on the side has done it by then.
+        Ranks begin the same conversions in the same order. A communicator without background work converts before it
+        returns.
         """
         return Arrived(self.convert(way, x))
 
     def local_shape(self, spec: Spec) -> tuple[int, ...]:
-        """Shape of what the caller holds of a tensor that lies as `spec` says."""
+        """Return the shape of the caller's part of a tensor with this spec."""
         return spec.local_shape(self.rank)
 
     def offset(self, spec: Spec, dim: int) -> int:
-        """First index along `dim` that the caller holds."""
+        """Return the first index along `dim` of the caller's part."""
         return spec.offset(self.rank, dim)
 
     def place(self, mesh: ProcessMesh, axes: Sequence[str]) -> int:
-        """Number of the caller among the ranks along `axes`, the first axis outermost."""
+        """Return the index of the caller among the ranks along `axes`, the first axis outermost."""
         at, place = mesh.coordinate(self.rank), 0
         for axis in axes:
             place = place * mesh.sizes[axis] + at[axis]
         return place
 
     def all_reduce(self, x: Tensor, op: str, group: Group, over: bool = False) -> Tensor:
-        """The reduction of every rank's `x`, on every rank. `op` is sum, avg, max, min, prod, any or all.
+        """Return the reduction of `x` over the group. `op` is sum, avg, max, min, prod, any or all.
 
-        With `over` the caller needs `x` no more: the result may lie in its memory.
+        With `over` the caller gives up `x`: the result may share its memory.
         """
         self._check_group(group)
         call, received = _reduction(op, x.dtype, x.shape, group)
@@ -119,7 +120,10 @@ class Carrier(ABC):
             return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
     def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Every rank's `x`, in the order of the group; `shapes[i]` is the shape of `group[i]`'s, and may be empty."""
+        """Return every rank's `x`, in the order of the group.
+
+        `shapes[i]` is the shape of the tensor of `group[i]`; a shape may be empty.
+        """
         self._check_group(group)
         expected = _shapes(shapes)
         mine = tuple(x.shape)
@@ -133,7 +137,7 @@ class Carrier(ABC):
             return self._all_gather(x, call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor:
-        """The reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`."""
+        """Return the reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`."""
         self._check_group(group)
         _check_length("reduce_scatter", pieces, "pieces", group)
         dtype = _one_dtype("reduce_scatter", pieces)
@@ -146,7 +150,7 @@ class Carrier(ABC):
             return self._reduce_scatter(pieces, call)
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
-        """What every rank has for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it."""
+        """Return every rank's piece for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it."""
         self._check_group(group)
         expected = _shapes(shapes)
         _check_length("all_to_all", pieces, "pieces", group)
@@ -163,9 +167,9 @@ class Carrier(ABC):
             return self._all_to_all(pieces, call)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
-        """What arrives, in the order of `receives`; messages between two ranks keep their order.
+        """Return the received tensors, in the order of `receives`; messages between two ranks keep their order.
 
-        Peers are global ranks, the caller itself among them; every rank of `group` calls it, also with nothing to do.
+        Peers are global ranks and may include the caller. Every rank of `group` makes the call, even without messages.
         """
         self._check_group(group)
         sent = tuple((peer, tuple(x.shape), x.dtype) for peer, x in sends)
@@ -182,11 +186,11 @@ class Carrier(ABC):
             return self._exchange(sends, receives, call)
 
     def send(self, x: Tensor, peer: int, tag: int) -> None:
-        """Gives rank `peer` a message that waits there until it is received; returns without waiting for that.
+        """Send a message to rank `peer`, where it is buffered until it is received; returns without waiting for that.
 
-        `x` may be written to afterwards. Between two ranks, messages with different tags may be received in any order;
-        those with the same tag are received in the order in which they were sent. A message carries values alone,
-        without their history.
+        `x` may be written to afterwards. Messages between two ranks with different tags may be received in any order.
+        Messages with the same tag are received in the order in which they were sent. A message carries values only,
+        without their autograd history.
         """
         x = x.detach()
         call = self._message("send", peer, tag, tuple(x.shape), x.dtype)
@@ -199,9 +203,9 @@ class Carrier(ABC):
     def receive(
         self, peer: int, tag: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """The message with `tag` that rank `peer` has sent, or will send: waits until it is there.
+        """Wait for the message with `tag` from rank `peer` and return it, in fresh memory.
 
-        It comes in fresh memory. `shape` and `dtype` are those of what is sent.
+        `shape` and `dtype` are those of the sent tensor.
         """
         call = self._message("receive", peer, tag, tuple(shape), dtype)
         device = torch.device(device)
@@ -209,7 +213,7 @@ class Carrier(ABC):
             return self._from_self(call).to(device) if peer == self.rank else self._receive(call, device)
 
     def barrier(self, group: Group) -> None:
-        """Returns once every rank of the group has called it."""
+        """Return once every rank of the group has called it."""
         self._check_group(group)
         if len(group) == 1:
             return
@@ -218,25 +222,30 @@ class Carrier(ABC):
             self._barrier(call)
 
     def settle(self) -> None:  # noqa: B027 - nothing lags where ranks are simulated
-        """Return once all calls of this rank were compared with those of its peers, which may lag behind on devices.
+        """Wait until all calls of this rank have been compared with those of its peers.
+
+        Comparisons may lag behind the calls on devices.
 
         Raises:
             CommError: a peer has made another call, or none.
         """
 
     def comparing_first(self) -> AbstractContextManager[None]:
-        """Inside, no comparison lags behind its call: for programs that write parameters before anyone can look."""
+        """Return a context in which no comparison lags behind its call.
+
+        It is for programs that write parameters before anyone can check for errors.
+        """
         return nullcontext()
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that this one waits for, though they wait for nobody; none where ranks are simulated."""
+        """Return the ranks that this rank waits for although they wait for nobody; always empty for simulated ranks."""
         return []
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...
 
     def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
-        """As `_all_reduce`, perhaps in the memory of `x`."""
+        """Do the same as `_all_reduce`, possibly in the memory of `x`."""
         return self._all_reduce(x, call)
 
     @abstractmethod
@@ -311,7 +320,7 @@ class Carrier(ABC):
 
 
 def check_message(call: Call, rank: int, sent: str) -> None:
-    """Refuse, for a receive of `rank`, a message of which its sender says something else."""
+    """Raise DisagreementError if a message differs from the one that this receive of `rank` expects."""
     if sent != str(send_for(call, rank)):
         raise wrong_message(rank, str(call), call.message[0], sent)
 

@@ -1,4 +1,4 @@
-"""What a rank has asked of its carrier: exact counts without a clock."""
+"""Counters of a rank's calls: exact numbers of calls and bytes, without a clock."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ._call import Call
 
 Ended = Callable[[], None] | None
-"""What one who is told of a beginning wants to be called at the end."""
+"""Callback of a listener for the end of a call or piece of work."""
 OfCall = Callable[[Call, int], Ended]
 OfWork = Callable[[str, str], Ended]
 
 
 class _Told:
-    """The time until what was told has ended."""
+    """Context that calls the listeners' end callbacks on exit."""
 
     __slots__ = ("_ends",)
 
@@ -33,7 +33,7 @@ _UNTOLD = nullcontext()
 
 
 class Counters:
-    """Calls and received bytes of one rank, by kind of call; a group of one is no communication and is not counted.
+    """Calls and received bytes of one rank, by kind of call; calls of a group of one rank are not counted.
 
     >>> import torch
     >>> seen = Counters()
@@ -51,41 +51,41 @@ class Counters:
 
     @property
     def total_calls(self) -> int:
-        """Calls of every kind."""
+        """The number of calls of all kinds."""
         return sum(self.calls.values())
 
     @property
     def total_received(self) -> int:
-        """Bytes received from other ranks by calls of every kind."""
+        """Bytes received from other ranks by calls of all kinds."""
         return sum(self.received.values())
 
     def note(self, call: Call, received: int) -> AbstractContextManager[None]:
-        """One more call, by which the rank receives so many bytes; it is carried out inside."""
+        """Count a call by which the rank receives this number of bytes; the call runs inside the returned context."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         self.received[call.kind] = self.received.get(call.kind, 0) + received
         return _Told([listener(call, received) for listener in self._listeners]) if self._listeners else _UNTOLD
 
     def doing(self, kind: str, name: str) -> AbstractContextManager[None]:
-        """Inside, the rank does a piece of work that has a name; those who watch are told."""
+        """Return a context for a named piece of work of the rank, which is reported to the watchers."""
         return _Told([watcher(kind, name) for watcher in self._watchers]) if self._watchers else _UNTOLD
 
     def reset(self) -> None:
-        """Back to nothing seen; those who listen are told what comes next, too."""
+        """Set all counters to zero; listeners stay registered."""
         self.calls.clear()
         self.received.clear()
 
     @contextmanager
     def record_calls(self) -> Generator[list[Call]]:
-        """The list that every call made inside the block is added to."""
+        """Yield a list to which every call inside the block is appended."""
         log: list[Call] = []
         with self.telling(lambda call, _: log.append(call)):
             yield log
 
     @contextmanager
     def telling(self, listener: OfCall, watcher: OfWork | None = None) -> Generator[None]:
-        """Inside, `listener` is told each call and the bytes that the rank receives by it, before it is carried out.
+        """Report each call inside the block to `listener`, with the bytes that the rank receives, before the call runs.
 
-        `watcher` is told the kind and the name of each piece of work. What they give is called at the end of it.
+        `watcher` gets the kind and the name of each piece of work. Both may return a callback for its end.
         """
         watchers = [] if watcher is None else [watcher]
         self._listeners.append(listener)

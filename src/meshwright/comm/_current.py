@@ -1,4 +1,4 @@
-"""Which carrier a thread talks to: its own, else the process's."""
+"""The current communicator of a thread: its own, otherwise that of the process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ _here = _Here()
 
 
 def installed() -> Carrier | None:
-    """The calling thread's carrier, else the process's; None where there is neither."""
+    """Return the calling thread's communicator, otherwise the process's; None if there is neither."""
     return _here.carrier or _Everywhere.carrier
 
 
 def current() -> Carrier:
-    """What `installed` gives; NoCarrierError where that is nothing."""
+    """Return the installed communicator.
+
+    Raises:
+        NoCarrierError: there is none.
+    """
     carrier = _here.carrier or _Everywhere.carrier
     if carrier is None:
         raise NoCarrierError(
@@ -41,7 +45,7 @@ def current() -> Carrier:
 
 @contextmanager
 def use(carrier: Carrier) -> Generator[Carrier]:
-    """The calling thread talks to `carrier` inside the block."""
+    """Use `carrier` as the calling thread's communicator inside the block."""
     before = _here.carrier
     _here.carrier = carrier
     try:
@@ -52,7 +56,10 @@ def use(carrier: Carrier) -> Generator[Carrier]:
 
 @contextmanager
 def carrying(carrier: Carrier) -> Generator[Carrier]:
-    """As `use`; where the process has one carrier for all its threads, those of backward passes talk to it too."""
+    """Use `carrier` inside the block, for all threads if the process has one communicator for all of them.
+
+    So the threads of backward passes use it too.
+    """
     if _here.carrier is not None:
         with use(carrier):
             yield carrier
@@ -66,5 +73,5 @@ def carrying(carrier: Carrier) -> Generator[Carrier]:
 
 
 def install(carrier: Carrier | None) -> None:
-    """The whole process talks to `carrier`, except threads that `use` another; None takes it away."""
+    """Set the communicator of the whole process; threads inside `use` keep their own. None removes it."""
     _Everywhere.carrier = carrier

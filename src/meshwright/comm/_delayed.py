@@ -1,9 +1,9 @@
-"""A slow network on a fast machine: what a carrier carries arrives late, and waiting for it leaves the processor free.
+"""A simulated slow network: results arrive late, and waiting for them leaves the processor free.
 
-On a machine without accelerators communication and computation share the cores, so nothing can overlap. With this
-carrier a conversion is there not before `latency + bytes / bandwidth` seconds after it was begun, one after the other
-as on one link: what a schedule hides of that is what it would hide of a real network's time. A message is there so
-long after it was sent, whenever it is asked for.
+On a machine without accelerators, communication and computation share the cores, so they cannot overlap. With this
+communicator a conversion is complete no earlier than `latency + bytes / bandwidth` seconds after its start. Conversions
+follow one another as on one link. So a schedule hides the time that it would hide on a real network. A message is
+complete that long after it was sent, no matter when it is received.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """A conversion whose result may be had at a time of the monotonic clock."""
+    """A conversion whose result is available from a time of the monotonic clock on."""
 
     part: Tensor
     due: float
@@ -37,10 +37,10 @@ class _Late:
 
 
 class Delayed(Carrier):
-    """What `inner` carries, late: `latency` in seconds per call, `bandwidth` in bytes per second.
+    """Communicator `inner` with delays: `latency` in seconds per call, `bandwidth` in bytes per second.
 
-    Behind each message goes another one that says when the first may be had, by the clock that all ranks on a machine
-    share.
+    Each message is followed by a second one with the time from which the first is available. That time is on the clock
+    that all ranks of a machine share.
     """
 
     kind = "delayed"
@@ -57,7 +57,7 @@ class Delayed(Carrier):
         return _Late(out, self._due(began, way.received(self.rank))) if way.rounds else Arrived(out)
 
     def _due(self, began: float, nbytes: float) -> float:
-        """When the link has carried another call that began at a time."""
+        """Return the time at which the link has carried another call that began at `began`."""
         self._free = max(began, self._free) + self.latency + nbytes / self.bandwidth
         return self._free
 
@@ -86,7 +86,7 @@ class Delayed(Carrier):
         return self._late(call, lambda: self.inner._exchange(sends, receives, call))
 
     def _send(self, x: Tensor, call: Call) -> None:
-        """The link is free for the next call once the message has left; it is there `latency` later."""
+        """Send the message; the link is free once the message has left, and the message arrives `latency` later."""
         self._free = max(time.monotonic(), self._free) + x.nbytes / self.bandwidth
         due = torch.tensor(self._free + self.latency, dtype=torch.float64, device="cpu")
         self.inner._send(x, call)

@@ -1,14 +1,14 @@
-"""What can go wrong between ranks, one class per cause.
+"""Errors of communication between ranks, one class per cause.
 
 CommError
-├── CallError               a call that no rank could make: an unknown reduction, a group without the caller
-├── NoCarrierError          a collective outside any ranks
+├── CallError               a call that no rank can make: an unknown reduction, a group without the caller
+├── NoCarrierError          a collective without ranks
 ├── NestedSimulationError   simulate inside a simulated rank
-├── DisagreementError       two ranks meet with different calls
+├── DisagreementError       two ranks make different calls where both must make the same one
 ├── DeadlockError           every rank waits for another
-├── MissingCallError        a rank ended, or went elsewhere, while others wait for it
-├── DeadPeerError           a rank's process is gone
-├── NoAnswerError           a rank's process is there, and cannot come to a call: it is stopped, or its host is away
+├── MissingCallError        a rank ended, or made another call, while others wait for it
+├── DeadPeerError           the process of a rank has ended
+├── NoAnswerError           the process of a rank exists, but is stopped or its host does not respond
 └── LaunchError             local ranks that could not be started
 
 StragglerWarning            ranks wait for a slower one
@@ -20,20 +20,20 @@ from meshwright.layout import MeshwrightError
 
 
 class CommError(MeshwrightError, RuntimeError):
-    """Root of what can go wrong between ranks."""
+    """Base class of errors between ranks."""
 
     def add_fix(self, text: str) -> None:
-        """Say one thing more in the last part."""
+        """Append `text` to the fix."""
         self.write = f"{self.write}; {text}"
         self.args = (self.asked, self.found, self.why, self.write)
 
 
 class CallError(CommError, ValueError):
-    """A call that no rank could make: an unknown reduction, pieces that do not fit, a group without the caller."""
+    """A call that no rank can make: an unknown reduction, mismatched pieces, or a group without the caller."""
 
 
 class NoCarrierError(CommError):
-    """A collective outside any ranks: neither simulated nor started as processes."""
+    """A collective without ranks: none are simulated or started as processes."""
 
 
 class NestedSimulationError(CommError):
@@ -41,7 +41,7 @@ class NestedSimulationError(CommError):
 
 
 class DisagreementError(CommError):
-    """Two ranks meet with different calls."""
+    """Two ranks make different calls where both must make the same one."""
 
 
 class DeadlockError(CommError):
@@ -49,15 +49,15 @@ class DeadlockError(CommError):
 
 
 class MissingCallError(CommError):
-    """A rank ended, or went elsewhere, while other ranks wait for its call."""
+    """A rank ended, or made another call, while other ranks wait for its call."""
 
 
 class DeadPeerError(CommError):
-    """A rank's process is gone."""
+    """The process of a rank has ended."""
 
 
 class NoAnswerError(CommError):
-    """A rank's process is there, and cannot come to a call: it is stopped, or its host does not respond."""
+    """The process of a rank exists but cannot make a call: it is stopped, or its host does not respond."""
 
 
 class LaunchError(CommError):
@@ -65,7 +65,7 @@ class LaunchError(CommError):
 
 
 class StragglerWarning(RuntimeWarning):
-    """Ranks wait for a rank that is slower than they are."""
+    """Ranks wait for a slower rank."""
 
 
 _COLLECTIVES = (
@@ -79,12 +79,12 @@ _MESSAGES = (
 
 
 def missing(asked: str, found: str, message: bool) -> MissingCallError:
-    """The error about a call that will not come: the other side of a message, or a part in a collective."""
+    """Return the error for a call that will not come: the other side of a message, or a rank's part in a collective."""
     return MissingCallError(asked, found, *(_MESSAGES if message else _COLLECTIVES))
 
 
 def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementError:
-    """The error about a message that is not what its receiver expects."""
+    """Return the error for a message that differs from the one its receiver expects."""
     return DisagreementError(
         f"one message from rank {peer} to rank {rank}",
         f"rank {peer} calls {sent}; rank {rank} calls {call}",
@@ -94,7 +94,7 @@ def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementErr
 
 
 def disagreement(rank: int, call: str, peer: int, other: str, why: str) -> DisagreementError:
-    """The error that names both ranks and both calls."""
+    """Return the error that names both ranks and both calls."""
     (low, first), (high, second) = sorted([(rank, call), (peer, other)])
     return DisagreementError(
         f"one collective of ranks {low} and {high}",

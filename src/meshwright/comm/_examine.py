@@ -1,10 +1,10 @@
-"""What becomes of a rank that waits: an error if the others cannot come, a warning if they only take their time.
+"""Examination of the peers of a waiting rank: an error if they cannot come, a warning if they are only slow.
 
-the process is gone                       DeadPeerError; MissingCallError if the rank said that it ended
+the process has ended                     DeadPeerError; MissingCallError if the rank said that it ended
 no call within `limit`, and then
     every rank waits for another          DeadlockError
     its process is stopped                NoAnswerError
-    a debugger has stopped it             it is waited for without an end
+    a debugger has stopped it             the rank waits without a limit
     it computes, or holds the lock        a warning after four limits; MissingCallError after `patience`
 """
 
@@ -29,14 +29,14 @@ _WRITE_FOR_MESSAGES = (
 
 
 class Examiner:
-    """Finds out, for a rank that waits in a call, whether its peers can still come."""
+    """Finds out whether the peers of a rank that waits in a call can still come."""
 
     def __init__(self, rank: int, links: Links, messages: Messages, own: Callable[[], State]) -> None:
         self.rank = rank
         self._links, self._messages, self._own = links, messages, own
 
     def look(self, call: Call, peers: Sequence[int], watch: Watch) -> None:
-        """Raise if the process of a peer is gone whose calls have all been read."""
+        """Raise the error for a peer whose process has ended and whose calls have all been read."""
         for peer in peers:
             life = self._links.life(peer)
             watch.note_life(peer, life)
@@ -44,7 +44,7 @@ class Examiner:
                 raise self.gone(call, peer)
 
     def examine(self, call: Call, peers: Sequence[int], watch: Watch) -> None:
-        """Raise if the ranks that are waited for cannot come; warn, once, if they only take their time."""
+        """Raise an error if the awaited ranks cannot come; warn once if they are only slow."""
         states = self._states_behind(call, peers)
         for peer, state in states.items():
             if state is not None:
@@ -62,7 +62,7 @@ class Examiner:
         watch.examined()
 
     def gone(self, call: Call, peer: int) -> CommError:
-        """The error about a peer that has ended, or died."""
+        """Return the error for a peer that has ended or died."""
         farewell = self._links.farewell_of(peer)
         asked = f"rank {self.rank}: {call}"
         if farewell is not None:
@@ -83,7 +83,7 @@ class Examiner:
         )
 
     def no_answer(self, call: Call, peer: int, state: State, waited: float) -> NoAnswerError:
-        """The error about a peer whose process is there and is stopped."""
+        """Return the error for a peer whose process exists but is stopped."""
         return NoAnswerError(
             f"rank {self.rank}: {call}",
             f"no answer of rank {peer} for {waited:.0f} s: {state.silence}",
@@ -113,13 +113,13 @@ class Examiner:
             warnings.warn(str(late), RuntimeWarning, stacklevel=2)
 
     def _has_refused(self, peer: int) -> bool:
-        """True if nobody listens at the address of a rank of another host."""
+        """True if no process listens at the address of a rank of another host."""
         return not self._links.is_open(peer) and self._links.has_closed(peer)
 
     def _states_behind(self, call: Call, peers: Sequence[int]) -> States:
-        """What the ranks that we wait for are doing, and those that they wait for, and so on.
+        """Return the states of the awaited ranks, of the ranks that these wait for, and so on.
 
-        One that has ended will not come to a collective; a message may be on its way all the same.
+        A rank that has ended will not join a collective, but its message may still be in flight.
         """
         states: States = {}
         ahead = [(peer, call.kind == "receive") for peer in peers]
@@ -143,7 +143,7 @@ class Examiner:
 
 
 def _is_ring(states: States) -> bool:
-    """Whether every rank waits for another one. Where one waits for a message, nobody may be about to send."""
+    """True if every rank waits for another one. If a rank waits for a message, no rank may be able to send."""
     found = [state for state in states.values() if state is not None and state.call and state.waits_for]
     if len(found) < len(states):
         return False

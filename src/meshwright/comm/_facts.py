@@ -1,4 +1,4 @@
-"""The table of what differs between two ranks that made the same call for different values."""
+"""The differences between two ranks that made the same call for different values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOTHING = "nothing"
 
 
 class Facts:
-    """The facts of this rank, for its peers, and theirs."""
+    """The facts of this rank, published for its peers, and the facts of the peers."""
 
     def __init__(self, rank: int, store: Store) -> None:
         self.rank, self.store = rank, store
 
     def tell(self, call: str) -> None:
-        """Let the peers of a call read what is known here."""
+        """Publish the facts of this rank for the peers of a call."""
         self.store.set(f"facts/{call}/{self.rank}", json.dumps(facts))
 
     def differences(self, call: str, peer: int) -> str:
-        """Return what differs between this rank and `peer`, which has told its facts or is about to; "" if nothing."""
+        """Return the facts that differ between this rank and `peer`, which publishes its own; "" if there are none."""
         try:
             key = f"facts/{call}/{peer}"
             self.store.wait([key], _LIMIT)

@@ -1,17 +1,17 @@
-"""Before a collective moves data, its ranks compare what they are about to do.
+"""Comparison of calls before a collective moves data.
 
-torch answers a swapped, skipped or different call with silent garbage or a hang of half an hour. Here each rank
-sends its peers a frame (group, number of the call in the group, hash of the call, the call as text) and reads
-theirs. Two ranks that share several groups must meet in the same order, so the first frame that differs is the
-first mistake, and its text says what the other rank did.
+torch answers a swapped, skipped or different call with wrong data or a hang of half an hour. Here each rank sends its
+peers a frame: group, number of the call in the group, hash of the call, the call as text. Then it reads their frames.
+Two ranks that share several groups must make their calls in the same order. So the first frame that differs is the
+first mistake, and its text names the other rank's call.
 
     a frame that differs                      DisagreementError, at once
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
-    no frame                                  what `_examine.py` finds
+    no frame                                  the result of `_examine.py`
 
-Where a call is only put into the queue of a device, the frames may lag behind it (`_meetings.py`). A message has no
-frame, since its two ranks need not come at the same time; who waits for one learns the same of ranks that are gone,
-that wait too, or that are slow.
+If a call is only queued on a device, its frames may lag behind it (`_meetings.py`). A message has no frame, since its
+two ranks make their calls at different times. A rank that waits for a message detects ended, waiting and slow ranks in
+the same manner.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _WRITE_FOR_VALUES = "the same program, settings, seeds and whole tensors on ever
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How calls are compared: every `every`-th call of a group (0: none), and how long a peer is waited for.
+    """Settings of the comparison of calls: every `every`-th call of a group (0: none), and the time limits.
 
-    After `limit` seconds a deadlock or a rank whose process is stopped is an error, after four limits a slow rank is a
-    warning; after `patience` seconds the slow rank is an error too.
+    After `limit` seconds a deadlock or a stopped process is an error. After four limits a slow rank causes a warning,
+    and after `patience` seconds an error.
 
     >>> Check.parse("100")
     Check(every=100, limit=20.0, patience=1800.0)
@@ -71,7 +71,7 @@ class Check:
 
     @staticmethod
     def parse(text: str | int, limit: float = 20.0, patience: float = 1800.0) -> Check:
-        """ "every", "off", or a number N: every N-th call."""
+        """Return the check for "every", "off", or a number N (every N-th call)."""
         words = {"every": 1, "off": 0}
         every = words.get(str(text))
         if every is None and str(text).isdecimal():
@@ -87,14 +87,14 @@ class Check:
 
     @staticmethod
     def from_environment(env: Mapping[str, str] | None = None) -> Check:
-        """The check that MESHWRIGHT_CHECK, MESHWRIGHT_LIMIT and MESHWRIGHT_PATIENCE ask for."""
+        """Return the check that MESHWRIGHT_CHECK, MESHWRIGHT_LIMIT and MESHWRIGHT_PATIENCE describe."""
         env = os.environ if env is None else env
         limit, patience = float(env.get("MESHWRIGHT_LIMIT", "20")), float(env.get("MESHWRIGHT_PATIENCE", "1800"))
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
 def _named(call: Call, name: str) -> str:
-    """Return the text of a call, with the name of the operator or the program that makes it."""
+    """Return the text of a call, with the name of the operator or program that makes it."""
     return f"{call} for {name}" if name else str(call)
 
 
@@ -106,7 +106,7 @@ class _Print(NamedTuple):
 
 
 class Guard:
-    """One rank's comparisons with its peers."""
+    """Comparisons of one rank's calls with those of its peers."""
 
     def __init__(self, rank: int, check: Check, messages: Messages, side: Side, facts: Facts) -> None:
         self.rank = rank
@@ -125,13 +125,13 @@ class Guard:
         self.waits = Waits()
 
     def connect(self, links: Links) -> None:
-        """Use these links from now on."""
+        """Set the links to use from now on."""
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
         self.meetings = Meetings(links, self.examiner, self.waits, self._compare, self._balance)
 
     def state(self) -> State:
-        """What the rank is doing, for those who ask."""
+        """Return the current state of the rank, for peers that ask."""
         call, receive = self._call, self._receive_call
         calls = [str(each) for each in (receive, call) if each is not None]
         meets = () if call is None else self.meetings.awaited()
@@ -146,9 +146,9 @@ class Guard:
         )
 
     def before(self, call: Call, lags: bool = False) -> None:
-        """Compare `call` with the peers' calls; returns when all are about to make the same, or before with `lags`.
+        """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
 
-        If nobody came, the rank goes on counting as waiting in this call, so that its peers come to the same verdict.
+        If a peer did not come, the rank still counts as waiting in this call, so that its peers reach the same result.
         """
         self._call, self._is_aside = call, self._side.is_here()
         self._calls += 1
@@ -170,11 +170,11 @@ class Guard:
             raise
 
     def after(self) -> None:
-        """The call is over."""
+        """Mark the call as finished."""
         self._last, self._call = self._call, None
 
     def wait_for_message(self, call: Call, limit: float) -> Message:
-        """The message of a receive, within the limit in seconds."""
+        """Return the message of a receive, within `limit` seconds."""
         peer, *_ = call.message
         self._receive_call = call
         self._calls += 1
@@ -191,7 +191,7 @@ class Guard:
         return found
 
     def explain(self, call: Call, error: Exception) -> CommError:
-        """What to raise when the transport failed: the peer that is gone, if there is one."""
+        """Return the error to raise after a failure of the transport; it names an ended peer, if there is one."""
         peers = [peer for peer in call.group if peer != self.rank]
         for _ in range(_LOOKS_AFTER_FAILURE):
             for peer in peers:
@@ -206,7 +206,7 @@ class Guard:
         )
 
     def _compare(self, meeting: Meeting, peer: int) -> None:
-        """Raise DisagreementError if the frame of a peer is another one."""
+        """Raise DisagreementError if the frame of a peer differs."""
         mine, other = meeting.frame, meeting.frames[peer]
         if mine[:4] == other[:4]:
             return
@@ -222,12 +222,12 @@ class Guard:
         raise disagreement(self.rank, self._told(meeting), peer, text, why)
 
     def _told(self, meeting: Meeting) -> str:
-        """Return this rank's call, with the line of the user's code that made it if that is the line of now."""
+        """Return this rank's call, with the line of the user's code if the call is the current one."""
         line, said = user_frame(), meeting.frame.text.decode(errors="replace")
         return f"{said} at {line}" if line and meeting.call is self._call else said
 
     def _other_values(self, meeting: Meeting, peer: int, text: str) -> DisagreementError:
-        """Return the error about a call that is made for other values than the peer's."""
+        """Return the error for a call that is made for other values than the peer's."""
         at = f"{meeting.frame.group}/{meeting.frame.number}"
         self._facts.tell(at)
         rows = self._facts.differences(at, peer)
@@ -236,7 +236,7 @@ class Guard:
         return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
     def _balance(self, meeting: Meeting) -> None:
-        """Raise DisagreementError if what a rank sends is not what its peer expects."""
+        """Raise DisagreementError if a rank sends something else than its peer expects."""
         call, frames = meeting.call, meeting.frames
         if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
             return
@@ -262,7 +262,7 @@ class Guard:
         return found
 
     def _chained(self, group: Group, mine: _Print) -> _Print:
-        """A print of all calls of the group so far, so that a comparison now and then misses none."""
+        """Return a hash of all calls of the group so far, which covers the calls that were not compared."""
         common, what, balance = self._chains.get(group, (0, 0, 0))
         common, what = (common * _PRIME + mine.common) & _MASK, (what * _PRIME + mine.identity) & _MASK
         balance = (balance + mine.balance) & _MASK
@@ -277,7 +277,7 @@ class Guard:
 
 
 def _line_of_main() -> str:
-    """The line of the user's code in which the main thread is."""
+    """Return the line of the user's code that the main thread executes."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "" if frame is None else user_frame(frame)
 

@@ -1,8 +1,8 @@
-"""What a call is for, as a number: two ranks that run the same program have the same numbers.
+"""The purpose of a call as a number: ranks that run the same program get the same numbers.
 
-Two collectives of the same kind, shape and dtype may be made for different tensors, on ranks that run their operators
-in another order. So a call has, beside its form, the number of what it is for: the layer that makes the call puts the
-number here, and the guard of processes compares it.
+Two collectives of the same kind, shape and dtype may be made for different tensors, if ranks run their operators in
+different orders. So a call has, beside its form, a number for its purpose. The layer that makes the call sets the
+number here, and the guard compares it between processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 
 class Identity(threading.local):
-    """What this thread's next calls are for: a number of 64 bits, and the name of an operator or a program."""
+    """Purpose of this thread's next calls: a 64-bit number, and the name of an operator or a program."""
 
     what: tuple[int, str] = (0, "")
 
@@ -22,25 +22,31 @@ identity = Identity()
 
 _MOST_FACTS = 4096
 facts: dict[str, str] = {}
-"""What numbers are made of, by name: versions, seeds, the tensors that were laid. Shown where numbers differ."""
+"""Inputs of the numbers by name: versions, seeds, tensors that were placed.
+
+Errors about different numbers show them.
+"""
 
 
 def note_fact(name: str, value: object) -> None:
-    """Keep a fact; the oldest one is dropped if there are too many."""
+    """Store a fact; the oldest fact is dropped if there are too many."""
     facts[name] = str(value)
     if len(facts) > _MOST_FACTS:
         del facts[next(iter(facts))]
 
 
 class _Compared:
-    """True once this process is a rank of several that compare their calls; else the functions to call then."""
+    """State of the comparison of calls between ranks.
+
+    `here` is True once this process compares its calls. `told` are functions to call at that time.
+    """
 
     here = False
     told: ClassVar[list[Callable[[], None]]] = []
 
 
 def when_compared(function: Callable[[], None]) -> None:
-    """Call `function` once this process is a rank of several that compare their calls; now, if it is one already."""
+    """Call `function` once this process compares its calls with other ranks; at once if it does so already."""
     if _Compared.here:
         function()
     else:
@@ -48,12 +54,12 @@ def when_compared(function: Callable[[], None]) -> None:
 
 
 def is_compared() -> bool:
-    """True if this process is a rank of several that compare their calls."""
+    """True if this process compares its calls with other ranks."""
     return _Compared.here
 
 
 def calls_are_compared() -> None:
-    """Tell all who want to know that this process compares its calls with other processes."""
+    """Record that this process compares its calls with other processes, and call the registered functions."""
     _Compared.here = True
     for function in _Compared.told:
         function()

@@ -1,7 +1,7 @@
 """Memory that a process keeps from one training step to the next.
 
-The C library gives freed memory back to the system, which hands it out again page by page, each filled with zeros: a
-step that allocates as much as the last one then pays for thousands of pages. Accelerators have caching allocators.
+The C library returns freed memory to the system, which hands it out again page by page, each filled with zeros. So
+every step pays again for thousands of pages. Accelerators have caching allocators; this module is for the CPU.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import os
 import platform
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's `mallopt`: how much may lie free at the heap's end, and from which size on blocks lie apart."""
+"""Parameters of glibc's `mallopt`.
+
+They set the free bytes kept at the end of the heap, and the size from which a block gets its own mapping.
+"""
 KEPT = 2**31 - 1
 APART = 2**30
 
 
 def keep_memory() -> bool:
-    """Has this process keep freed memory, up to 2 GiB; False without glibc and with MESHWRIGHT_KEEP_MEMORY=off."""
+    """Keep freed memory in this process, up to 2 GiB; return True if that works.
+
+    False without glibc, and with MESHWRIGHT_KEEP_MEMORY=off.
+    """
     if platform.libc_ver()[0] != "glibc" or os.environ.get("MESHWRIGHT_KEEP_MEMORY") == "off":
         return False
     mallopt = ctypes.CDLL(None).mallopt

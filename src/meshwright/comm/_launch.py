@@ -1,6 +1,6 @@
-"""Local ranks as processes: started together, watched, and ended together.
+"""Launcher of local ranks as processes: started together, watched, and ended together.
 
-None of them outlives the launcher. If the launcher is killed, the process that runs `_reaper.py` ends them.
+No rank outlives the launcher. If the launcher is killed, the process that runs `_reaper.py` ends the ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _BETWEEN_LOOKS = 0.05
 _TIMED_OUT = 124
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TO_END = (signal.SIGTERM, signal.SIGHUP)
-"""Signals at which ranks finish their step and save."""
+"""Signals on which ranks finish their step and save."""
 
 
 @dataclass
 class _Rank:
-    """One process and the last lines that it printed; rank 0 prints for itself."""
+    """One process and its last printed lines; rank 0 prints directly."""
 
     rank: int
     process: subprocess.Popen[str]
@@ -46,7 +46,7 @@ class _Rank:
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=KEPT_LINES))
     follower: threading.Thread | None = None
     was_told: bool = False
-    """Whether it has got a signal to end, of which one is enough: the second might meet a rank that saves."""
+    """True once the process has got a signal to end. A second signal might interrupt a rank that saves."""
 
 
 def launch(
@@ -56,13 +56,13 @@ def launch(
     timeout: float | None = None,
     all_print: bool = False,
 ) -> int:
-    """The exit status of `python argv…` as `ranks` local processes: 0, or that of the rank that failed first.
+    """Run `python argv…` as `ranks` local processes; return 0, or the exit status of the rank that failed first.
 
-    The processes find torchrun's variables in their environment, and a store on loopback that this process serves.
-    Rank 0 prints as it is, and with `all_print` so do the others; else their last lines appear, prefixed, when the run
-    fails. When one rank fails the others have a few seconds to say what they saw, and are then ended; so are all on
-    SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). At SIGTERM they have half a minute to finish and
-    save; another SIGTERM changes nothing, and a second SIGINT ends them at once.
+    The processes get torchrun's environment variables, and a store on loopback that this process serves. Rank 0 prints
+    directly, and with `all_print` all ranks do. Otherwise the last lines of the other ranks are printed with a prefix
+    when the run fails. When one rank fails, the others have a few seconds to report, and are then ended. All ranks are
+    ended on SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). On SIGTERM they have half a minute to
+    finish and save; another SIGTERM changes nothing, and a second SIGINT ends them at once.
     """
     if ranks < 1 or not argv:
         raise LaunchError(
@@ -113,7 +113,10 @@ def _environment(base: Mapping[str, str], rank: int, ranks: int, port: int, run:
 
 
 def _start(argv: Sequence[str], rank: int, env: dict[str, str], all_print: bool) -> _Rank:
-    """Rank 0 keeps the terminal, so that a debugger in it works; the others have pipes and a session of their own."""
+    """Start a rank. Rank 0 keeps the terminal, so that a debugger works in it.
+
+    Other ranks have pipes and their own session.
+    """
     keeps_terminal = rank == 0 and sys.stdin is not None and sys.stdin.isatty()
     process = subprocess.Popen(
         [sys.executable, *argv],
@@ -134,7 +137,7 @@ def _start(argv: Sequence[str], rank: int, env: dict[str, str], all_print: bool)
 
 
 def _follow(rank: _Rank, prints: bool) -> None:
-    """Keep the last lines that are not printed."""
+    """Print the lines of a rank, or keep the last of them."""
     assert rank.process.stdout is not None
     with rank.process.stdout as lines:
         for line in lines:
@@ -145,9 +148,9 @@ def _follow(rank: _Rank, prints: bool) -> None:
 
 
 def _watch(ranks: list[_Rank], signals: list[int], timeout: float | None) -> int | None:
-    """The rank seen to fail first; None when all ended well, a signal came, or time ran out.
+    """Return the first rank seen to fail; None if all ended well, a signal came, or the time ran out.
 
-    The process is asked, and not its output: another process that it has started may keep the output open.
+    It polls the process, not its output: a child of the process may keep the output open.
     """
     end = time.monotonic() + (timeout if timeout is not None else float("inf"))
     while not signals and time.monotonic() < end:
@@ -160,7 +163,7 @@ def _watch(ranks: list[_Rank], signals: list[int], timeout: float | None) -> int
 
 
 def _give_time(ranks: list[_Rank], failed: int | None, signals: list[int]) -> None:
-    """After a failure, let the others find out and say so."""
+    """Give the other ranks time to report after a failure."""
     end = time.monotonic() + _GRACE_AFTER_FAILURE
     while failed is not None and not signals and time.monotonic() < end and _some_live(ranks):
         time.sleep(_BETWEEN_LOOKS)
@@ -171,7 +174,7 @@ def _some_live(ranks: list[_Rank]) -> bool:
 
 
 def _end(ranks: list[_Rank], signals: list[int]) -> None:
-    """No rank is left, nor any process of its session."""
+    """End all ranks and all processes of their sessions."""
     for rank in ranks:
         if not rank.was_told:
             _send(rank, signal.SIGTERM)
@@ -191,7 +194,7 @@ def _end(ranks: list[_Rank], signals: list[int]) -> None:
 
 
 def _grace(signals: list[int]) -> float:
-    """Seconds that ranks have to end by themselves."""
+    """Return the seconds that ranks have to end by themselves."""
     return _GRACE_TO_SAVE if any(number in _TO_END for number in signals) else _GRACE_AFTER_TERMINATE
 
 
@@ -208,7 +211,7 @@ def _send(rank: _Rank, number: int) -> None:
 
 @contextmanager
 def _reaping(mark: str) -> Generator[subprocess.Popen[str] | None]:
-    """Inside, a process waits for the end of this one; None where it cannot be started."""
+    """Run a process inside the block that ends the ranks if this process dies; yields None if it cannot start."""
     try:
         reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(_reaper.__file__))],
@@ -239,7 +242,10 @@ def _tell(reaper: subprocess.Popen[str] | None, line: str) -> None:
 
 @contextmanager
 def _forwarded_signals(ranks: list[_Rank]) -> Generator[list[int]]:
-    """The signals to end go on to every rank, once, and are remembered; a rank with the terminal has its SIGINT."""
+    """Forward each signal to end once to every rank, and yield the list of signals received.
+
+    A rank with the terminal gets SIGINT from the terminal.
+    """
     seen: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -261,7 +267,7 @@ def _forwarded_signals(ranks: list[_Rank]) -> Generator[list[int]]:
 
 
 def _first_to_fail(store: TCPStore, run: str, ranks: list[_Rank], seen: int) -> int:
-    """A rank that a signal killed, else the rank that told the store first, else the one whose end was seen first."""
+    """Return the rank killed by a signal, otherwise the first one in the store, otherwise the one seen first."""
     if (ranks[seen].process.returncode or 0) < 0:
         return seen
     key = f"meshwright/{run}/0/failed/1"

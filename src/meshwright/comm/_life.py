@@ -1,7 +1,7 @@
-"""Whether a process is there, and whether it runs: answers of the system, for which the process itself does nothing.
+"""State of a process as the operating system reports it, without help of the process.
 
-A process that holds Python's interpreter lock answers no question, and neither does one that is stopped. The system
-tells them apart, for processes of one host and one namespace.
+A process that holds Python's interpreter lock answers no question, and neither does a stopped process. The system
+distinguishes them, for processes of one host and one namespace.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ._reaper import process_fields
 
 _STARTED = 19
-"""Where the time of the start is in /proc/PID/stat, counted from the state."""
+"""Index of the start time in /proc/PID/stat, counted from the state."""
 
 
 class Life(Enum):
-    """What the system says of a process."""
+    """State of a process as the system reports it."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -33,7 +33,7 @@ _STATES = {"T": Life.STOPPED, "t": Life.TRACED, "Z": Life.GONE, "X": Life.GONE, 
 
 
 class Identity(NamedTuple):
-    """One process among all: the system that runs it, its number there, and when it started."""
+    """Unique identity of a process: its system, its process number, and its start time."""
 
     system: str
     process: int
@@ -41,7 +41,7 @@ class Identity(NamedTuple):
 
     @property
     def life(self) -> Life:
-        """The state of the process; a later process with the same number is another one."""
+        """The state of the process; a later process with the same number counts as another one."""
         if not self.system or self.system != _system():
             return Life.UNKNOWN
         found = _read(self.process)
@@ -58,7 +58,7 @@ def own_identity() -> Identity:
 
 @cache
 def _system() -> str:
-    """Return what is equal for two processes that see each other in /proc; "" without /proc."""
+    """Return a text that is equal for two processes that see each other in /proc; "" without /proc."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -66,6 +66,6 @@ def _system() -> str:
 
 
 def _read(process: int) -> tuple[str, int] | None:
-    """Return the state of a process and when it started; None if there is no such process."""
+    """Return the state and the start time of a process; None if there is no such process."""
     fields = process_fields(process)
     return (fields[0], int(fields[_STARTED])) if len(fields) > _STARTED else None

@@ -1,11 +1,11 @@
-"""A thin wire between every two ranks that meet, beside the transport: who is there, and what are they doing.
+"""Control connections between every two ranks that make a call together, separate from the transport of data.
 
-Each rank listens on one port. The higher rank of a pair connects to the lower one on first use. A link carries
-frames, one per checked call: through memory where the two ranks share some, else through the connection, which tells
-in both cases that a process is gone. Messages have connections of their own. A question (a short-lived connection) is
-answered from a thread with what the rank is doing, also while the rank itself computes.
+Each rank listens on one port. The higher rank of a pair connects to the lower one on first use. A link carries frames,
+one per compared call. Frames go through shared memory if the two ranks can share some, otherwise through the
+connection. The connection shows in both cases that a process has ended. Messages have their own connections. A question
+(a short connection) is answered by a thread with the state of the rank, even while the rank computes.
 
-A rank that does not answer is not taken for dead: the system of its host says whether its process is there.
+A rank that does not answer does not count as dead: the system of its host reports whether its process exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .torch_hooks import Store
 
 _HEADER = struct.Struct("<IQQQQQ")
 _LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
-"""What a connection is for: a link, a question about the rank itself, messages, one about a process of its host."""
+"""Purposes of a connection: a link, a question about the rank, messages, a question about a process of its host."""
 _YES, _NO = b"+", b"-"
 _CONNECT_LIMIT, _ANSWER_LIMIT, _BUSY_LIMIT = 2.0, 5.0, 1.0
 _MOST_ANSWER = 2**16
@@ -43,7 +43,7 @@ _NO_HOST = "its host does not respond"
 
 
 class Frame(NamedTuple):
-    """What one rank tells its peers of the call that it is about to make."""
+    """Description of a call that a rank sends to its peers before the call."""
 
     group: int
     number: int
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
     text: bytes
 
     def packed(self) -> bytes:
-        """The frame as bytes."""
+        """Return the frame as bytes."""
         return _HEADER.pack(len(self.text), *self[:5]) + self.text
 
 
@@ -83,7 +83,7 @@ class _Link:
         self._wire.close()
 
     def receive(self, limit: float) -> Frame | None:
-        """The next frame; None if none has come within the limit, GoneError if none will."""
+        """Return the next frame; None if none arrives within the limit. Raises GoneError if none will."""
         while (frame := self._parse()) is None:
             data = self._arriving(limit) if self._ring is None else self._ring.receive(limit, self._wire)
             if not data:
@@ -92,7 +92,7 @@ class _Link:
         return frame
 
     def _arriving(self, limit: float) -> bytes:
-        """What comes through the connection; nothing after the limit, at once if it is 0."""
+        """Return bytes from the connection; b"" after the limit in seconds, at once if the limit is 0."""
         if limit <= 0.0 and not readable(self._wire, 0.0):
             return b""
         if limit > 0.0 and limit != self._waits:
@@ -120,14 +120,17 @@ class _Link:
 
 
 class _Opening(NamedTuple):
-    """A link that the other rank has not accepted yet."""
+    """A link that the other rank has not yet accepted."""
 
     wire: socket.socket
     name: str
     memory: mmap | None
 
     def accepted(self, limit: float) -> _Link | None:
-        """Return the link once the other rank says what memory it has; OSError if it has closed the connection."""
+        """Return the link once the other rank reports whether it shares memory; None before that.
+
+        Raises OSError if the other rank has closed the connection.
+        """
         if not readable(self.wire, limit):
             return None
         answer = self.wire.recv(1)
@@ -137,13 +140,13 @@ class _Opening(NamedTuple):
         return _Link(self.wire, Ring(self.memory, first=True) if self.memory is not None and shared else None)
 
     def end(self) -> None:
-        """Take the name of the memory away, which both ranks have opened, or never will."""
+        """Remove the name of the shared memory: both ranks have opened it, or never will."""
         if self.name:
             forget(self.name)
 
 
 class _Peer(NamedTuple):
-    """Where a rank listens, and its process."""
+    """Address and process of a rank."""
 
     address: tuple[str, int]
     identity: Identity
@@ -152,7 +155,7 @@ class _Peer(NamedTuple):
 class Links:
     """This rank's end of all its links.
 
-    From another thread, `answer` says what the rank is doing, and `welcome` takes a rank's connection for messages.
+    Another thread calls `answer` for the state of the rank, and `welcome` for a new connection with messages.
     """
 
     def __init__(
@@ -178,13 +181,13 @@ class Links:
         os.register_at_fork(after_in_child=self._leave)
 
     def publish(self, store: Store | None = None) -> None:
-        """Write into the store where this rank listens, if that is not there: a stranger may have taken it away."""
+        """Write this rank's address to the store, unless it is there; another process may have removed it."""
         store, key = store or self._store, f"at/{self.rank}"
         if not store.check([key]):
             store.set(key, sealed(self._token, key, self._address))
 
     def send(self, peer: int, data: bytes) -> bool:
-        """Whether the bytes went to `peer`; not if there is no link yet, which `wait_open` waits for."""
+        """Send the bytes to `peer`; False if there is no link yet (see `wait_open`)."""
         link = self._links.get(peer) or self._open(peer, 0.0)
         if link is None:
             return False
@@ -192,11 +195,14 @@ class Links:
         return True
 
     def is_open(self, peer: int) -> bool:
-        """Whether there is a link to `peer`, be it alive or dead."""
+        """True if there was ever a link to `peer`, open or closed."""
         return peer in self._links
 
     def wait_open(self, peer: int, limit: float) -> bool:
-        """Whether the link to `peer` is open, within the limit: opened by `peer`, or by us once `peer` listens."""
+        """Wait for the link to `peer`; True if it is open within the limit.
+
+        The higher rank opens the link once the lower rank listens.
+        """
         if peer < self.rank:
             if self._links.get(peer) is None and self._open(peer, limit) is None:
                 time.sleep(min(limit, 0.02))
@@ -205,16 +211,16 @@ class Links:
             return self._arrived.wait_for(lambda: peer in self._links, limit)
 
     def receive(self, peer: int, limit: float) -> Frame | None:
-        """The next frame from `peer`, or None after the limit; GoneError if `peer` has closed its end."""
+        """Return the next frame from `peer`; None after the limit. Raises GoneError if `peer` has closed its end."""
         return self._links[peer].receive(limit)
 
     def life(self, peer: int) -> Life:
-        """Return what the system says of the process of `peer`, at once."""
+        """Return the state of the process of `peer` that the system reports, at once."""
         found = self._peer(peer)
         return Life.UNKNOWN if found is None else found.identity.life
 
     def ask(self, peer: int) -> State | None:
-        """What `peer` is doing; None if its process is gone, or takes no connection any more."""
+        """Return the state of `peer`; None if its process has ended or accepts no connection any more."""
         found = self._peer(peer)
         if found is None:
             return silent("it has not come up")
@@ -228,7 +234,7 @@ class Links:
         return self._asked(peer, life)
 
     def open_for_messages(self, peer: int, limit: float) -> socket.socket:
-        """A connection for messages to `peer`, once its process has come up; GoneError if there is none to be had."""
+        """Return a connection for messages to `peer`, once its process is up. Raises GoneError if there is none."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
             wire = self._accepted(peer, end) if self._listens(peer) else None
@@ -240,7 +246,7 @@ class Links:
         raise GoneError
 
     def has_closed(self, peer: int) -> bool:
-        """True if nobody listens any more where `peer` did; the system listens for a busy process."""
+        """True if no process listens any more at the address of `peer`. The system listens for a busy process."""
         if self.life(peer) is Life.GONE:
             return True
         try:
@@ -253,7 +259,7 @@ class Links:
         return False
 
     def say_farewell(self, error: str | None) -> None:
-        """Tell the store that this rank has ended, and how; then close every link."""
+        """Write to the store that this rank has ended, and how; then close every link."""
         with suppress(RuntimeError):
             self._publish(f"ended/{self.rank}", "normally" if error is None else f"with {error}")
         with suppress(RuntimeError):
@@ -264,7 +270,7 @@ class Links:
             link.close()
 
     def farewell_of(self, peer: int, limit: float = 1.0) -> str | None:
-        """How `peer` said that it ended; None if it went without a word."""
+        """Return the farewell that `peer` wrote to the store; None if it ended without one."""
         key, end = f"ended/{peer}", time.monotonic() + limit
         gone = self.life(peer) is Life.GONE
         with suppress(RuntimeError):
@@ -276,7 +282,7 @@ class Links:
         return None
 
     def _open(self, peer: int, limit: float) -> _Link | None:
-        """A new link to a lower rank, if it listens and accepts within the limit; GoneError if it never will."""
+        """Return a new link to a lower rank if it accepts within the limit. Raises GoneError if it never will."""
         if peer > self.rank or not self._listens(peer):
             return None
         try:
@@ -296,7 +302,7 @@ class Links:
         return link
 
     def _begin(self, peer: int) -> _Opening:
-        """Ask for a link with memory for both, where the other rank can have it."""
+        """Request a link, with shared memory if this rank can share some."""
         name, memory = (create(2 * RING) if home() else None) or ("", None)
         try:
             return _Opening(self._connect(peer, _LINK, name), name, memory)
@@ -310,7 +316,7 @@ class Links:
             begun.end()
 
     def _accepted(self, peer: int, end: float) -> socket.socket | None:
-        """Return a connection for messages that `peer` has accepted; None if it has not, but may."""
+        """Return a connection for messages that `peer` has accepted; None if it may still accept."""
         try:
             wire = self._connect(peer, _MESSAGES)
         except (TimeoutError, ConnectionResetError):
@@ -339,7 +345,7 @@ class Links:
         return silent(_BUSY) if life is Life.RUNNING else self._told_by_neighbour(peer)
 
     def _told_by_neighbour(self, peer: int) -> State | None:
-        """Return what another rank on the host of `peer` sees of its process."""
+        """Return the state of the process of `peer` as another rank on its host sees it."""
         known = self._peers[peer].identity
         for rank in range(self._size):
             found = self._peer(rank)
@@ -357,7 +363,7 @@ class Links:
         return self._peer(peer) is not None
 
     def _peer(self, peer: int) -> _Peer | None:
-        """Return where `peer` is; None before it has come up."""
+        """Return the address and process of `peer`; None before it is up."""
         found = self._peers.get(peer)
         if found is None and self._store.check([f"at/{peer}"]):
             text = unsealed(self._token, f"at/{peer}", self._store.get(f"at/{peer}"))
@@ -372,7 +378,7 @@ class Links:
         return wire
 
     def _welcome(self, hello: Hello, wire: socket.socket) -> None:
-        """Take a connection of a rank of the run; it is the listener's thread."""
+        """Handle a connection from a rank of the run; runs in the listener's thread."""
         if hello.purpose == _QUESTION:
             with wire:
                 wire.sendall(json.dumps(self._answer()).encode())
@@ -397,7 +403,7 @@ class Links:
             self._arrived.notify_all()
 
     def _leave(self) -> None:
-        """Close, in a process that this one has forked, what would hide the end of this one from its peers."""
+        """Close the sockets in a forked process; open copies would hide the end of this process from its peers."""
         self._listener.leave()
         for link in list(self._links.values()):
             link.leave()
@@ -407,7 +413,7 @@ _SEEN = {Life.STOPPED: _STOPPED, Life.RUNNING: _BUSY}
 
 
 def _read_all(wire: socket.socket, limit: float) -> bytes:
-    """Return all that comes until the connection ends; OSError after the limit or beyond 64 KiB."""
+    """Return all bytes until the connection ends. Raises OSError after the limit or beyond 64 KiB."""
     end, data = time.monotonic() + limit, b""
     while len(data) < _MOST_ANSWER:
         wire.settimeout(max(end - time.monotonic(), 0.001))
@@ -419,7 +425,7 @@ def _read_all(wire: socket.socket, limit: float) -> bytes:
 
 
 def _own_address(place: Place) -> str:
-    """The address of the interface that leads to the run's host."""
+    """Return the address of the interface that leads to the run's host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))
         return str(probe.getsockname()[0])

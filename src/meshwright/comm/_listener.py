@@ -1,7 +1,7 @@
-"""The port of a rank: ranks of the run connect to it, and connections of strangers end after two seconds.
+"""The port of a rank. Ranks of the run connect to it; connections of other processes end after two seconds.
 
-A connection begins with a hello, which holds the run's secret. One thread waits for all hellos together, so that a
-connection that says nothing delays nobody. At most 64 connections have not said hello; then the oldest one is closed.
+A connection begins with a hello, which holds the run's secret. One thread waits for all hellos, so a silent connection
+delays no other. At most 64 connections wait for their hello; then the oldest one is closed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from ._rendezvous import listen
 
 _HELLO = struct.Struct("<16scI64s")
-"""The run's token, what for, the caller's rank, and a name."""
+"""The run's token, the purpose, the caller's rank, and a name."""
 MOST_WAITING = 64
 HELLO_LIMIT = 2.0
 _SEND_LIMIT = 2.0
 
 
 class Hello(NamedTuple):
-    """What a rank says at the beginning of a connection: what it is for, its rank, and a name."""
+    """First bytes of a connection: its purpose, the caller's rank, and a name."""
 
     purpose: bytes
     rank: int
@@ -40,7 +40,7 @@ class Hello(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A connection that has not said hello, what came of it so far, and until when it may."""
+    """A connection without a complete hello, the bytes so far, and its deadline."""
 
     wire: socket.socket
     until: float
@@ -48,7 +48,7 @@ class _Waiting:
 
 
 class Listener:
-    """A port of its own on `host`; `take` gets every connection of one of the `size` ranks of the run."""
+    """A listening port on `host`; `take` gets every connection from one of the `size` ranks of the run."""
 
     def __init__(self, host: str, token: bytes, size: int, take: Callable[[Hello, socket.socket], None]) -> None:
         self._token, self._size, self._take = token, size, take
@@ -65,7 +65,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Close the port."""
         with suppress(OSError):
             self._wake.close()
         self._thread.join(timeout=1.0)
@@ -94,7 +94,7 @@ class Listener:
         try:
             wire, _ = self._server.accept()
         except OSError:
-            time.sleep(0.01)  # none left, or no file is free: connections that wait will end
+            time.sleep(0.01)  # no connection is left, or no file descriptor is free; waiting connections will end
             return
         wire.setblocking(False)
         if len(self._waiting) >= MOST_WAITING:
@@ -117,7 +117,7 @@ class Listener:
             self._welcome(waiting)
 
     def _welcome(self, waiting: _Waiting) -> None:
-        """Give the connection away if its hello is one of the run's."""
+        """Pass the connection to `take` if its hello belongs to the run."""
         token, purpose, rank, name = _HELLO.unpack(waiting.data)
         text = name.rstrip(b"\0").decode(errors="replace")
         if not hmac.compare_digest(token, self._token) or rank >= self._size:

@@ -1,4 +1,4 @@
-"""Looking inside ranks: which of them stand in a debugger, and whose prints are whose."""
+"""Inspection of ranks: ranks in a debugger, and the printed lines of each rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, TextIO
 from ._current import installed
 
 _DEBUGGERS = ("pdb", "bdb", "IPython.core.debugger", "pudb.debugger", "pydevd")
-"""Modules one of whose frames is on the stack of a thread that a debugger has stopped."""
+"""Modules of debuggers; a stopped thread has a frame of one of them on its stack."""
 
 
 def in_debugger() -> bool:
-    """Whether a thread of this process is stopped in a debugger."""
+    """True if a thread of this process is stopped in a debugger."""
     return any(_is_stopped(frame) for frame in sys._current_frames().values())
 
 
@@ -28,14 +28,15 @@ def _is_stopped(frame: Any) -> bool:
 
 
 _STOPPED = ("interaction", "user_line", "do_wait_suspend")
-"""Their functions that run while a person types."""
+"""Functions of debuggers that run while a person types."""
 
 
 @contextmanager
 def prefix_prints() -> Generator[None]:
-    """Inside, each line that a rank prints begins with its number: `[2] loss 0.31`. Others' lines stay as they are.
+    """Prefix each line that a rank prints inside the block with its number: `[2] loss 0.31`.
 
-    It is for the whole process: with simulated ranks, write it around `simulate`.
+    Lines of threads that are no ranks stay as they are. It applies to the whole process: with simulated ranks, write it
+    around `simulate`.
 
     >>> from meshwright.comm import current, simulate
     >>> with prefix_prints():
@@ -66,20 +67,20 @@ class Kept:
         self._texts[rank] = "".join(lines[-KEPT_LINES:])
 
     def show(self, ranks: Sequence[int]) -> None:
-        """Prints what is kept of these ranks, or of all where none is named, on standard error."""
+        """Print the kept lines of these ranks on standard error; of all ranks if none is named."""
         for rank in ranks or sorted(self._texts):
             print_lines(rank, self._texts.get(rank, "").splitlines())
 
 
 def print_lines(rank: int, lines: Iterable[str]) -> None:
-    """Lines of another rank than the first, each with its number, on standard error."""
+    """Print lines of another rank than the first on standard error, each prefixed by its number."""
     for line in lines:
         print(f"[{rank}] {line}", file=sys.stderr)
 
 
 @contextmanager
 def first_rank_prints(kept: Kept) -> Generator[None]:
-    """Inside, what ranks print appears where rank 0 prints it, as with processes, of which that one has the terminal.
+    """Print only the output of rank 0 inside the block, as with processes, where only rank 0 has the terminal.
 
     >>> from meshwright.comm import current, simulate
     >>> with first_rank_prints(Kept()):
@@ -95,7 +96,7 @@ def first_rank_prints(kept: Kept) -> Generator[None]:
 
 
 class _Wrapped(io.TextIOBase):
-    """A stream that looks like the one that it writes to."""
+    """A stream with the attributes of the stream that it writes to."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class _Wrapped(io.TextIOBase):
 
 
 class _OfFirst(_Wrapped):
-    """What other ranks than the first write is kept, unless a person types into one of them."""
+    """A stream that keeps the output of all ranks but the first, unless a debugger of that rank is in use."""
 
     def __init__(self, out: TextIO, kept: Kept) -> None:
         super().__init__(out)
@@ -138,17 +139,17 @@ class _OfFirst(_Wrapped):
 
 
 class _Prefixed(_Wrapped):
-    """A stream in which a line tells whose it is.
+    """A stream that prefixes lines with the rank that printed them.
 
-    A line is written at once, when it is whole: what several ranks or processes have begun does not run together. What
-    a rank has begun is shown when it is flushed, as a prompt is, and the rank goes on with it.
+    A line is written as soon as it is complete, so that lines of several ranks or processes do not mix. An incomplete
+    line is written when the rank flushes it, as for a prompt, and the rank continues it.
     """
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(out)
         self._begun: dict[int | None, str] = {}
         self._open: int | None = None
-        """The rank whose begun line is shown."""
+        """The rank whose incomplete line is shown."""
 
     def write(self, text: str, /) -> int:
         rank = _rank()
@@ -164,7 +165,7 @@ class _Prefixed(_Wrapped):
         super().flush()
 
     def end(self) -> None:
-        """What ranks have begun is shown."""
+        """Write all incomplete lines."""
         while self._begun:
             self._put(*self._begun.popitem())
 

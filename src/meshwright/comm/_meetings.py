@@ -1,9 +1,9 @@
-"""The frames of calls: each rank sends its own to the peers of a call, and reads theirs at once, or later.
+"""The frames of calls: each rank sends its own to the peers of a call, and reads theirs, at once or later.
 
-A transport that makes the process wait, as those of the CPU do, waits for all ranks anyway: their frames come first.
-On devices with streams a call is only put into a queue, and its process goes on to the next one. There frames may lag
-behind (`begin` without `settle`): they are read when they are there, and all of them before a parameter is written.
-Meanwhile the watchdog reads them (`tend`), since the process may wait for the device in the end.
+A transport that blocks the process, as on the CPU, waits for all ranks anyway. There the frames are read before the
+data moves. On devices with streams a call is only queued, and the process continues. There frames may lag behind
+(`begin` without `settle`): they are read when they arrive, and all of them before a parameter is written. Meanwhile the
+watchdog reads them (`tend`), since the process may end up waiting for the device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ._stragglers import Waits
 from ._watch import Watch
 
 _MOST = 16
-"""So many calls may lag. Their frames fit into the memory of a link: no rank waits for another one to read them."""
+"""Upper bound on the calls that lag. Their frames fit into the buffer of a link, so no rank waits for a reader."""
 
 
 @dataclass(slots=True)
 class Meeting:
-    """One call, and what the peers say of it; `waits_for` are those whose frames have not been read."""
+    """One call and the frames of its peers; `waits_for` are the peers whose frames have not been read."""
 
     call: Call
     frame: Frame
@@ -39,10 +39,10 @@ class Meeting:
 
 
 class Meetings:
-    """The calls of this rank whose frames have not all been read, the oldest first.
+    """The calls of this rank with unread frames, the oldest first.
 
-    `compare(meeting, peer)` raises if the frame of a peer is another one, and `balance(meeting)` if all of them do not
-    fit together.
+    `compare(meeting, peer)` raises if the frame of a peer differs, and `balance(meeting)` if the frames of all peers do
+    not match together.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Meetings:
         self._lock = threading.RLock()
         self._given_up: tuple[int, ...] = ()
         self.failed: CommError | None = None
-        """What the watchdog has found and this rank has not raised yet."""
+        """The error that the watchdog has found and this rank has not raised yet."""
 
     def awaited(self) -> tuple[int, ...]:
         """Return the peers whose frames the oldest call waits for, or waited for until it failed."""
@@ -74,7 +74,7 @@ class Meetings:
             meeting.unsent = [peer for peer in peers if not self._send(call, peer, data)]
 
     def settle(self) -> None:
-        """Return once all frames of all open calls were read, and are right.
+        """Wait until all frames of all open calls have been read and match.
 
         Raises:
             CommError: a peer makes another call, or none. The error is raised once; all open calls are over then.
@@ -85,7 +85,7 @@ class Meetings:
                 self._read(self._open[0], waits=True)
 
     def look(self) -> None:
-        """Read the frames that are there; wait if too many calls are open, or one of them has no link yet."""
+        """Read the frames that have arrived; wait if too many calls are open, or if one of them has no link yet."""
         with self._lock:
             self._raise_failed()
             if len(self._open) > _MOST or any(meeting.unsent for meeting in self._open):
@@ -94,7 +94,7 @@ class Meetings:
                 pass
 
     def tend(self) -> CommError | None:
-        """Read the frames that are there, and return what is wrong; the watchdog's thread calls it."""
+        """Read the frames that have arrived, and return the error, if any; for the watchdog's thread."""
         if not self._open or not self._lock.acquire(blocking=False):
             return None
         try:
@@ -115,7 +115,10 @@ class Meetings:
             raise error
 
     def _read(self, meeting: Meeting, waits: bool) -> bool:
-        """Read frames of the oldest call; True if all are read. With `waits` it takes until the next look at peers."""
+        """Read frames of the oldest call; True if all are read.
+
+        With `waits`, wait until the next check of the peers.
+        """
         try:
             for peer in list(meeting.waits_for):
                 limit = meeting.watch.slice() / len(meeting.waits_for) if waits else 0.0
@@ -143,7 +146,7 @@ class Meetings:
         meeting.waits_for.remove(peer)
 
     def _examine(self, meeting: Meeting) -> None:
-        """Raise if a peer that has not come never will."""
+        """Raise an error if an awaited peer will never come."""
         call, watch = meeting.call, meeting.watch
         if watch.is_time():
             self._examiner.look(call, meeting.waits_for, watch)
@@ -156,7 +159,7 @@ class Meetings:
         except GoneError:
             if not self._links.is_open(peer):
                 raise self._examiner.gone(call, peer) from None
-            return True  # what it sent before it went is still to be read, and may say why
+            return True  # its last frames are still unread, and may say why
 
     def _receive(self, meeting: Meeting, peer: int, limit: float) -> Frame | None:
         call = meeting.call

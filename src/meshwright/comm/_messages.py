@@ -1,10 +1,10 @@
-"""Messages between processes: each waits in the memory of the rank that it is for, until it is received.
+"""Messages between processes. A message is buffered in the memory of its receiver until it is received.
 
-The first send to a rank opens a connection to it. A send writes what the system takes at once, and leaves the rest to
-a thread; another one at the other end reads messages as they come and puts them into boxes, one for each (rank, tag).
-Nobody waits for a rank that does something else, whatever the orders of sends and receives are.
+The first send to a rank opens a connection to it. A send writes as much as the system takes at once, and leaves the
+rest to a thread. A thread of the receiver reads messages as they arrive and puts them into queues, one for each (rank,
+tag). No rank blocks another one that does something else, in any order of sends and receives.
 
-The tagged sends of Gloo are something else: data moves only once the receiver asks for it, its sender cannot ask
+The tagged sends of Gloo cannot do this. Their data moves only when the receiver asks for it, the sender cannot ask
 whether it has left, and a receiver that expects fewer bytes is aborted.
 """
 
@@ -27,21 +27,21 @@ from ._links import Links
 from ._ring import GoneError
 
 _HEADER = struct.Struct("<IIQ")
-"""A message's tag, the length of what its sender says of it, and the length of its data."""
+"""A message's tag, the length of its description, and the length of its data."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""How soon a host that is gone without a word is found out, in seconds, where the system lets one say so."""
+"""Seconds (and probes) until a silent host counts as gone, on systems with these settings."""
 
 
 class Message(NamedTuple):
-    """What its sender says of a message, and its data as bytes."""
+    """A message: the sender's description of it, and its data as bytes."""
 
     said: str
     data: Tensor
 
 
 class _Outbox:
-    """The messages to one rank, and the thread that writes what could not be written at once."""
+    """The messages to one rank, and the thread that writes those that could not be written at once."""
 
     def __init__(self, wire: socket.socket, peer: int) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -55,11 +55,14 @@ class _Outbox:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that can still be written."""
+        """True if unwritten messages can still be written."""
         return self._written < self._put and not self._broken
 
     def put(self, head: bytes, data: Tensor) -> None:
-        """One more message; GoneError if nobody can get it. `data` may be written to afterwards."""
+        """Send one more message.
+
+        `data` may be written to afterwards. Raises GoneError if the peer has closed the connection.
+        """
         with self._one_sender:
             done = 0 if self.is_busy else self._write_now(head, data)
             if self._broken:
@@ -69,7 +72,7 @@ class _Outbox:
                 self._queue.put((head[done:], data[max(0, done - len(head)) :].clone()))
 
     def finish(self, limit: float) -> None:
-        """Wait, within the limit, until everything is written."""
+        """Wait, for at most `limit` seconds, until everything is written."""
         self._queue.put(None)
         self._thread.join(limit)
 
@@ -79,7 +82,7 @@ class _Outbox:
         self._wire.close()
 
     def _write_now(self, head: bytes, data: Tensor) -> int:
-        """How many bytes the system has taken."""
+        """Return the number of bytes that the system has taken."""
         try:
             return self._wire.sendmsg([head, data.numpy().data], [], socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -105,24 +108,24 @@ class _Outbox:
 
 
 class Messages:
-    """This rank's messages: those that are leaving, and those that wait here."""
+    """The outgoing messages of this rank, and the received ones that it has not taken yet."""
 
     def __init__(self) -> None:
         self._outboxes: dict[int, _Outbox] = {}
         self._boxes: dict[tuple[int, int], deque[Message]] = {}
         self._inboxes: dict[int, socket.socket | None] = {}
-        """By rank, the connection that it has opened; None once it is closed."""
+        """Rank → the connection that it has opened; None once it is closed."""
         self._arriving: set[int] = set()
-        """Ranks of whose messages a part is here."""
+        """Ranks with a message that has arrived in part."""
         self._changed = threading.Condition()
         self._closed_before: set[int] = set()
 
     def connect(self, links: Links) -> None:
-        """Use these links from now on."""
+        """Set the links to use from now on."""
         self._links = links
 
     def welcome(self, peer: int, wire: socket.socket) -> None:
-        """Read from now on what `peer` sends on a connection."""
+        """Read the messages of `peer` from this connection from now on."""
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
@@ -133,9 +136,9 @@ class Messages:
         threading.Thread(target=self._read, args=(peer, wire), name=name, daemon=True).start()
 
     def send(self, peer: int, tag: int, message: Message, limit: float) -> None:
-        """Let a message leave; GoneError if `peer` is known to be gone.
+        """Send a message. Raises GoneError if `peer` is known to have ended.
 
-        The first one waits, within the limit, until the process of `peer` has come up.
+        The first message to a rank waits, for at most `limit` seconds, until the process of the rank is up.
         """
         outbox = self._outboxes.get(peer)
         if outbox is None:
@@ -144,7 +147,10 @@ class Messages:
         outbox.put(_HEADER.pack(tag, len(said), message.data.numel()) + said, message.data)
 
     def receive(self, peer: int, tag: int, limit: float) -> Message | None:
-        """The first message with the tag; None if none has come within the limit, GoneError if none will."""
+        """Return the first message with the tag; None if none arrives within the limit.
+
+        Raises GoneError if none will.
+        """
         key = (peer, tag)
         with self._changed:
             self._changed.wait_for(lambda: key in self._boxes or self._is_over(peer), limit)
@@ -163,22 +169,22 @@ class Messages:
         return None
 
     def is_moving(self) -> bool:
-        """Whether messages of this rank are on the way."""
+        """True if messages to or from this rank are in flight."""
         return bool(self._arriving) or any(outbox.is_busy for outbox in list(self._outboxes.values()))
 
     def not_received(self) -> list[str]:
-        """What was sent to this rank and not received."""
+        """Return descriptions of the messages that were sent to this rank and not received."""
         with self._changed:
             return [f"rank {peer} calls {said}" for (peer, _), box in self._boxes.items() for said, _ in box]
 
     def finish(self, limit: float) -> None:
-        """Wait, within the limit, until what is leaving has left. A rank that is gone is not waited for."""
+        """Wait, for at most `limit` seconds, until all messages have left. Ranks that have ended are skipped."""
         end = time.monotonic() + limit
         for outbox in self._outboxes.values():
             outbox.finish(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Nothing leaves or arrives any more."""
+        """Close all connections."""
         for outbox in self._outboxes.values():
             outbox.close()
         with self._changed:
@@ -191,7 +197,10 @@ class Messages:
         return peer in self._inboxes and self._inboxes[peer] is None
 
     def _note_closed(self, peer: int) -> None:
-        """A rank that has ended may have sent something just before: it counts as gone at the second look."""
+        """Raise GoneError at the second call for a peer.
+
+        A message sent just before its end may still arrive after the first.
+        """
         if peer in self._closed_before:
             raise GoneError
         self._closed_before.add(peer)
@@ -226,7 +235,7 @@ def _read_bytes(wire: socket.socket, length: int) -> bytearray:
 
 
 def _fill(wire: socket.socket, room: memoryview) -> None:
-    """Read until the room is full; EOFError if the connection ends before."""
+    """Read until the buffer is full. Raises EOFError if the connection ends before."""
     done = 0
     while done < len(room):
         count = wire.recv_into(room[done:], 0, socket.MSG_WAITALL)

@@ -1,4 +1,4 @@
-"""Exchanges as messages: the ranks of a group come to them at different times, and not in the same order."""
+"""Exchanges as messages, for ranks of a group that make them at different times and in different orders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ._current import carrying
 from ._errors import CallError
 
 _FIRST, _MOST, _STRIDE = 2**30, 2**16, 2**14
-"""Tags of messages begin where nobody else counts to; so many works there are, with so many messages for a rank."""
+"""The first tag (above the tags of other messages), the number of pieces of work, and the messages per peer of each."""
 
 
 class Posted(Carrier):
-    """What `inner` carries; an exchange sends without waiting, and waits for what is to arrive alone.
+    """Communicator `inner` with exchanges that send without waiting, and wait only for the messages that they receive.
 
-    An exchange belongs to a piece of work with a number (`during`). The ranks do the works in any order, and in each
-    the same exchanges in the same order. All else is done as `inner` does it.
+    An exchange belongs to a numbered piece of work (`during`). Ranks may do the pieces of work in any order. Within one
+    piece, all ranks make the same exchanges in the same order. All other calls are those of `inner`.
     """
 
     kind = "posted"
@@ -35,7 +35,7 @@ class Posted(Carrier):
 
     @contextmanager
     def during(self, work: int) -> Generator[None]:
-        """The calling rank talks over this carrier, about the piece of work with this number."""
+        """Use this communicator inside the block, for the piece of work with this number."""
         if not 0 <= work < _MOST:
             raise CallError(
                 f"messages of work {work}", f"numbers up to {_MOST - 1}", "tags have 31 bits", "fewer pieces of work"

@@ -1,9 +1,10 @@
-"""One rank per process, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or any that is registered.
+"""Communicator with one process per rank, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or others.
 
-Tensors on the CPU go through memory that the group shares, where all of it is on one host, and by Gloo where not.
-Messages go through connections of their own, between the memories of the hosts.
-What a transport does not reduce exactly is moved as bytes and reduced here, in the order of the group: Gloo loses NaN
-in max and min, and knows no int16, no float8 and no product of complex numbers.
+Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
+own connections, between the memories of the hosts.
+
+If a backend does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
+Gloo loses NaN in max and min, and does not support int16, float8, or the product of complex numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _BETWEEN_WARNINGS, _BETWEEN_QUESTIONS = 60.0, 5.0
 
 
 class ProcessCarrier(Carrier):
-    """One process of a run; made by `init_process`."""
+    """Communicator of one process of a run; `init_process` creates it."""
 
     kind = "process"
 
@@ -80,7 +81,7 @@ class ProcessCarrier(Carrier):
 
     @contextmanager
     def checking(self, check: Check | str | int) -> Generator[None]:
-        """Other checks inside the block; every rank enters and leaves it at the same place."""
+        """Use another check inside the block; every rank enters and leaves it at the same place."""
         before, self._guard.check = self._guard.check, _check_of(check)
         try:
             yield
@@ -88,7 +89,7 @@ class ProcessCarrier(Carrier):
             self._guard.check = before
 
     def start(self, way: Plan, x: Tensor) -> Arrival:
-        """A conversion on the side, in a thread of its own; on devices with streams it is done by the caller."""
+        """Begin a conversion in a separate thread; on devices with streams the caller converts."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
         plain, what = x.as_subclass(Tensor), identity.what
@@ -100,9 +101,9 @@ class ProcessCarrier(Carrier):
         return self._side.begin(convert)
 
     def close(self) -> None:
-        """Say to the other ranks that this one has ended; called when the process exits."""
+        """Tell the other ranks that this one has ended; called at the exit of the process."""
         if os.getpid() != self._process:
-            return  # a process that the rank has forked
+            return  # in a forked process
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None:
             self._settle_at_end()
@@ -160,7 +161,7 @@ class ProcessCarrier(Carrier):
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
 
     def _check_group(self, group: Group) -> None:
-        """The first thing that every call does; what was begun on the side comes before it."""
+        """Check the group, the first step of every call, after the conversions in the background have finished."""
         self._side.drain()
         super()._check_group(group)
 
@@ -180,11 +181,11 @@ class ProcessCarrier(Carrier):
             self._lags = before
 
     def _is_queued(self, x: Tensor) -> bool:
-        """True if a call with `x` is only put into the queue of its device."""
+        """True if a call with `x` is only queued on its device."""
         return x.device.type != "cpu"
 
     def _carried(self, call: Call, carry: Callable[[], T], x: Tensor | None = None) -> T:
-        """`carry()`, once all ranks of the call are about to do the same; before that if the call of `x` is queued."""
+        """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
             noted.agreed = time.time()
@@ -201,7 +202,7 @@ class ProcessCarrier(Carrier):
 
     @contextmanager
     def _noted(self, call: Call) -> Generator[Noted]:
-        """Note a call in the record, which is written if it fails."""
+        """Add a call to the record, which is written if the call fails."""
         noted = self._record.begin(call)
         try:
             yield noted
@@ -213,12 +214,12 @@ class ProcessCarrier(Carrier):
             self._warn_of_stragglers()
 
     def _about(self) -> dict[str, Any]:
-        """What the record says beside the calls."""
+        """Return the entries of the record beside the calls."""
         peers = self._guard.waits.by_peer().values()
         return {"state": str(self._guard.state()), "waits": {each.rank: round(each.share, 4) for each in peers}}
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that this one waits for, though they wait for nobody; the slowest first."""
+        """Return the ranks that this rank waits for although they wait for nobody; the slowest first."""
         return self._guard.waits.stragglers(self._waiting_share)
 
     def _waiting_share(self, peer: int) -> float | None:
@@ -233,7 +234,7 @@ class ProcessCarrier(Carrier):
             warnings.warn(f"rank {self.rank} waits for slower ranks: {text}", StragglerWarning, stacklevel=2)
 
     def _end_at_once(self, error: CommError) -> None:
-        """End the process, whose call cannot be interrupted; it is the watchdog's thread."""
+        """End the process, whose call cannot be interrupted; runs in the watchdog's thread."""
         self._record.name_in(error, self._about())
         print(f"meshwright: rank {self.rank} ends:\n{error}", file=sys.stderr, flush=True)
         self._links.say_farewell(f"{type(error).__name__}: {error.found}")
@@ -282,7 +283,10 @@ class ProcessCarrier(Carrier):
         return _unpacked(out, arriving, shapes, dtype)
 
     def _post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
-        """All messages at once; the n-th message between two ranks has tag n, empty ones and own ones do not travel."""
+        """Post all messages at once.
+
+        The n-th message between two ranks has tag n. Empty messages and messages to itself do not travel.
+        """
         out = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape, dtype, device in receives]
         own = iter([x for peer, x in sends if peer == self.rank])
         leaving = _tagged([(peer, x) for peer, x in sends if peer != self.rank], group)
@@ -294,7 +298,7 @@ class ProcessCarrier(Carrier):
                 arriving.append((peer, tensor))
         awaited = _tagged(arriving, group)
         if len(group) > 1:
-            # a member without messages opens the backend too: the others wait for it
+            # a member without messages opens the backend too, because the others wait for it
             like = next((x for *_, x in leaving + awaited), None)
             backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
             backend.messages(leaving, awaited)
@@ -307,11 +311,11 @@ class ProcessCarrier(Carrier):
         return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
 
     def _open(self, name: str, group: Group) -> Transport:
-        """The group's transport, opened by its members alone on their first call."""
+        """Return the group's transport; its members open it on their first call."""
         found = self._opened.get((name, group))
         if found is None:
             key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
-            # the transport waits in the store, which serves one thread: others go on with another connection
+            # the transport blocks the connection to the store: other threads use another one
             store = PrefixStore(f"{name}/{key}", another_connection(self._store))
             place, size = group.index(self.rank), len(group)
             if name == "gloo" and self._shares:
@@ -328,14 +332,16 @@ def init_process(
     transfer_limit: float = 1800.0,
     place: Place | None = None,
 ) -> Carrier:
-    """The carrier of this process, installed for all its threads; from torchrun's environment.
+    """Return the communicator of this process, and install it for all its threads; reads torchrun's environment.
 
-    Where there is one, which `meshwright run` and `simulate` see to, it is that one, and the arguments say nothing. A
-    process that was started by itself, as `python script.py` does, is the only rank.
+    Under `simulate` or `meshwright run`, returns the existing communicator and ignores the arguments. A process that
+    was started alone, as by `python script.py`, is the only rank.
 
-    `backend` carries tensors that are not on the CPU ("nccl" where there is CUDA); `check` is "every", "off", a
-    number N (every N-th call of a group) or a `Check`, else what MESHWRIGHT_CHECK says. `transfer_limit` is how many
-    seconds one transfer may take once all its ranks have agreed on it.
+    Args:
+        backend: backend for tensors that are not on the CPU; by default "nccl" if CUDA is available.
+        check: "every", "off", a number N (every N-th call of a group) or a `Check`; by default MESHWRIGHT_CHECK.
+        transfer_limit: seconds that one transfer may take once all its ranks have agreed on it.
+        place: rank, size and addresses; by default those of the environment.
     """
     there = installed()
     if there is not None:
@@ -356,18 +362,18 @@ def init_process(
 
 
 def stragglers() -> list[Straggler]:
-    """Return the ranks that are slower than this one, the slowest first, by the waits of the last seconds.
+    """Return the ranks that are slower than this one, the slowest first, from the waits of the last seconds.
 
     A `Straggler` has the `rank`, the `share` of this rank's time that it costs, and the mean `wait` in seconds. Each
-    rank may ask at any time, and alone. The list is empty in the first seconds, if ranks take turns in being slow, and
-    on simulated ranks. A `StragglerWarning` says the same by itself, at most once a minute, if a rank costs a fifth of
-    the time.
+    rank may call this at any time, and alone. The list is empty in the first seconds, if ranks are slow in turns, and
+    on simulated ranks. A `StragglerWarning` reports the same, at most once a minute, if a rank costs a fifth of the
+    time.
     """
     return current().stragglers()
 
 
 def _last_words(error: BaseException) -> str:
-    """An error, and the line of the user's code that it comes from."""
+    """Return the text of an error, and the line of the user's code that raised it."""
     at = user_place(error.__traceback__)
     return f"{type(error).__name__}: {str(error)[:300]}" + (f", at {at}" if at else "")
 
@@ -403,13 +409,13 @@ def _numel(shape: Shape) -> int:
 
 
 def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors that lie one after the other in `data`; each with memory of its own, aligned for its dtype."""
+    """Return the tensors stored one after the other in `data`; each has its own memory, aligned for its dtype."""
     parts = data.split(list(lengths))
     return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _tagged(messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
-    """(place in the group, how many messages with that peer came before, bytes), without the empty ones."""
+    """Return (place in the group, number of earlier messages with that peer, bytes) of the messages with data."""
     counts: dict[int, int] = {}
     found: list[tuple[int, int, Tensor]] = []
     for peer, x in messages:

@@ -1,4 +1,4 @@
-"""torch's profiler in a simulation, for one rank at a time.
+"""Guard of torch's profiler in a simulation: one rank at a time.
 
 A process has one profiler, and two threads that use it crash the process.
 """
@@ -15,7 +15,7 @@ from .torch_hooks import PROFILER, PROFILER_STARTS, PROFILER_STOP
 
 @contextmanager
 def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
-    """Raise CallError on a second rank that starts the profiler inside; `rank` returns the calling rank."""
+    """Raise CallError if a second rank starts the profiler inside the block; `rank` returns the calling rank."""
     names: dict[str, Any] = PROFILER.__dict__
     own = {name: names[name] for name in (*PROFILER_STARTS, PROFILER_STOP)}
     running: list[int | None] = []

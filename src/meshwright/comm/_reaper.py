@@ -1,9 +1,9 @@
-"""Ends the processes of a launcher that is gone; run as a script, with the standard library alone.
+"""Ends the processes of a launcher that has died; run as a script, with the standard library only.
 
-The launcher writes the mark of its run, which is in the environment of all processes of the run, then a line with the
-number of each rank's process, and "done" at its end. If its pipe closes without that word, it was killed: the marked
-processes get SIGTERM, and SIGKILL three seconds later. That holds too for processes that are stopped, that hold
-Python's interpreter lock, or whose parents have ended.
+The launcher writes three things: the mark of its run, which is in the environment of all its processes; a line with the
+process number of each rank; and "done" at its end. If its pipe closes without "done", it was killed. Then the marked
+processes get SIGTERM, and SIGKILL three seconds later. This includes processes that are stopped, that hold Python's
+interpreter lock, or whose parents have ended.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import suppress
 GRACE = 3.0
 DONE = "done"
 _STARTED = 19
-"""Where the time of the start is in /proc/PID/stat, counted from the state."""
+"""Index of the start time in /proc/PID/stat, counted from the state."""
 _ROUNDS = 5
 Family = dict[int, int]
-"""Processes by number, each with the time of its start, which tells it from a later one of the same number."""
+"""Process number → start time. The start time distinguishes a process from a later one with the same number."""
 
 
 def process_fields(process: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; an empty list if there is no such process."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -33,13 +33,13 @@ def process_fields(process: int) -> list[str]:
 
 
 def start_of(process: int) -> int:
-    """Return when a process has started; 0 if there is none, or if it has ended."""
+    """Return the start time of a process; 0 if there is none, or if it has ended."""
     fields = process_fields(process)
     return int(fields[_STARTED]) if len(fields) > _STARTED and fields[0] not in "ZX" else 0
 
 
 def marked(mark: str) -> Family:
-    """Return the processes of this user with the text in their environment; none without /proc."""
+    """Return this user's processes with `mark` in their environment; none without /proc."""
     found: Family = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdecimal() and int(entry) != os.getpid() and _has(int(entry), mark.encode()):
@@ -48,7 +48,7 @@ def marked(mark: str) -> Family:
 
 
 def end_marked(mark: str) -> None:
-    """Kill the marked processes, and those that they start meanwhile."""
+    """Kill the marked processes, and the processes that they start meanwhile."""
     for _ in range(_ROUNDS):
         family = {process: started for process, started in marked(mark).items() if started}
         if not family:
@@ -58,7 +58,7 @@ def end_marked(mark: str) -> None:
 
 
 def send_family(family: Family, number: int) -> None:
-    """Send a signal to those processes that are still there."""
+    """Send a signal to the processes that still exist."""
     for process, started in family.items():
         if started and start_of(process) == started:
             with suppress(ProcessLookupError, PermissionError):
@@ -66,7 +66,7 @@ def send_family(family: Family, number: int) -> None:
 
 
 def send_group(process: int, number: int) -> None:
-    """Send a signal to what is left of the process group that `process` has begun."""
+    """Send a signal to the remaining processes of the group that `process` leads."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process, number)
 

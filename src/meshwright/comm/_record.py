@@ -1,8 +1,8 @@
 """The flight record of a rank: its last 200 calls, written as JSON when a call fails, and never otherwise.
 
-    MESHWRIGHT_RECORDS    the folder; "off" for no records; else a folder of the user where temporary files are
+    MESHWRIGHT_RECORDS    the folder; "off" for no records; by default a folder of the user for temporary files
 
-Each run has a folder of its own there, with one file a rank: `rank-3.json`.
+Each run has its own folder there, with one file per rank: `rank-3.json`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ._rendezvous import Place
 VARIABLE = "MESHWRIGHT_RECORDS"
 LENGTH = 200
 _RUNS = 20
-"""Records of so many runs are kept in the default folder."""
+"""Number of runs whose records are kept in the default folder."""
 
 
 class Noted:
-    """One call of the record, and the times at which it began, was agreed on, and ended."""
+    """One call of the record, with the times at which it began, was agreed on, and ended."""
 
     __slots__ = ("agreed", "began", "call", "ended", "number")
 
@@ -42,7 +42,7 @@ class Noted:
         self.ended: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the call as JSON has it; times are seconds since 1970, or null."""
+        """Return the call as a JSON value; times are seconds since 1970, or null."""
         times = {"began": self.began, "agreed": self.agreed, "ended": self.ended}
         return {"number": self.number, "call": str(self.call)} | times
 
@@ -55,17 +55,17 @@ class Record:
         self._calls: deque[Noted] = deque(maxlen=LENGTH)
         self._count = 0
         self.path: Path | None = None
-        """Where the record was written, if it was."""
+        """Path of the written record; None before it is written."""
 
     def begin(self, call: Call) -> Noted:
-        """Note that a call begins."""
+        """Add a call that begins."""
         self._count += 1
         noted = Noted(self._count, call)
         self._calls.append(noted)
         return noted
 
     def write(self, error: str, about: Mapping[str, Any]) -> Path | None:
-        """Write the record, and return where; None where records are off, or cannot be written."""
+        """Write the record and return its path; None if records are off or cannot be written."""
         folder = record_folder(self._place.attempt)
         if folder is None or self._place.size < 2:
             return None
@@ -81,14 +81,14 @@ class Record:
         return None
 
     def name_in(self, error: CommError, about: Mapping[str, Any]) -> None:
-        """Write the record, and name its path in the error."""
+        """Write the record, and add its path to the error."""
         path = self.write(str(error), about)
         if path is not None:
             error.add_fix(f"the last calls of each rank are in {path.parent}, of this one in {path.name}")
 
 
 def record_folder(run: str, env: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder for the records of a run, which is made with the first one; None where they are off."""
+    """Return the folder for the records of a run, which the first record creates; None if records are off."""
     env = os.environ if env is None else env
     asked, name = env.get(VARIABLE, ""), "".join(c if c.isalnum() or c in "-_." else "-" for c in run)
     if asked == "off":
@@ -99,7 +99,7 @@ def record_folder(run: str, env: Mapping[str, str] | None = None) -> Path | None
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is whole whenever it is there, for the user alone."""
+    """Write a file atomically, readable by the user only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if VARIABLE not in os.environ:
         _check_own(path.parent.parent)
@@ -112,7 +112,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    """Raise OSError unless the folder is one of this user, and no link: others may write where temporary files are."""
+    """Raise OSError unless the folder belongs to this user and is no link.
+
+    Other users can write to the folder for temporary files.
+    """
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")

@@ -1,4 +1,4 @@
-"""A carrier without peers: right shapes, exact counts, at any world size."""
+"""A communicator without peers, with correct shapes and exact counts for any world size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._carrier import Carrier, Receive
 
 
 class Recorded(Carrier):
-    """Rank `rank` of `size`, alone: what would come from others is zeros, what is the caller's own is copied.
+    """Rank `rank` of `size` without peers: data from other ranks is zeros, the caller's own data is copied.
 
-    It takes meta and fake tensors, so that a plan for 16,384 ranks needs neither ranks nor memory.
+    It accepts meta and fake tensors, so a plan for 16,384 ranks needs neither ranks nor memory.
 
     >>> ranks = Recorded(rank=3, size=16384)
     >>> with ranks.seen.record_calls() as calls:

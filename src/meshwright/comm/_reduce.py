@@ -1,4 +1,4 @@
-"""The reductions: which dtypes each one takes, and how two terms become one."""
+"""The reductions: the operation on two terms, and the dtypes that each one accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ._errors import CallError
 
 
 class Reduction(NamedTuple):
-    """How two terms become one (into `out`, which may be one of them), and the dtypes that have no meaning."""
+    """One reduction.
+
+    `join` combines two terms into `out`, which may be one of them. `refuses` is True for a dtype without a meaning, and
+    `instead` is the alternative that the error suggests.
+    """
 
     join: Callable[..., object]
     refuses: Callable[[torch.dtype], bool]
@@ -47,7 +51,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """A known reduction that has a meaning for the dtype; CallError otherwise."""
+    """Raise CallError unless `op` is a known reduction with a meaning for the dtype."""
     reduction = REDUCTIONS.get(op)
     if reduction is None:
         raise CallError(f"the reduction {op!r}", f"none of {', '.join(REDUCTIONS)}", "it is not known", '"sum"')
@@ -56,14 +60,14 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
 
 
 def reduce(terms: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of the terms, first to last, in their own dtype; NaN propagates through max and min."""
+    """Return the reduction of the terms, first to last, in their own dtype; NaN propagates through max and min."""
     total = torch.empty(terms[0].shape, dtype=terms[0].dtype, device=terms[0].device)
     reduce_into(total, terms, op)
     return total.div_(len(terms)) if op == "avg" else total
 
 
 def reduce_into(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
-    """Writes the reduction of the terms to `out`, which may be the first of them; the terms' sum for "avg"."""
+    """Write the reduction of the terms to `out`, which may be the first term; for "avg", write the sum."""
     join = REDUCTIONS[op].join
     first, *rest = terms
     if not rest:

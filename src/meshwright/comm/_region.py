@@ -1,7 +1,7 @@
-"""Memory that processes of one host share, and how one waits there for what another one writes.
+"""Memory that processes of one host share, and waiting for a value that another process writes there.
 
-A number that one process writes and another one reads is a flag: what was written before it is there once it is seen.
-Processors of the x86 family promise that order for plain writes; on others no memory is shared.
+A number that one process writes and another one reads is a flag. Once the flag is seen, earlier writes are visible.
+Processors of the x86 family guarantee that order for plain writes; on others no memory is shared.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 _PREFIX = "meshwright-"
 _PATIENT, _CROWDED = (400, 1000), (50, 10)
-"""Looks without a pause, and looks with the processor left to others."""
+"""Numbers of checks without a pause, and of checks that yield the processor."""
 _REST = 50e-6
-"""The pause between all later looks, in seconds."""
+"""Pause before each later check, in seconds."""
 _BETWEEN_ALARMS = 0.05
 
 
 def home(env: Mapping[str, str] | None = None) -> str:
-    """What is equal for two processes that can share memory; "" for one that shares none.
+    """Return a text that is equal for two processes that can share memory; "" for a process that shares none.
 
-    MESHWRIGHT_SHARED_MEMORY=off keeps a process from it.
+    MESHWRIGHT_SHARED_MEMORY=off turns sharing off.
     """
     env = os.environ if env is None else env
     ordered = platform.machine().lower() in ("x86_64", "amd64")
@@ -41,14 +41,14 @@ def home(env: Mapping[str, str] | None = None) -> str:
 
 
 def create(size: int) -> tuple[str, mmap.mmap] | None:
-    """New memory of `size` bytes, all zero, and the name by which others open it; None where there is no room."""
+    """Return the name of new shared memory and the memory, `size` bytes of zeros; None if there is no space."""
     name = _PREFIX + secrets.token_hex(16)
     try:
         file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, size)  # a full folder is an error here, and a dead process later
+        os.posix_fallocate(file, 0, size)  # a full folder raises here; otherwise a later write would kill the process
         return name, mmap.mmap(file, size)
     except OSError:
         forget(name)
@@ -58,7 +58,10 @@ def create(size: int) -> tuple[str, mmap.mmap] | None:
 
 
 def attach(name: str, size: int) -> mmap.mmap | None:
-    """Return this user's memory of that name; None where it cannot be had."""
+    """Return the shared memory with that name.
+
+    None if it does not exist, has another size, or belongs to another user.
+    """
     if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
         return None
     try:
@@ -75,20 +78,23 @@ def attach(name: str, size: int) -> mmap.mmap | None:
 
 
 def forget(name: str) -> None:
-    """From now on nobody can open the memory; it goes with the last process that has it."""
+    """Remove the name of shared memory. It is freed when the last process unmaps it."""
     with suppress(OSError):
         os.unlink(FOLDER / name)
 
 
 @cache
 def looking() -> tuple[int, int]:
-    """How often a rank looks before it rests: seldom where ranks outnumber processors, so that others may compute."""
+    """Return the numbers of checks before a rank sleeps.
+
+    They are small if there are more ranks than processors, so that other ranks can compute.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return _CROWDED if ranks.isdigit() and int(ranks) > (os.cpu_count() or 1) else _PATIENT
 
 
 def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:
-    """Whether `seen()` within `limit` seconds; `alarm()` is called now and then, and may raise."""
+    """Wait until `seen()`; False after `limit` seconds. `alarm()` is called now and then, and may raise."""
     looks, yields = looking()
     for _ in range(looks):
         if seen():
@@ -115,7 +121,7 @@ def _rest_until(seen: Callable[[], bool], alarm: Callable[[], None], limit: floa
 
 
 def is_running(process: int) -> bool:
-    """Whether the process is there and has not ended."""
+    """True if the process exists and has not ended."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Where the processes of one run find each other."""
+"""Rendezvous of the processes of one run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .torch_hooks import PrefixStore, Store, TCPStore, default_store
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where launchers that set no such variables say how many processes they started."""
+"""Variables in which launchers without torchrun's variables give the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the environment of a process says of its run, in torchrun's variables."""
+    """Rank and addresses of a process in its run, from torchrun's environment variables."""
 
     rank: int
     size: int
@@ -31,14 +31,15 @@ class Place:
 
     @property
     def loopback(self) -> bool:
-        """Whether the whole run is on this machine, so that nothing needs to listen beyond it."""
+        """True if the whole run is on this machine, so that no port needs to be open beyond it."""
         return self.host in LOOPBACK
 
 
 def read_place(env: Mapping[str, str] | None = None) -> Place:
-    """The place that torchrun or `meshwright run` gave this process; a process started by itself is the only rank.
+    """Return the place that torchrun or `meshwright run` gave this process; a process started alone is the only rank.
 
-    Raises NoCarrierError where the environment says that there are others, and not where.
+    Raises:
+        NoCarrierError: the environment shows that there are other processes, but not their address.
     """
     env = os.environ if env is None else env
     lacking = [name for name in VARIABLES if name not in env]
@@ -64,13 +65,16 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
 
 
 def open_store(place: Place, limit: timedelta) -> Store:
-    """The run's key-value store, its keys prefixed by the attempt: a restarted run never reads a dead one's keys."""
+    """Return the run's key-value store.
+
+    Its keys have the attempt as prefix: a restart never reads the keys of a dead run.
+    """
     store = default_store() or _connect(place, limit)
     return PrefixStore(f"meshwright/{place.attempt}", store)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one interface only."""
+    """Return a socket that listens on one interface only."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.bind((host, port))
@@ -79,7 +83,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
-    """A store served by this process on `host`; on loopback it listens nowhere else."""
+    """Return a store that this process serves on `host`; on loopback it listens on no other interface."""
     if host not in LOOPBACK:
         return TCPStore(host, port, size, True, limit, wait_for_workers=False)
     server = listen("127.0.0.1", port)

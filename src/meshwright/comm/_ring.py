@@ -1,4 +1,4 @@
-"""Bytes in both directions between two processes, through memory that they share."""
+"""Byte streams in both directions between two processes, through shared memory."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from ._region import wait_for
 RING = 2**15
 """Bytes of memory for one direction."""
 _COUNTS, _WRITTEN, _READ = 128, 0, 8
-"""Two counts, in cache lines of their own: how many bytes were written, and how many read, since the beginning."""
+"""Bytes for two counts in separate cache lines, and their indices in words of 8 bytes.
+
+One counts the bytes written since the beginning, the other the bytes read.
+"""
 _ROOM = RING - _COUNTS
 _LONG = 86400.0
 
 
 class GoneError(Exception):
-    """The other end is closed."""
+    """The other end has closed the connection."""
 
 
 class _Way:
-    """One direction: a ring of bytes with one writer and one reader."""
+    """One direction: a ring buffer with one writer and one reader."""
 
     def __init__(self, memory: memoryview) -> None:
         self.counts = memory[:_COUNTS].cast("Q")
         self.data = memory[_COUNTS:]
         self.done = 0
-        """How many bytes this end has written, or read."""
+        """Total bytes that this end has written, or read."""
 
     def space(self) -> int:
-        """Bytes that may be written now."""
+        """Return the number of bytes that can be written now."""
         return _ROOM - (self.done - self.counts[_READ])
 
     def write(self, data: bytes) -> None:
@@ -39,10 +42,10 @@ class _Way:
         if left < len(data):
             self.data[: len(data) - left] = data[left:]
         self.done += len(data)
-        self.counts[_WRITTEN] = self.done  # seen only when the bytes are there
+        self.counts[_WRITTEN] = self.done  # becomes visible after the bytes
 
     def read(self) -> bytes:
-        """Everything that was written and not read."""
+        """Return all unread bytes."""
         count = self.counts[_WRITTEN] - self.done
         at, left = self.done % _ROOM, _ROOM - self.done % _ROOM
         found = bytes(self.data[at : at + min(left, count)])
@@ -54,20 +57,26 @@ class _Way:
 
 
 class Ring:
-    """One end of the memory; `first` for one of the two ends. The connection between the two tells who is gone."""
+    """One end of the shared memory; `first` is True for one of the two ends.
+
+    The connection between the two processes shows whether the other one has ended.
+    """
 
     def __init__(self, memory: mmap.mmap, first: bool) -> None:
         ways = [_Way(memoryview(memory)[n * RING : (n + 1) * RING]) for n in (0, 1)]
         self._out, self._in = ways if first else reversed(ways)
 
     def send(self, data: bytes, wire: socket.socket) -> None:
-        """Writes the bytes once there is room for them. Raises GoneError when the other end is closed."""
+        """Write the bytes once there is space for them. Raises GoneError if the other end is closed."""
         if self._out.space() < len(data):
             wait_for(lambda: self._out.space() >= len(data), lambda: _check(wire), _LONG)
         self._out.write(data)
 
     def receive(self, limit: float, wire: socket.socket) -> bytes:
-        """What has come; nothing after the limit in seconds, at once if it is 0. Raises GoneError when nothing will."""
+        """Return the unread bytes; b"" after the limit in seconds, at once if it is 0.
+
+        Raises GoneError if none will come.
+        """
         counts, done = self._in.counts, self._in.done
         if counts[_WRITTEN] == done and limit > 0.0:
             try:
@@ -79,7 +88,7 @@ class Ring:
 
 
 def _check(wire: socket.socket) -> None:
-    """Raises GoneError when the connection is closed; nothing ever comes through it."""
+    """Raise GoneError if the connection is closed; no data ever comes through it."""
     try:
         if readable(wire, 0.0) and not wire.recv(1, socket.MSG_PEEK):
             raise GoneError
@@ -88,7 +97,7 @@ def _check(wire: socket.socket) -> None:
 
 
 def readable(wire: socket.socket, limit: float) -> bool:
-    """True if something comes, or the connection ends, within `limit` seconds."""
+    """True if data arrives, or the connection ends, within `limit` seconds."""
     poll = select.poll()  # `select.select` takes no number above 1023
     poll.register(wire, select.POLLIN)
     return bool(poll.poll(limit * 1000.0))

@@ -1,10 +1,10 @@
-"""A transport between the processes of one host: each writes into its own slot, and reads the others'.
+"""A transport between the processes of one host: each rank writes to its own slot, and reads the slots of the others.
 
-Everything is made of rounds. In a round a rank writes into its slot, raises its flag to the round's number, waits for
-the flags of the others, and reads their slots. There are two slots a rank, used in turn: who raises its flag for the
-next round has read this one, so that the slot of the round before is free.
+All operations consist of rounds. In a round a rank writes to its slot, sets its flag to the number of the round, waits
+for the flags of the others, and reads their slots. Each rank has two slots, used in turn. A rank that sets its flag for
+the next round has read this one, so the slot of the round before is free.
 
-What arrives is combined in the order of the group, which gives every rank the same bits.
+Received data is combined in the order of the group, so every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .torch_hooks import PrefixStore, Store
 SLOT = 2**20
 """Bytes that a rank writes in one round."""
 _LINE = 8
-"""Numbers in a cache line, which no two ranks write to."""
+"""Numbers in a cache line; no two ranks write to the same line."""
 _FLAG, _PROCESS, _WORDS = 0, 1, 2
-"""Where a rank's numbers are in its line: its flag, its process, and a word for each of two rounds."""
+"""Indices in a rank's line: its flag, its process number, and a word for each of two rounds."""
 _BETWEEN_ASKS, _BETWEEN_LOOKS = 0.002, 0.25
-"""Seconds between two questions to the store, and two looks at a rank's process."""
+"""Seconds between two reads of the store, and between two checks of a rank's process."""
 _SHARED = 2**14
-"""With more than two ranks, larger parts of a reduction (in bytes) are reduced by one rank each."""
+"""With more than two ranks, larger reductions (in bytes) are divided between the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What is asked about the others while a rank waits: `check` may raise, `is_gone` is about a place in the group."""
+    """Checks of the other ranks during a wait: `check` may raise, `is_gone` takes a place in the group."""
 
     check: Callable[[], None] = lambda: None
     is_gone: Callable[[int], bool] = lambda place: False
 
 
 class SharedMemory:
-    """One group's transport; `open_shared` opens it."""
+    """Transport of one group; `open_shared` opens it."""
 
     def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta, peers: Peers | None = None) -> None:
         self._peers = peers or Peers()
@@ -64,13 +64,14 @@ class SharedMemory:
         self._flags[self._mine + _PROCESS] = os.getpid()
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """All of them, as they are defined."""
+        """True: all reductions are exact."""
         return True
 
     def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """The reduction of every rank's `x`, row by row; with `over` in its own memory, where it can be.
+        """Return the reduction of every rank's `x`, row by row; with `over`, in the memory of `x` if possible.
 
-        New memory is dear where the process keeps none: the system gives it page by page, each filled with zeros.
+        New memory is expensive in a process that keeps none: the system provides it page by page, each filled with
+        zeros.
         """
         rows = _rows(x)
         out = rows if over else torch.empty(x.shape, dtype=x.dtype)
@@ -81,7 +82,7 @@ class SharedMemory:
         return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        """`out` becomes every rank's flat `x`, one after the other."""
+        """Write every rank's flat `x` to `out`, one after the other."""
         rows = out.view(self._size, -1)
         for low, high in _ranges(x.numel(), SLOT // x.dtype.itemsize):
             slots = self._swap(x[low:high])
@@ -89,7 +90,7 @@ class SharedMemory:
                 row[low:high].copy_(slot[: high - low])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        """`out` becomes the sum over the group of the caller's part of the flat `x`."""
+        """Write the sum over the group of the caller's part of the flat `x` to `out`."""
         rows = x.view(self._size, -1)
         for low, high in _ranges(out.numel(), SLOT // self._size // x.dtype.itemsize):
             own, width = self._slot(x.dtype), high - low
@@ -99,7 +100,7 @@ class SharedMemory:
             reduce_into(out[low:high], terms, "sum")
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
-        """`out` becomes what every rank has for the caller, flat, with the given lengths in bytes."""
+        """Write every rank's piece for the caller to `out`, flat; lengths are in bytes."""
         lane, sends, receives = SLOT // self._size, x.split(leaving), out.split(arriving)
         low, rounds = 0, 1
         while low < rounds * lane:
@@ -115,7 +116,7 @@ class SharedMemory:
             low += lane
 
     def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
-        """All (place in the group, tag, bytes), those for one rank in the order of their tags."""
+        """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags."""
         places = range(self._size)
         leaving = [[x for to, _, x in sends if to == place] for place in places]
         arriving = [[x for by, _, x in receives if by == place] for place in places]
@@ -129,14 +130,14 @@ class SharedMemory:
             x.copy_(part)
 
     def barrier(self) -> None:
-        """Returns once every rank of the group has called it."""
+        """Return once every rank of the group has called it."""
         self._meet(torch.uint8, 0)
 
     def _combine(self, out: Tensor, x: Tensor, op: str) -> None:
-        reduce_into(out, self._swap(x), op)  # not of `x` itself, which `out` may be
+        reduce_into(out, self._swap(x), op)  # not from `x` itself, which may be `out`
 
     def _combine_in_parts(self, out: Tensor, x: Tensor, op: str) -> None:
-        """Each rank combines one part of it, and all take the results."""
+        """Reduce one part on each rank, then exchange the results."""
         width = -(-x.numel() // self._size)
         terms = self._swap(x)
         low, high = self._place * width, min((self._place + 1) * width, x.numel())
@@ -147,13 +148,13 @@ class SharedMemory:
             part.copy_(slot[place * width : place * width + part.numel()])
 
     def _swap(self, x: Tensor) -> list[Tensor]:
-        """Every rank's flat `x`, until the round after the next one."""
+        """Return every rank's flat `x`; the tensors are valid until the round after the next one."""
         count = x.numel()
         self._slot(x.dtype)[:count].copy_(x)
         return [slot[:count] for slot in self._meet(x.dtype, count)]
 
     def _slot(self, dtype: torch.dtype) -> Tensor:
-        """Where this rank writes in the next round."""
+        """Return the slot that this rank writes to in the next round."""
         return self._of(dtype, (self._round + 1) % 2)[self._place]
 
     def _of(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
@@ -163,7 +164,10 @@ class SharedMemory:
         return found
 
     def _meet(self, dtype: torch.dtype, word: int, equal: bool = True) -> list[Tensor]:
-        """All slots, once every rank has written its own; RuntimeError where ranks have different words."""
+        """Return all slots, once every rank has written its own.
+
+        Raises RuntimeError if the words of the ranks differ.
+        """
         self._round = number = self._round + 1
         flags, turn = self._flags, number % 2
         flags[self._mine + _WORDS + turn] = word
@@ -176,7 +180,7 @@ class SharedMemory:
         return self._of(dtype, turn)
 
     def _words(self) -> list[int]:
-        """Every rank's word in this round."""
+        """Return every rank's word in this round."""
         return [self._flags[p * _LINE + _WORDS + self._round % 2] for p in range(self._size)]
 
     def _wait(self, other: int, number: int) -> None:
@@ -196,14 +200,17 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _ranges(length: int, step: int) -> list[tuple[int, int]]:
-    """Where parts of at most `step` begin and end; one empty part of nothing."""
+    """Return the (begin, end) of parts of at most `step`; one empty part if the length is 0."""
     return list(pairwise([*range(0, length, step), length])) or [(0, 0)]
 
 
 def open_shared(
     store: Store, place: int, size: int, limit: timedelta, peers: Peers | None = None
 ) -> SharedMemory | None:
-    """The transport of one group; None where not all of its members can share memory, which all find alike."""
+    """Return the transport of one group; None if its members cannot all share memory.
+
+    All members get the same answer.
+    """
     peers = peers or Peers()
     length = size * (_LINE * 8 + 2 * SLOT)
     store = PrefixStore("shared", store)
@@ -226,7 +233,7 @@ def open_shared(
 
 
 def _awaited(store: Store, key: str, place: int, limit: timedelta, peers: Peers) -> bytes:
-    """The value of a key that the rank of a place sets; RuntimeError if it never will."""
+    """Return the value of a key that the rank of a place sets. Raises RuntimeError if the rank never will."""
     begin = looked = time.monotonic()
     while not store.check([key]):
         time.sleep(_BETWEEN_ASKS)

@@ -1,9 +1,9 @@
 """Values in containers that all simulated ranks share, hidden from the ranks that did not make them.
 
-Simulated ranks are threads of one process: a dict, a list or a cache of a module is one object for all of them. A part
-of a tensor that one rank puts into it, such as a cached mask, is a wrong value for the other ranks. So each switch
-between ranks hides the watched values that the leaving rank has put into such containers, and shows those of the
-entering rank again. Other packages say which values are watched, and how one is hidden.
+Simulated ranks are threads of one process, so a dict, list or cache of a module is one object for all of them. A part
+of a tensor that one rank stores there, such as a cached mask, is a wrong value for the other ranks. So each switch
+between ranks hides the watched values that the leaving rank has stored in such containers, and restores those of the
+entering rank. Other packages register the watched types, and the function that hides a value.
 """
 
 from __future__ import annotations
@@ -21,31 +21,37 @@ from weakref import ref
 from torch import nn
 
 _LOOKED_INTO = 256
-"""Entries of one container that are looked at; longer ones hold results or samples rather than caches."""
+"""Upper bound on the entries of a container that are searched.
+
+Longer ones hold results or samples rather than caches.
+"""
 _COMPARED = 16
-"""Entries that are compared one by one to see whether a container changed; of more, the number is."""
+"""Upper bound on the entries compared one by one to detect a change.
+
+For more entries, only their number is compared.
+"""
 _DEPTH = 3
-"""Containers in containers that are looked into; a module inside a module does not count."""
+"""Depth of nested containers that are searched; a module inside a module does not count."""
 _WATCHED = 1000
-"""Containers that are compared at each switch between ranks."""
+"""Upper bound on the containers compared at each switch between ranks."""
 
 _CACHE = type(lru_cache(lambda: None))
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A kind of values: `hide(x, rank)` hides one that `rank` made and returns what shows it again."""
+    """A watched type: `hide(x, rank)` hides a value made by `rank` and returns a function that restores it."""
 
     kind: type
     hide: Callable[[Any, int], Callable[[], None]]
 
 
 WATCHES: list[Watch] = []
-"""Filled by the packages whose values are watched."""
+"""Registered by the packages whose values are watched."""
 
 
 def _entries(holder: Any) -> Iterable[Any]:
-    """Return what a container holds, or the attributes of an object; nothing for other values."""
+    """Return the entries of a container, or the attributes of a module; nothing for other values."""
     if isinstance(holder, dict):
         return holder.values()
     if isinstance(holder, nn.Module):
@@ -65,7 +71,7 @@ def _first_entries(holder: Any) -> list[Any]:
 
 
 def _looks_of(holder: Any) -> Any:
-    """Return what changes when a container does."""
+    """Return a fingerprint that changes when the container does."""
     if isinstance(holder, _CACHE):
         return holder.cache_info().currsize
     if isinstance(holder, nn.Module):
@@ -75,7 +81,7 @@ def _looks_of(holder: Any) -> Any:
 
 
 class SharedValues:
-    """The watched values in shared containers, each with the rank that made it."""
+    """The watched values in shared containers, with the rank that made each."""
 
     def __init__(self, holders: Iterable[Any]) -> None:
         self._holders: dict[int, Any] = {}
@@ -97,7 +103,7 @@ class SharedValues:
                 self._visit(x, rank, depth + (not isinstance(x, nn.Module)))
 
     def leave(self, rank: int) -> None:
-        """Hide what the rank has put into shared containers."""
+        """Hide the values that the rank has stored in shared containers."""
         for key, holder in list(self._holders.items()):
             if _looks_of(holder) != self._looks[key]:
                 self._visit(holder, rank, 0)
@@ -110,7 +116,7 @@ class SharedValues:
                 self._hidden[key] = hide(x, owner)
 
     def enter(self, rank: int | None) -> None:
-        """Show what the rank has put into shared containers; everything if it is None."""
+        """Restore the values that the rank has stored in shared containers; all values if `rank` is None."""
         for key in [k for k in self._hidden if rank is None or self._owners.get(k, (None, rank))[1] == rank]:
             self._hidden.pop(key)()
 

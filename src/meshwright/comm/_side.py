@@ -1,4 +1,4 @@
-"""Work on the side: one thread that carries out, in order, what the rank has begun and not waited for yet."""
+"""Background work: one thread that runs, in order, the work that the rank has begun and not waited for yet."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Something that the thread will have done."""
+    """Work of the thread that may not be finished."""
 
     done: Future[Tensor]
 
     def wait(self) -> Tensor:
-        """The result, or the error that came instead."""
+        """Return the result, or raise the error of the work."""
         return self.done.result()
 
 
 class Side:
-    """The thread is there from the first work on; what the caller does itself comes behind all that was begun."""
+    """The background thread, started with the first work. The caller's own calls run after all work begun before."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -31,26 +31,26 @@ class Side:
         self._name = f"meshwright side {id(self)}"
 
     def begin(self, work: Callable[[], Tensor]) -> Pending:
-        """Work for the thread, behind all that was begun before."""
+        """Queue work for the thread, after all earlier work."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
         self._latest = self._thread.submit(_without_gradients, work)
         return Pending(self._latest)
 
     def drain(self) -> None:
-        """Returns once everything that was begun is done; the thread itself does not wait."""
+        """Wait until all work is finished; returns at once in the thread itself."""
         if self._latest is None or self.is_here():
             return
         self._latest.exception()
         self._latest = None
 
     def is_busy(self) -> bool:
-        """Whether something that was begun is not done."""
+        """True if some work is not finished."""
         latest = self._latest
         return latest is not None and not latest.done()
 
     def is_here(self) -> bool:
-        """Whether it is the thread that asks."""
+        """True if the calling thread is the background thread."""
         return threading.current_thread().name.startswith(self._name)
 
 

@@ -1,8 +1,8 @@
-"""All ranks in this process: one thread each, of which exactly one runs at a time.
+"""Simulation of all ranks in this process: one thread per rank, of which exactly one runs at a time.
 
-The running rank holds the *baton*. It gives the baton up only where it must wait for others, inside a collective or
-for a message, and when it ends; the next rank, in rank order, that can run gets it. So a run is deterministic, nothing
-races, and a debugger may stop inside a rank. The last rank to arrive at a collective computes the result of everyone.
+The running rank holds the *baton*. It passes the baton on only when it must wait for others, inside a collective or for
+a message, and when it ends. The next rank, in rank order, that can run gets it. So a run is deterministic and without
+races, and a debugger may stop inside a rank. The last rank to arrive at a collective computes the results of all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Abandoned(BaseException):
 
 
 class _Meeting:
-    """The ranks that have arrived at one collective, with what they bring, and what each takes away."""
+    """The ranks that have arrived at one collective, with the input and the result of each."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
@@ -52,7 +52,7 @@ class _Meeting:
 
 
 class _Address(NamedTuple):
-    """Where a message goes."""
+    """Source, target and tag of a message."""
 
     source: int
     target: int
@@ -60,13 +60,13 @@ class _Address(NamedTuple):
 
     @staticmethod
     def of(rank: int, call: Call) -> _Address:
-        """The address in a send or a receive of `rank`."""
+        """Return the address in a send or a receive of `rank`."""
         peer, *_ = call.message
         return _Address(rank, peer, call.tag) if call.kind == "send" else _Address(peer, rank, call.tag)
 
 
 class _World:
-    """The baton, who waits for it, meetings and messages under way. Only the rank with the baton touches it."""
+    """The baton, waiting ranks, collectives and messages in flight. Only the rank with the baton accesses it."""
 
     def __init__(self, size: int, program: Callable[..., Any]) -> None:
         self.size = size
@@ -87,9 +87,9 @@ class _World:
         self.shared: dict[object, Any] = {}
 
     def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
-        """What `rank` takes away from the meeting of `call.group`; the last to arrive runs `finish`.
+        """Return the result of `rank` from the collective of `call.group`; the last rank to arrive runs `finish`.
 
-        Nothing that was brought is kept: a rank that goes on later must not hold the memory of one that goes on now.
+        Inputs are released afterwards: a rank that continues later must not hold the memory of one that continues now.
         """
         if self.failure is not None:
             raise Abandoned
@@ -111,7 +111,7 @@ class _World:
         return meeting.taken.pop(rank, None)
 
     def send(self, rank: int, call: Call, x: Tensor) -> None:
-        """Put a message where its receiver finds it; who waits for it can run again."""
+        """Store a message for its receiver, and wake the receiver if it waits for this message."""
         if self.failure is not None:
             raise Abandoned
         address = _Address.of(rank, call)
@@ -121,7 +121,7 @@ class _World:
             self.pending[address.target] = None
 
     def receive(self, rank: int, call: Call) -> Tensor:
-        """The message, once it is there."""
+        """Wait for the message and return it."""
         if self.failure is not None:
             raise Abandoned
         address = _Address.of(rank, call)
@@ -138,7 +138,7 @@ class _World:
         self._give(0)
 
     def end(self, rank: int) -> None:
-        """`rank` is done: the baton goes on, or the world is over."""
+        """Mark `rank` as ended; pass the baton on, or end the simulation."""
         self.ended[rank] = True
         self._leave(rank)
         following = self._next(rank)
@@ -153,12 +153,12 @@ class _World:
             self._give(following)
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Remember the first failure; from now on every rank that waits or calls is abandoned."""
+        """Store the first failure; from then on every rank that waits or makes a call is abandoned."""
         if self.failure is None:
             self.failure = (rank, error)
 
     def wait(self, rank: int, call: Call) -> None:
-        """Let other ranks run until `release(rank)`; an error names `call` as the call in which the rank waits."""
+        """Let other ranks run until `release(rank)`; errors name `call` as the call in which the rank waits."""
         self._wait(rank, call)
 
     def release(self, rank: int) -> None:
@@ -192,7 +192,7 @@ class _World:
         self.turns[rank].release()
 
     def _next(self, rank: int) -> int | None:
-        """The first rank after `rank` that can run; once the run has failed, all that have not ended can."""
+        """Return the first rank after `rank` that can run; after a failure, every rank that has not ended can."""
         for step in range(1, self.size + 1):
             other = (rank + step) % self.size
             if not self.ended[other] and (self.pending[other] is None or self.failure is not None):
@@ -232,7 +232,7 @@ class _World:
                 return
 
     def _at(self, rank: int) -> str:
-        """Where in the user's code a rank that runs or waits is."""
+        """Return the line of the user's code at which a rank runs or waits."""
         frame = sys._current_frames().get(self.threads[rank].ident or 0) if self.threads else None
         line = user_frame(frame) if frame is not None else ""
         return f" at {line}" if line else ""
@@ -244,7 +244,7 @@ class _World:
 
 
 class _TorchState(NamedTuple):
-    """The state that torch keeps once per process and that each rank has of its own."""
+    """State that torch keeps once per process and of which each rank has its own."""
 
     random: Tensor
     forward: ForwardState
@@ -276,7 +276,7 @@ class _TorchState(NamedTuple):
 
 
 class Simulated(Carrier):
-    """One rank of a simulation."""
+    """Communicator of one rank of a simulation."""
 
     kind = "simulated"
 
@@ -286,11 +286,14 @@ class Simulated(Carrier):
 
     @property
     def shared(self) -> dict[object, Any]:
-        """What the ranks of the simulation keep together, since they live in one process."""
+        """A dict that all ranks of the simulation share."""
         return self._world.shared
 
     def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
-        """In the memory of `x`, where processes may put it too: who reads `x` behind it is wrong here as well."""
+        """Do the same as `_all_reduce`, in the memory of `x`.
+
+        Processes may use that memory too, so a program that reads `x` afterwards is wrong in a simulation as well.
+        """
         out = self._all_reduce(x, call)
         return x.copy_(out) if x.is_contiguous() else out
 
@@ -369,7 +372,7 @@ def _finish_barrier(meeting: _Meeting) -> None:
 
 
 class _Mood:
-    """What torch keeps per thread and a rank takes over: default device; grad, inference and autocast modes."""
+    """Thread-local state of torch that a rank inherits: default device; grad, inference and autocast modes."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -383,7 +386,10 @@ class _Mood:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """The calling thread in this mood; autograd's multithreading off, so that a backward pass stays on it."""
+        """Set this state in the calling thread.
+
+        Autograd's multithreading is off, so that a backward pass stays in the thread.
+        """
         with torch.inference_mode(self.inference), nullcontext() if self.device.type == "cpu" else self.device:
             torch.autograd.set_multithreading_enabled(False)
             torch.set_grad_enabled(self.grad)
@@ -454,7 +460,7 @@ class _Inside(threading.local):
 
 
 def _rank_in(world: _World) -> Callable[[], int | None]:
-    """Return a function that gives the calling rank of `world`, or None for another thread."""
+    """Return a function that returns the calling rank of `world`, or None for another thread."""
 
     def rank() -> int | None:
         here = current() if _inside.rank else None
@@ -467,7 +473,7 @@ _inside = _Inside()
 
 
 def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) -> None:
-    """One rank's thread, from its first turn to its last."""
+    """Run one rank in its thread, from its first turn to its last."""
     world.turns[rank].acquire()
     try:
         if world.failure is None:
@@ -504,6 +510,6 @@ def _run(world: _World, threads: list[threading.Thread]) -> None:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise `Abandoned` in a thread at its next bytecode, for the rank that computes and calls nothing."""
+    """Raise `Abandoned` in a thread at its next bytecode, for a rank that computes without making calls."""
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))

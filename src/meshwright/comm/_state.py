@@ -1,4 +1,4 @@
-"""What a rank is doing, as a value that goes from rank to rank."""
+"""The state of a rank, as a value that ranks send to each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, cast
 
 
 class State(NamedTuple):
-    """What a rank is doing: the call it is in, the ranks it waits for there, and how many calls it has made.
+    """State of a rank: its current call, the ranks that it waits for, and the number of its calls.
 
-    With conversions on the side a rank may be in two calls, or go on computing while it is in one: it is `stuck` if
-    all of it waits, and nothing of its messages is on the way. It is `debugged` while a debugger has stopped it.
-    `silence` says why the rank does not answer; it is `stopped` if it cannot go on by itself. `at` is the line of
-    the user's code where it computes, `waits` the share of its time that it waits for others.
+    With background conversions a rank may be in two calls, or compute while it is in a call. It is `stuck` if all its
+    threads wait and none of its messages is in flight. It is `debugged` while a debugger has stopped it. `silence` is
+    the reason why the rank does not answer; it is `stopped` if it cannot continue by itself. `at` is the line of the
+    user's code that it executes, and `waits` the fraction of its time in which it waits for others.
     """
 
     call: str
@@ -48,7 +48,7 @@ def silent(why: str, stopped: bool = False) -> State:
 
 
 def read_state(found: object) -> State:
-    """Return the state that JSON gives; ValueError for anything else."""
+    """Return the state from a JSON value. Raises ValueError for anything else."""
     fields = cast("list[Any]", found) if isinstance(found, list) else []
     fits = len(fields) == len(_KINDS) and all(map(isinstance, fields, _KINDS))
     if not fits:

@@ -1,9 +1,8 @@
-"""Which ranks are slow: a rank notes how long it waits for each peer, and asks the peer how long that one waits itself.
+"""Detection of slow ranks. A rank measures its waits for each peer, and asks the peer for the peer's own waits.
 
-The time is cut into slices of half a second or more, of which the last ten count. A slice that is far longer than the
-others had a pause in it, such as that of a checkpoint, and is left out. A peer is a straggler if it is waited for in
-most slices, and for longer than it waits itself. Ranks that take turns in being slow wait as long as they are waited
-for.
+Time is divided into slices of at least half a second, of which the last ten count. A slice that is much longer than the
+others contained a pause, such as a checkpoint, and is ignored. A peer is a straggler if it is waited for in most
+slices, and for longer than it waits itself. Ranks that are slow in turns wait as long as they are waited for.
 """
 
 from __future__ import annotations
@@ -17,20 +16,23 @@ from statistics import median
 SLICES = 10
 _SLICE = 0.5
 _SHORTEST = 1e-3
-"""Shorter waits count as time, and not as a wait."""
+"""Waits shorter than this (in seconds) count as time, but not as a wait."""
 WARN_SHARE, WARN_WAIT = 0.2, 0.01
-"""A warning needs this share of the time, and waits of this many seconds on average."""
+"""A warning needs this fraction of the time, and waits of this many seconds on average."""
 LIST_SHARE = 0.1
 _PAUSE = 4.0
-"""A slice with a pause is longer than this many times the median slice."""
+"""A slice longer than this multiple of the median slice contains a pause."""
 _MOST = 0.7
-"""The part of the slices in which a straggler is waited for."""
+"""The fraction of the slices in which a straggler is waited for."""
 _BETWEEN_WARNINGS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that others wait for: the share of the last seconds that it costs them, and the mean wait in seconds."""
+    """A rank that others wait for.
+
+    `share` is the fraction of the last seconds that it costs them, and `wait` the mean wait in seconds.
+    """
 
     rank: int
     share: float
@@ -61,10 +63,10 @@ class Waits:
         self._now, self._began = _Slice({}, {}), clock()
         self._warn_at = 0.0
         self._suspects = False
-        """Found at the end of each slice, so that a call costs nothing."""
+        """Computed at the end of each slice, so that it costs nothing per call."""
 
     def note(self, peer: int, seconds: float) -> None:
-        """Count a wait for `peer` that is over."""
+        """Count a finished wait for `peer`."""
         now = self._now
         now.seconds[peer] = now.seconds.get(peer, 0.0) + seconds
         if seconds > _SHORTEST:
@@ -73,13 +75,13 @@ class Waits:
             self._turn()
 
     def share(self) -> float:
-        """Return the share of the time in which this rank waits for others."""
+        """Return the fraction of the time in which this rank waits for others."""
         slices = self._usual()
         waited = sum(sum(each.seconds.values()) for each in slices)
         return waited / sum(each.length for each in slices) if slices else 0.0
 
     def by_peer(self) -> dict[int, Straggler]:
-        """Return, for each peer, the share of the time that this rank waits for it."""
+        """Return, for each peer, the fraction of the time in which this rank waits for it."""
         slices = self._usual()
         total = sum(each.length for each in slices)
         found: dict[int, Straggler] = {}
@@ -91,7 +93,10 @@ class Waits:
         return found
 
     def stragglers(self, share_of: Callable[[int], float | None]) -> list[Straggler]:
-        """Return the peers that are slower than this rank, the slowest first; `share_of` asks a peer for its share."""
+        """Return the peers that are slower than this rank, the slowest first.
+
+        `share_of` asks a peer for its own waits.
+        """
         if len(self._slices) < SLICES // 2:
             return []
         found: list[Straggler] = []
@@ -102,15 +107,15 @@ class Waits:
         return sorted(found, key=lambda each: -each.share)
 
     def is_suspicious(self) -> bool:
-        """True if a peer may be worth a warning, at most once a minute: `warned` begins the minute."""
+        """True if a peer may need a warning; at most once in the time that `warned` sets."""
         return self._suspects and self._clock() >= self._warn_at
 
     def warned(self, seconds: float = _BETWEEN_WARNINGS) -> None:
-        """Let no warning come for some time."""
+        """Suppress warnings for this number of seconds."""
         self._warn_at = self._clock() + seconds
 
     def _usual(self) -> list[_Slice]:
-        """The slices without a pause."""
+        """Return the slices without a pause."""
         slices = list(self._slices)
         longest = _PAUSE * median([each.length for each in slices] or [0.0])
         return [each for each in slices if each.length <= longest]
@@ -124,5 +129,5 @@ class Waits:
 
 
 def is_slow(found: Straggler) -> bool:
-    """True if a straggler is worth a warning."""
+    """True if a straggler needs a warning."""
     return found.share >= WARN_SHARE and found.wait >= WARN_WAIT

@@ -1,8 +1,8 @@
-"""The secret of a run, by which its ranks know each other, and values in the store that only they can write.
+"""The secret of a run, which identifies its ranks, and sealed values in the store that only its ranks can write.
 
-Any process that reaches the store can read and write there. So the secret comes by the environment if `launch` has
-started the ranks. Else rank 0 makes it: on one machine in a file that only the user can read, of which the store holds
-the name; for several machines in the store itself.
+Any process that reaches the store can read and write there. If `launch` started the ranks, the secret is in their
+environment. Otherwise rank 0 creates it. On one machine the secret is in a file that only the user can read, and the
+store holds the name of the file. On several machines the secret is in the store itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def new_token() -> str:
 
 
 def run_token(place: Place, store: Store, env: Mapping[str, str] | None = None) -> bytes:
-    """Return the secret of the run; every rank asks once."""
+    """Return the secret of the run; every rank must call this once."""
     env = os.environ if env is None else env
     if VARIABLE in env:
         return _parsed(env[VARIABLE], f"in {VARIABLE}")
@@ -52,12 +52,12 @@ def run_token(place: Place, store: Store, env: Mapping[str, str] | None = None) 
 
 
 def sealed(token: bytes, key: str, value: str) -> str:
-    """Return the value with a seal that only the ranks of the run can make, for this key alone."""
+    """Return the value with a seal for this key that only the ranks of the run can compute."""
     return _seal(token, key, value) + value
 
 
 def unsealed(token: bytes, key: str, text: bytes) -> str:
-    """Return the value of a sealed text; NoCarrierError if no rank of the run has written it."""
+    """Return the value of a sealed text. Raises NoCarrierError if no rank of the run wrote it."""
     found = text.decode(errors="replace")
     value = found[_SEAL:]
     if not hmac.compare_digest(found[:_SEAL].encode(), _seal(token, key, value).encode()):
@@ -79,7 +79,7 @@ def _folder() -> Path:
 
 
 def _written(token: str) -> str:
-    """Return the name of a new file with the secret, which nobody but the user can read."""
+    """Return the name of a new file with the secret, readable by the user only."""
     name = _PREFIX + secrets.token_hex(8)
     file = os.open(_folder() / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as out:
@@ -88,7 +88,7 @@ def _written(token: str) -> str:
 
 
 def _read_own(name: str) -> str:
-    """Return what is in a file of the user; "" if it is no such file."""
+    """Return the content of a private file of the user; "" if it is no such file."""
     if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""How long a rank has waited for its peers, and when it looks at them again."""
+"""Timing of a rank that waits for its peers: the time waited so far, and the time of the next check."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ._life import Life
 from ._state import State
 
 States = dict[int, State | None]
-"""By rank, what it is doing; None where its process is gone."""
+"""Rank → its state; None if its process has ended."""
 
 _FIRST_LOOK, _BETWEEN_LOOKS = 0.25, 1.0
 _BETWEEN_EXAMINATIONS = 0.5
 _STILL_STOPPED = 0.4
-"""A process is stopped if it was seen so for this time in seconds: a job that goes on does so rank by rank."""
+"""Seconds for which a process must be seen stopped. A stopped job continues rank by rank."""
 _OWN_PAUSE = 5.0
-"""A rank that has not run for so long was stopped itself, and so may all others have been."""
+"""A rank that has not run for this many seconds was stopped itself, and so may all others have been."""
 NOTICE = 4.0
-"""A rank whose process runs is late, and no more, until it was waited for this many times the limit."""
+"""A rank whose process runs causes a warning only after this multiple of the limit."""
 
 
 class Watch:
-    """How long a rank has waited, when to look again, and whether anything has moved since."""
+    """Timing of one wait: the time so far, the times of the next checks, and the last states of the ranks."""
 
     def __init__(self, limit: float, patience: float) -> None:
         self.limit, self.patience = limit, patience
@@ -34,7 +34,7 @@ class Watch:
         self.waited = 0.0
 
     def is_time(self) -> bool:
-        """True once a second: the processes of those that are waited for want a look."""
+        """True once a second, when the processes of the awaited ranks need a check."""
         now = time.monotonic()
         if now - self._latest > _OWN_PAUSE:
             self._started += now - self._latest
@@ -46,7 +46,7 @@ class Watch:
         return True
 
     def is_late(self) -> bool:
-        """True at the limit, and often from then on."""
+        """True after the limit, and then repeatedly."""
         self.waited = time.monotonic() - self._started
         if self.waited < self._examine_at:
             return False
@@ -54,27 +54,27 @@ class Watch:
         return True
 
     def examined(self) -> None:
-        """Count what the examination took as time in which this rank ran."""
+        """Count the time of the examination as time in which this rank ran."""
         self._latest = time.monotonic()
 
     def start_again(self) -> None:
-        """What was waited does not count: a person looks at a rank."""
+        """Reset the time waited, because a person debugs a rank."""
         self._started = time.monotonic()
         self._examine_at = self._look_at = _BETWEEN_LOOKS
 
     def slice(self) -> float:
-        """Seconds to wait before the next look."""
+        """Return the seconds to wait before the next check."""
         return min(max(min(self._examine_at, self._look_at) - self.waited, 0.05), 1.0)
 
     def note_life(self, peer: int, life: Life) -> None:
-        """Remember since when the process of `peer` is stopped."""
+        """Store the time since which the process of `peer` is stopped."""
         if life is Life.STOPPED:
             self._stopped.setdefault(peer, time.monotonic())
         else:
             self._stopped.pop(peer, None)
 
     def is_still_stopped(self, peer: int) -> bool:
-        """True if the process of `peer` was stopped at the looks of the last moments."""
+        """True if the process of `peer` was stopped at all recent checks."""
         return peer in self._stopped and time.monotonic() - self._stopped[peer] > _STILL_STOPPED
 
     def is_still(self, states: States) -> bool:
@@ -83,7 +83,7 @@ class Watch:
         return still
 
     def warn_now(self) -> bool:
-        """True once, when a rank is so late that its user wants to know."""
+        """True once, when a rank is so late that a warning is due."""
         if self._warned or self.waited < min(NOTICE * self.limit, self.patience):
             return False
         self._warned = True

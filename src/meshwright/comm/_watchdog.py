@@ -1,7 +1,8 @@
-"""A thread that finds out that a transport waits for a process that is gone or stopped.
+"""A thread that detects that a transport waits for a process that has ended or is stopped.
 
-Once all ranks have agreed on a call, the data moves. Transports of this package ask the watchdog while they wait, and
-raise what it has found. Those of torch cannot be interrupted: the error is printed, and the process ends.
+Once all ranks have agreed on a call, its data moves. Transports of this package ask the watchdog while they wait, and
+raise the error that it has found. The transports of torch cannot be interrupted: the error is printed, and the process
+ends.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _BETWEEN_LOOKS = 0.5
 _BETWEEN_PUBLISHED = 2.0
 _OWN_PAUSE = 5.0
 _GRACE, _TIME_TO_RAISE = 1.5, 1.0
-"""Seconds in which the transport may find out itself that a process is gone, and in which it may raise an error."""
+"""Seconds for the transport to detect an ended process itself, and seconds for it to raise an error."""
 
 
 class Watchdog:
-    """Looks at the processes of a call's group while its data moves; `kill` gets the error, and does not return."""
+    """Checks the processes of a call's group while its data moves; `kill` gets the error, and does not return."""
 
     def __init__(self, guard: Guard, links: Links, store: Store, kill: Callable[[CommError], None]) -> None:
         self._guard, self._links, self._kill = guard, links, kill
@@ -40,15 +41,15 @@ class Watchdog:
         threading.Thread(target=self._watch, name="meshwright watchdog", daemon=True).start()
 
     def begin(self, call: Call) -> None:
-        """From now on the data of a call moves, in this thread."""
+        """Mark that the data of a call moves in this thread from now on."""
         self._moving[threading.get_ident()] = (call, time.monotonic())
 
     def end(self) -> None:
-        """The data of the thread's call has moved."""
+        """Mark that the data of this thread's call has moved."""
         self._moving.pop(threading.get_ident(), None)
 
     def check(self) -> None:
-        """Raise what was found about the peers of this thread's call."""
+        """Raise the error that was found about the peers of this thread's call, if any."""
         found = self._errors.get(threading.get_ident())
         if found is not None:
             raise found
@@ -62,7 +63,7 @@ class Watchdog:
         while not self._closed.wait(_BETWEEN_LOOKS):
             now = time.monotonic()
             if not self._moving or now - latest > _OWN_PAUSE:
-                self._seen.clear()  # this process was stopped itself, and so may all others have been
+                self._seen.clear()  # this process was stopped, so all others may have been
             latest = now
             self._publish(now)
             self._tend()
@@ -79,7 +80,7 @@ class Watchdog:
             self._links.publish(self._store)
 
     def _tend(self) -> None:
-        """Look at calls whose comparison lags; end the process if the error is not raised in time."""
+        """Read the frames of calls whose comparison lags; end the process if an error is not raised in time."""
         meetings = self._guard.meetings
         error = meetings.tend()
         if error is not None:
@@ -110,5 +111,5 @@ class Watchdog:
         return None
 
     def _ended_well(self, peer: int) -> bool:
-        """True if the rank has done its part, and ended; others of the group may not have."""
+        """True if the rank has done its part and ended normally, though others of the group may not have."""
         return self._links.farewell_of(peer, 0.0) == "normally"

@@ -69,17 +69,20 @@ PROFILER_STOP = "_disable_profiler"
 
 
 def saved_mutable() -> bool:
-    """True inside `torch.autograd.graph.allow_mutation_on_saved_tensors`, of which torch allows one in a process."""
+    """True inside `torch.autograd.graph.allow_mutation_on_saved_tensors`.
+
+    Torch allows one such context in a process.
+    """
     return graph._allow_mutation_on_saved_tensors_enabled
 
 
 def set_saved_mutable(on: bool) -> None:
-    """Set what `saved_mutable` returns."""
+    """Set the value that `saved_mutable` returns."""
     graph._allow_mutation_on_saved_tensors_enabled = on
 
 
 class ForwardState(NamedTuple):
-    """The state of forward mode that torch keeps once per process: the level, and the nesting of `torch.func.jvp`."""
+    """State of forward mode that torch keeps once per process: the level, and the nesting of `torch.func.jvp`."""
 
     level: int
     nesting: int
@@ -95,13 +98,13 @@ class ForwardState(NamedTuple):
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> bool: ...
 
 
 class Backend:
-    """One group's transport: torch's own object behind the few calls that a carrier makes."""
+    """Transport of one group: torch's own object behind the few calls that a communicator makes."""
 
     def __init__(self, name: str, raw: Any) -> None:
         self.name = name
@@ -109,11 +112,14 @@ class Backend:
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether the backend's own reduction is exact."""
+        """True if the backend's own reduction is exact."""
         return dtype in _EXACT.get(op, ()) or (dtype.is_complex and op == "sum")
 
     def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """The sum, prod, max or min of every rank's `x`, row by row; with `over` in its own memory, where it can be."""
+        """Return the sum, prod, max or min of every rank's `x`, row by row.
+
+        With `over`, in the memory of `x` if possible.
+        """
         plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
         out = x if over and plain else x.clone(memory_format=torch.contiguous_format)
         options: Any = c10d.AllreduceOptions()
@@ -122,19 +128,19 @@ class Backend:
         return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        """`out` becomes every rank's flat `x`, one after the other."""
+        """Write every rank's flat `x` to `out`, one after the other."""
         self._raw._allgather_base(out, x, c10d.AllgatherOptions()).wait()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        """`out` becomes the sum over the group of the caller's part of the flat `x`."""
+        """Write the sum over the group of the caller's part of the flat `x` to `out`."""
         self._raw._reduce_scatter_base(_real(out), _real(x), c10d.ReduceScatterOptions()).wait()
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
-        """`out` becomes what every rank has for the caller, flat, with the given lengths."""
+        """Write every rank's piece for the caller to `out`, flat, with the given lengths."""
         self._raw.alltoall_base(out, x, arriving, leaving, c10d.AllToAllOptions()).wait()
 
     def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
-        """All (place in the group, tag, tensor) posted together, then waited for."""
+        """Post all (place in the group, tag, tensor) together, and wait for them."""
         if self._coalesces:
             self._raw._start_coalescing()
         works = [self._raw.send([x], place, tag) for place, tag, x in sends]
@@ -145,12 +151,12 @@ class Backend:
             work.wait()
 
     def barrier(self) -> None:
-        """Returns once every rank of the group has called it."""
+        """Return once every rank of the group has called it."""
         self._raw.barrier(c10d.BarrierOptions()).wait()
 
 
 def _real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs: their sum is that of both."""
+    """Return complex numbers as pairs of reals; a sum of pairs is the pair of the sums."""
     return torch.view_as_real(x).flatten(-2) if x.is_complex() else x
 
 
@@ -166,7 +172,7 @@ _REDUCE_OPS = {
 
 
 def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
-    """The transport of one group; only its members take part in opening it. ValueError for an unknown name."""
+    """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
     create = {"gloo": _gloo, "nccl": _nccl}.get(name)
     if create is not None:
         return Backend(name, create(store, place, size, limit, loopback))
@@ -181,14 +187,17 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
 
 
 def default_store() -> Store | None:
-    """The store of a program that has called `torch.distributed.init_process_group` itself."""
+    """Return the store of a program that has called `torch.distributed.init_process_group` itself; None otherwise."""
     if not dist.is_initialized():
         return None
     return distributed_c10d._get_default_store()
 
 
 def another_connection(store: Store) -> Store:
-    """Return the same store for another thread, which need not wait while this one waits; stubs do not know `clone`."""
+    """Return the same store with another connection, for a thread that must not wait for this one.
+
+    The stubs do not know `clone`.
+    """
     return cast(Any, store).clone()
 
 

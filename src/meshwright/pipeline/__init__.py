@@ -1,4 +1,4 @@
-"""Pipelines: schedules as tables, their checker and simulator, the known schedules."""
+"""Pipeline schedules as tables of actions: the known schedules, a checker, a simulator and a runner."""
 
 from ._action import Action, Kind, parse_action
 from ._behind import Make

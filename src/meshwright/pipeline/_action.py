@@ -1,14 +1,14 @@
-"""What a rank does at one place of its row.
+"""Actions of a pipeline schedule, and their text form.
 
 F3.1     forward of microbatch 3 through chunk 1
-B3.1     its backward as far as the gradients of inputs, W3.1 the gradients of weights, BW3.1 both
-R3.1     its forward once more, for a backward that kept only the inputs
->F3.1    send the output of F3.1 on to the next chunk, <F3.1 receive it
->B3.1    send the gradient that B3.1 found back to the chunk before, <B3.1 receive it
->F3.1:4  the same for a chunk further on (a skip connection)
+B3.1     its backward for the gradients of inputs, W3.1 for the gradients of weights, BW3.1 for both
+R3.1     its forward again, for a backward that kept only the inputs
+>F3.1    send the output of F3.1 to the next chunk, <F3.1 receive it
+>B3.1    send the input gradient of B3.1 to the chunk before, <B3.1 receive it
+>F3.1:4  the same for a later chunk (a skip connection)
 G.1      gather the parameters of chunk 1, S.1 reduce and scatter their gradients
-O        the optimizer's update; O3: with the gradients up to microbatch 3, while others are on their way
-F4.0&B1.3  two that run side by side: the place ends when both have ended
+O        the optimizer's update; O3: with the gradients up to microbatch 3, while others are in flight
+F4.0&B1.3  two actions side by side: they end when both have ended
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its letter in the text."""
+    """Kind of an action; the value is its letter in the text form."""
 
     FORWARD = "F"
     BACKWARD = "BW"
@@ -43,11 +43,15 @@ RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
 COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 NOTHING = -1
-"""The microbatch of an action on all of them, and the chunk of one on the whole rank."""
+"""Microbatch of an action that concerns all microbatches, and chunk of an action that concerns the whole rank."""
 
 
 class Action(NamedTuple):
-    """One action; `to`: the chunk at a message's other end, if no neighbour; `beside` runs at the same time."""
+    """One action of a rank.
+
+    `to` is the chunk at the other end of a message, if that is not a neighbouring chunk. `beside` is an action that
+    runs at the same time.
+    """
 
     kind: Kind
     microbatch: int = NOTHING
@@ -57,7 +61,7 @@ class Action(NamedTuple):
 
     @property
     def atoms(self) -> Iterator[Action]:
-        """The actions that share this place, each alone."""
+        """The actions that run at the same time as this one, itself included, each with `beside=None`."""
         action: Action | None = self
         while action is not None:
             yield action._replace(beside=None)
@@ -76,7 +80,7 @@ class Action(NamedTuple):
 
 _FORM = re.compile(r"(BW|[<>]?[FB]|[WRGSO])(\d{1,9})?(?:\.(\d{1,9}))?(?::(\d{1,9}))?")
 MOST_BESIDE = 16
-"""Actions that an action of a text joins by `&`."""
+"""Upper bound on the actions that one action in text form joins by `&`."""
 _NEEDS_MICROBATCH = COMPUTES | TRANSFERS
 
 
@@ -87,7 +91,7 @@ def _text(action: Action) -> str:
 
 
 def parse_action(text: str) -> Action:
-    """The action that `text` means; the inverse of `str`. Raises ScheduleError.
+    """Return the action that `text` describes; the inverse of `str`. Raises ScheduleError for any other text.
 
     >>> parse_action("F4.0&B1.3").beside.chunk
     3

@@ -1,4 +1,4 @@
-"""Keys and values of several slices are joined once more for a backward pass: what is kept of them is there once."""
+"""Repeated concatenation of keys and values for a sliced backward pass, which saves the slices only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from meshwright.graph import Node, Program, Value, map_values
 
 
 def joined_again(step: Program) -> Program:
-    """The recorded step, whose backward pass joins what slices gave itself, where the forward pass joins it too."""
+    """Return the recorded step with the concatenations that the backward pass reads repeated in the backward pass.
+
+    Only concatenations of the forward pass whose operands come from more than one slice are repeated. The backward pass
+    then saves the slices, not the joined value.
+    """
     slice_of = {v: node.origin.slice for node in step.nodes for v in node.outs}
     joins = {
         node.outs[0]: node

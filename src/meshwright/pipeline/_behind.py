@@ -1,4 +1,4 @@
-"""What is done behind microbatches: once per step, or behind each group of them where a schedule is asynchronous."""
+"""The work after the microbatches: once per step, or after each group of microbatches in an asynchronous schedule."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from ._sums import Total
 from ._versions import Known
 
 Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
-"""Gives a program as a function, and the inputs for which that gives values to write; it may write others itself."""
+"""Compiles a program to a function. Also returns the inputs whose new values that function returns.
+
+The function may write to other inputs itself.
+"""
 
 
 def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
-    """The program node by node."""
+    """Return a function that runs the program node by node, and the inputs that the program writes."""
     return runner(program), tuple(x for x, _ in program.writes)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A program behind microbatches as a function; it changes the inputs `over`, and gives values for `written`.
+    """A program that runs after the microbatches, as a function.
 
-    `apart` is the program with the update as a part of its own, if that can be had.
+    `reads` are its arguments. It changes the inputs `over`, and returns new values for the inputs `written`.
+    `apart` is the program with the update as a separate part, if it can be split.
     """
 
     run: Run
@@ -49,10 +53,11 @@ class Update:
 
 
 class Behind:
-    """`count` updates: one, whose values to write are given out, or several, each of which writes over its inputs.
+    """The `count` updates of a step.
 
-    With `again`, all but the first are those of that program; it reads the states that the first one makes. With
-    `looks`, gradients can be looked at before a single update.
+    A single update returns the values to write. Several updates each write to their inputs in place. With `again`, all
+    updates but the first run that program; it reads the optimizer states that the first update makes.
+    With `looks`, gradients can be looked at before a single update.
     """
 
     def __init__(self, first: Program, again: Program | None, count: int, make: Make, looks: bool = False) -> None:
@@ -63,17 +68,17 @@ class Behind:
         self.inputs: tuple[Input, ...] = tuple(
             i for i in (again.inputs if again else ()) if i.role != "saved" and i.value not in self._made
         )
-        """What later updates are given from outside."""
+        """Inputs that only later updates read and that no earlier update makes."""
         self.writes = update.written if count == 1 else ()
 
     def over(self, at: int, base: Known) -> list[Tensor]:
-        """What update number `at` writes over."""
+        """Return the tensors that update number `at` writes to."""
         return [base[x] for x in self._updates[at].over]
 
     def __call__(
         self, at: int, base: Known, totals: Known, look_at: LookAt | None = None
     ) -> tuple[Any, list[Any] | None]:
-        """Return the outputs of update number `at`, and the values of `writes`; None if `look_at` leaves it out."""
+        """Run update number `at`; return its outputs and the values of `writes`, None if `look_at` skips it."""
         update = self._updates[at]
         outputs, written = update(base, totals, look_at)
         if len(self._updates) == 1 or written is None:
@@ -86,12 +91,12 @@ class Behind:
 
 
 def _made_by(first: Program, again: Program | None) -> list[Input]:
-    """The inputs of `again` that are states which `first` makes."""
+    """Return the optimizer states that are inputs of `again` and outputs of `first`."""
     made = first.outputs.get("state", {}) if again else {}
     return [i for i in (again.inputs if again else ()) if i.role == "state" and i.source in made]
 
 
 def mean_of(outputs: Sequence[Any]) -> Any:
-    """The outputs of several updates as those of one step, whose loss is the mean of theirs."""
+    """Return the outputs of the first update, with the mean loss of all updates."""
     first, *others = outputs
     return {**first, "out": sum((o["out"] for o in others), first["out"]) / len(outputs)} if others else first

@@ -1,4 +1,4 @@
-"""Whether a table is a schedule: complete, in order, without deadlock, within memory."""
+"""Checker of schedules: completeness, order, deadlock, weight versions and memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ def check(
     capacity: float | Sequence[float] | None = None,
     stale: bool = False,
 ) -> tuple[float, ...]:
-    """The most that each rank holds (`peaks`), of a table that runs. Raises ScheduleError, naming the action at fault.
+    """Check that a table can run, and return the peak memory of each rank (see `peaks`).
 
-    `capacity` is the most that a rank may hold; with `stale`, weights may change between a microbatch's forward and
-    its backward, or between two microbatches (asynchronous pipelines: not what the optimizer means on one device).
+    Args:
+        schedule: the table.
+        channel: how messages travel between two ranks.
+        memory: bytes per chunk and microbatch; by default, microbatches are counted.
+        capacity: upper bound on the memory of a rank; one number for all ranks, or one per rank.
+        stale: allow weights to change between a microbatch's forward and its backward, or between two microbatches
+            (asynchronous pipelines). The optimizer then computes something else than on one device.
+
+    Raises:
+        ScheduleError: the table cannot run; the error names the action at fault.
     """
     _check_ways(schedule)
     _check_actions(schedule)
@@ -43,7 +51,7 @@ def _wrong(schedule: Schedule, found: str, why: str, write: str) -> ScheduleErro
 
 
 def _check_ways(schedule: Schedule) -> None:
-    """Ways name ranks that there are; routes name ways; edges lead forward; slices divide the microbatches."""
+    """Check that ways name existing ranks, routes name ways, edges lead forward, and slices divide the microbatches."""
     owners = {rank for way in schedule.ways for rank in way}
     lengths = {len(way) for way in schedule.ways}
     if len(lengths) != 1 or 0 in lengths or not owners <= set(range(schedule.ranks)):
@@ -75,7 +83,7 @@ def _check_ways(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Every action names a microbatch and a chunk that exist, on the rank that has the chunk."""
+    """Check that every action names an existing microbatch and chunk, on the rank that runs the chunk."""
     for rank, atom in schedule.atoms():
         if atom.kind is Kind.OPTIMIZER:
             continue
@@ -110,7 +118,7 @@ _RUN = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, 
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each chunk runs F once for each microbatch, then BW once, or B once and W once; R at most once."""
+    """Check that each chunk runs F once per microbatch, then BW once, or B once and W once; and R at most once."""
     counts = Counter((a.kind, a.microbatch, a.chunk) for _, a in schedule.atoms() if a.kind in COMPUTES)
     for m in range(schedule.microbatches):
         for c in range(schedule.chunks):
@@ -125,7 +133,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Each message is sent once and received once, and none is missing."""
+    """Check that each message is sent once and received once, and that no message is missing."""
     if not schedule.has_transfers:
         return
     counts = Counter(e for _, a in schedule.atoms() if a.kind in TRANSFERS for e in events(a))
@@ -144,7 +152,7 @@ def _message(event: Event) -> str:
 
 
 def _messages(schedule: Schedule) -> Iterator[Event]:
-    """The sends and receives that the edges of a schedule ask for."""
+    """Yield the sends and receives that the edges of a schedule need."""
     for m in range(schedule.microbatches):
         for e in schedule.all_edges:
             if schedule.rank_of(m, e.source) != schedule.rank_of(m, e.target):
@@ -156,7 +164,10 @@ def _messages(schedule: Schedule) -> Iterator[Event]:
 
 
 def _check_updates(schedule: Schedule, stale: bool) -> None:
-    """Without `stale`, a row updates weights behind all its backwards; gathers and scatters stand where they help."""
+    """Check the place of updates, gathers and scatters in each row.
+
+    Without `stale`, a row must update its weights after its last backward.
+    """
     for rank, row in enumerate(schedule.rows):
         kinds = [(atom.kind, atom) for action in row for atom in action.atoms]
         updates = [n for n, (kind, _) in enumerate(kinds) if kind is Kind.OPTIMIZER]
@@ -174,7 +185,7 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
 
 
 def _check_groups(schedule: Schedule) -> None:
-    """Updates take as many microbatches each, the same ones on all ranks, and leave out none."""
+    """Check that all updates take equally many microbatches, the same on all ranks, and that none is left out."""
     found = groups(schedule)
     at, first = next(iter(found.items()))
     other = next((place for place, taken in found.items() if taken != first), at)
@@ -192,7 +203,7 @@ def _groups_text(rank: int, chunk: int, taken: Sequence[frozenset[int]]) -> str:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """No microbatch uses weights that are still to be made."""
+    """Check that no microbatch uses a version of the weights before it exists."""
     for rank, row in enumerate(schedule.rows):
         made = 0
         for atom, version in versions_used(schedule, row):
@@ -205,7 +216,7 @@ def _check_versions(schedule: Schedule) -> None:
 
 
 def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
-    """Where parameters are gathered, they are before each use; gradients are scattered behind the first of them."""
+    """Check that gathered parameters are gathered before their first use, and gradients scattered after a BW or W."""
     gathered = {a.chunk for a in atoms if a.kind is Kind.GATHER}
     seen: set[tuple[Kind, int]] = set()
     for atom in atoms:
@@ -240,7 +251,7 @@ def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float 
 
 
 def channels(schedule: Schedule) -> dict[Channel, bool]:
-    """Over which channels a table runs without getting stuck.
+    """Return, for each kind of channel, True if the table runs over it without deadlock.
 
     >>> from meshwright.pipeline import gpipe, with_transfers
     >>> {str(c): runs for c, runs in channels(with_transfers(gpipe(2, 4))).items()}

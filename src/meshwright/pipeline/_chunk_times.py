@@ -1,4 +1,4 @@
-"""How long a model's chunks take, in shares of the longest forward pass: counted from the captured program."""
+"""Relative run time of a model's chunks, counted from the captured program. The longest forward pass is 1."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from ._stages import Stages
 
 LEAST = 1e-3
 ATTENTION_BACKWARD = 2.5
-"""An attention's backward makes its forward again, and two gradients of each of its products."""
+"""Operations of an attention's backward per operation of its forward.
+
+The backward recomputes the forward products, and computes two gradients of each of them.
+"""
 
 
 class Work(NamedTuple):
-    """Operations of a node: forward, for the gradients of what depends on the batch, and for those of weights."""
+    """Operations of a node: its forward pass, the gradients of activations, and the gradients of weights."""
 
     forward: float
     backward: float
@@ -26,10 +29,11 @@ class Work(NamedTuple):
 
 
 def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> Times:
-    """Times of F, B and W of each chunk of a staged program; `trained` are the parameters that get a gradient.
+    """Return the times of F, B and W of each chunk of a staged program, in units of the longest F.
 
-    A product of x and w is done once more for each of its gradients: that of x belongs to B, that of w to W. What gets
-    no gradient costs neither: inputs, labels, frozen weights.
+    `trained` are the parameters that get a gradient. A product of x and w is computed once more for each of its
+    gradients: that of x belongs to B, that of w to W. Values without a gradient cost neither: inputs, labels, frozen
+    weights.
     """
     once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
     needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}

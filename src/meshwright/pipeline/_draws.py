@@ -1,8 +1,9 @@
-"""Random numbers in the order of one device, where a rank's row runs forward passes in another one.
+"""Random numbers in the order of one device, for ranks that run forward passes in another order.
 
-One device takes the microbatches one after the other, each from the first chunk to the last. Where a row does not (it
-has several chunks, or two ways), all draws of a step are made once before it, in that order and for their sake alone:
-the state of the generator in front of each forward pass is kept, and is there again when the pass is run.
+One device takes the microbatches one after the other, each from the first chunk to the last. A row with several chunks
+or two ways has another order. For such a row, all draws of a step run once before the step, in the order of one device.
+The results of these draws are not used. The state of the generator before each forward pass is saved, and restored when
+the pass runs.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from meshwright.graph import Carry, Node, Program, Run, Value, is_drawing, runne
 from ._parts import Parts, Place, read_by
 
 Entry = tuple[int, Place, int]
-"""Copy of the model, place, microbatch."""
+"""Copy of the model, place and microbatch."""
 States = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What the forward passes of a row draw, in the order of one device."""
+    """The draws of the forward passes of a row, in the order of one device."""
 
     entries: tuple[Entry, ...]
     draws: Mapping[tuple[int, Place], tuple[Run, tuple[Value, ...]]]
     devices: tuple[str, ...]
 
     def states(self, base: Mapping[Value, Any]) -> dict[Entry, States]:
-        """The state in front of each entry; afterwards generators are where one device has them behind the step."""
+        """Run all draws; return the state of the generators before each entry.
+
+        Afterwards the generators have the state that one device has after the step.
+        """
         found: dict[Entry, States] = {}
         for copy, place, m in self.entries:
             found[copy, place, m] = self.now()
@@ -45,7 +49,7 @@ class Rehearsal:
 
 
 def set_states(states: States) -> None:
-    """Puts generators into these states, by device."""
+    """Set the random generators of these devices to these states."""
     for device, state in states.items():
         if "cuda" in device:
             torch.cuda.set_rng_state(state, device)
@@ -54,10 +58,10 @@ def set_states(states: States) -> None:
 
 
 def rehearsal(row: Sequence[Entry], copies: Sequence[Parts], known: Collection[Value]) -> Rehearsal | None:
-    """What is drawn before a step; None where the row draws in the order of one device by itself.
+    """Return the draws to run before a step; None if the row draws in the order of one device by itself.
 
-    So it is, too, where draws read more than the values that are `known` before the step: such as a probability of the
-    batch. They come in the order of the row.
+    Also None if draws read other values than those `known` before the step, such as a probability that is part of the
+    batch. Numbers are then drawn in the order of the row.
     """
     programs = {(n, place): _draws(p) for n, parts in enumerate(copies) for place, p in parts.programs.items()}
     entries = [e for e in row if e[1].part == "F" and programs[e[:2]].nodes]
@@ -71,7 +75,7 @@ def rehearsal(row: Sequence[Entry], copies: Sequence[Parts], known: Collection[V
 
 
 def _draws(program: Program) -> Program:
-    """The part of the program that its draws are, with what they read."""
+    """Return the part of the program that consists of its draws and the values that they read."""
     needed: set[Value] = set()
     kept: list[Node] = []
     for node in reversed(program.nodes):

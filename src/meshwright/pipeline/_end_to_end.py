@@ -1,7 +1,7 @@
-"""A pipeline's step as one program and a table of names, and back: all parts of a rank, laid end to end.
+"""A pipeline step as one program and a table of names, and back: all parts of a rank, one after the other.
 
-The program is there to be read, and to be written into a file. The table, plain data, tells which of its nodes each
-part is, and what goes from one part to another.
+The program can be read, and written to a file. The table is plain data. It gives the range of nodes of each part, and
+the values that pass from one part to another.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Table = Mapping[str, Any]
 
 
 def end_to_end(copies: Sequence[Parts], intake: Intake, schedule: Schedule) -> tuple[Program, Table]:
-    """The parts of all copies, copy after copy, and what is done behind them; and the table that goes with it.
+    """Return the parts of all copies, copy by copy, and the work after them, as one program; and the table for it.
 
-    Every value of the program has a name of its own.
+    Every value of the program has its own name.
     """
     writer = _Writer(copies[0].programs[BEFORE].rank)
     for given in (*intake.inputs, *(i for parts in copies for i in parts.inputs)):
@@ -48,7 +48,7 @@ def end_to_end(copies: Sequence[Parts], intake: Intake, schedule: Schedule) -> t
 
 @dataclass
 class _Writer:
-    """The program as far as it is written; `new` are its values, for those of the parts."""
+    """The program written so far; `new` maps the values of the parts to its values."""
 
     rank: int
     inputs: list[Input] = field(default_factory=list[Input])
@@ -68,20 +68,20 @@ class _Writer:
         return self.of(v).name
 
     def take(self, given: Input) -> None:
-        """An input, if it is not there yet."""
+        """Add an input, if it is not there yet."""
         if given.value not in self._there:
             self._there.add(given.value)
             self.inputs.append(replace(given, value=self.of(given.value)))
 
     def add(self, node: Node) -> None:
         for v in node.ins:
-            self.take(Input(v, "saved", v.name))  # what another rank, or a sum, gives
+            self.take(Input(v, "saved", v.name))  # the value of another rank, or a sum
         args, kwargs = map_values(self.of, (node.args, dict(node.kwargs)))
         self.nodes.append(Node(node.op, args, kwargs, map_values(self.of, node.out), node.origin))
         self._there.update(node.outs)
 
     def nodes_of(self, program: Program) -> tuple[int, int]:
-        """Writes the nodes of a part; gives the numbers of the first one, and of the one behind the last."""
+        """Write the nodes of a part; return the index of its first node, and the index after its last node."""
         begin = len(self.nodes)
         for node in program.nodes:
             self.add(node)
@@ -90,7 +90,7 @@ class _Writer:
         return begin, len(self.nodes)
 
     def copy(self, parts: Parts) -> Table:
-        """Writes the parts of a copy; gives its rows."""
+        """Write the parts of a copy; return its entry in the table."""
         rows: list[Any] = []
         crossings: list[Any] = []
         for place in sorted(parts.programs, key=_by_need):
@@ -117,7 +117,7 @@ class _Writer:
             yield [len(self.nodes) - 1, list(c.source), list(c.target), c.tag]
 
     def source(self, given: Input) -> tuple[bool, str]:
-        """What an input of the program behind is: whether a sum over all microbatches, and of which value."""
+        """Return True if an input of the program behind is a sum over all microbatches, and the name of the value."""
         of_total = isinstance(given.source, Total)
         return of_total, self.name(given.source.of if of_total else given.source)
 
@@ -133,7 +133,7 @@ class _Writer:
 
 
 def _by_need(place: Place) -> tuple[int, ...]:
-    """An order in which parts read only what those before them give."""
+    """Sort key: parts in an order in which each part reads only outputs of earlier parts."""
     part, chunk, number = place
     if part in ("R", "B"):
         return (2, -chunk, -number, part == "B")
@@ -141,7 +141,11 @@ def _by_need(place: Place) -> tuple[int, ...]:
 
 
 def taken_up(program: Program, table: Table) -> tuple[tuple[Parts, ...], Intake, Schedule]:
-    """What `end_to_end` laid end to end. Raises LookupError, TypeError or ValueError for a table of another program."""
+    """Return the parts, intake and schedule that `end_to_end` wrote.
+
+    Raises:
+        LookupError, TypeError, ValueError: the table belongs to another program.
+    """
     reader = _Reader(program)
     schedule = parse_schedule(table["schedule"])
     copies = tuple(map(reader.copy, table["copies"]))
@@ -168,7 +172,7 @@ class _Reader:
         return self.known[name]
 
     def called(self, name: str, v: Value) -> Value:
-        """The value that a part gives as `v`, which is perhaps read nowhere but in another rank or sum."""
+        """Return the value that a part outputs as `v`. It may be read only by another rank or by a sum."""
         return self.known.setdefault(name, Value(name, v.shape, v.dtype, v.device))
 
     def copy(self, row: Table) -> Parts:

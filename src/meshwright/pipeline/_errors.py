@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule."""
+"""Errors of schedules and stages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from meshwright.layout import MeshwrightError
 
 
 class ScheduleError(MeshwrightError, ValueError):
-    """A table of actions that is incomplete, contradicts itself, gets stuck, or needs more memory than there is."""
+    """A table of actions that is incomplete, contradicts itself, deadlocks, or needs more memory than there is."""
 
 
 class StageError(MeshwrightError, ValueError):
-    """A model that is no chain of chunks, or not the one that a schedule was made for."""
+    """A model that is not a chain of chunks, or not the chain that a schedule was made for."""

@@ -1,4 +1,4 @@
-"""Schedules with one chunk per rank and a whole backward, which wait for all microbatches before the update."""
+"""Schedules with one chunk per rank and an unsplit backward, which flush the pipeline before the update."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def backward_weight(microbatch: int, chunk: int) -> Action:
 
 
 def asked(name: str, possible: bool, found: str, why: str, write: str) -> None:
-    """Refuses a schedule that cannot be made."""
+    """Raise ScheduleError unless `possible`."""
     if not possible:
         raise ScheduleError(f"schedule {name!r}", found, why, write)
 
 
 def counted(name: str, ranks: int, microbatches: int) -> None:
-    """Refuses numbers of ranks and microbatches below one."""
+    """Raise ScheduleError if the number of ranks or of microbatches is below one."""
     asked(
         name, ranks >= 1 and microbatches >= 1, f"{ranks} ranks, {microbatches} microbatches",
         "a pipeline has a rank, and something to do", "numbers from 1 on",
@@ -68,7 +68,7 @@ def _alternating(ranks: int, microbatches: int, ahead: int) -> Iterator[tuple[Ac
 
 
 def in_turn(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm: int) -> Iterable[Action]:
-    """`warm` forwards, then a forward and a backward in turn, then the other backwards."""
+    """Yield `warm` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warm = min(warm, len(forwards))
     for unit in forwards[:warm]:
         yield forward(*unit)

@@ -1,4 +1,4 @@
-"""How a pipeline's microbatches come in: as pieces of one batch, or one by one, each with sizes of its own."""
+"""Inputs of a pipeline's microbatches: pieces of one batch, or separate batches with their own sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ._schedule import Schedule
 
 
 class Feed(NamedTuple):
-    """What a microbatch begins with: `value` is `given`, or that of its pieces which has the microbatch's number."""
+    """An input of a microbatch.
+
+    `value` is equal to `given`, or, if `is_piece`, to the piece of `given` with the number of the microbatch.
+    """
 
     value: Value
     given: Value
@@ -23,7 +26,7 @@ class Feed(NamedTuple):
 
 @dataclass(frozen=True)
 class Intake:
-    """The inputs of a run; which copy of the model each microbatch goes through, and what it begins with there."""
+    """The inputs of a run; for each microbatch, the copy of the model that it goes through, and its feeds."""
 
     inputs: tuple[Input, ...]
     copies: tuple[int, ...]
@@ -31,10 +34,12 @@ class Intake:
 
 
 def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -> Intake:
-    """One batch, whose leaves with the numbers `cut` are taken apart along dim 0; the others are whole for each.
+    """Return the intake of one batch. Leaves whose numbers are in `cut` are split along dim 0; other leaves stay whole.
 
-    `ways` are the copies of the model for the ways of the schedule. Raises StageError where a rank's rows are not the
-    same in all of them.
+    `ways` are the copies of the model, one for each way of the schedule.
+
+    Raises:
+        StageError: the split leaves do not have the same sharding of rows.
     """
     inputs = _inputs(ways)
     _check_rows([i for i in inputs if i.role == "batch" and i.source in cut])
@@ -54,9 +59,12 @@ def _check_rows(cut: Sequence[Input]) -> None:
 
 
 def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> Intake:
-    """Batches by themselves, of `leaves` leaves each, whose number counts on; batch m goes through copy `copy_of[m]`.
+    """Return the intake of separate batches of `leaves` leaves each; batch m goes through copy `copy_of[m]`.
 
-    Raises StageError where what is done once for all of them depends on one.
+    The numbers of leaves continue from batch to batch.
+
+    Raises:
+        StageError: work that is done once for all microbatches depends on a batch.
     """
     _check_once(copies)
     given: list[Input] = []
@@ -71,7 +79,7 @@ def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> 
 
 
 def _inputs(copies: Sequence[Parts]) -> tuple[Input, ...]:
-    """What is given from outside, to any of the programs."""
+    """Return the inputs that any of the programs gets from outside."""
     found = {i.value: i for parts in copies for i in parts.inputs}
     found |= {i.value: i for i in copies[0].programs[BEHIND].inputs if i.role != "saved"}
     return tuple(found.values())

@@ -11,7 +11,10 @@ from ._schedule import Schedule, looped
 
 
 def _groups(ranks: int, microbatches: int) -> list[range]:
-    """As many groups of p microbatches or more as can be, the larger ones first: smaller ones would get stuck."""
+    """Split the microbatches into as many groups of at least p as possible, the larger ones first.
+
+    Smaller groups would deadlock.
+    """
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     ends = [n * size + min(n, larger) for n in range(count + 1)]
@@ -19,7 +22,7 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
 
 
 def _in_groups(groups: list[range], chunks: int, backwards: bool = False) -> list[tuple[int, int]]:
-    """(microbatch, local chunk) depth first: the microbatches of a group through one chunk, then through the next."""
+    """Return (microbatch, local chunk) depth first: a group's microbatches through one chunk, then the next."""
     order = range(chunks)[::-1] if backwards else range(chunks)
     return [(m, c) for group in groups for c in order for m in group]
 

@@ -1,7 +1,7 @@
-"""The known schedules by name, with what is known of each in closed form.
+"""The known schedules by name, with their closed forms.
 
-Times are F, B and W of a whole rank and one microbatch, with no time for messages; a chunk takes 1/v of them. Where a
-form holds for F = B = W only, it is written with F.
+Times are F, B and W of a whole rank and one microbatch, without time for messages; a chunk takes 1/v of them. A form
+that holds only for F = B = W is written with F.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ._zero_bubble import zb_h1, zb_h2
 
 
 class Shape(NamedTuple):
-    """p ranks, m microbatches, v chunks per rank or slices per sequence, and a microbatch's times on a rank."""
+    """Arguments of the closed forms.
+
+    p ranks, m microbatches, v chunks per rank or slices per sequence, and a microbatch's times on a rank.
+    """
 
     p: int
     m: int
@@ -35,7 +38,7 @@ class Shape(NamedTuple):
 
     @property
     def work(self) -> float:
-        """What each rank computes."""
+        """Compute time of each rank."""
         return self.m * (self.f + self.b + self.w)
 
 
@@ -44,10 +47,10 @@ Form = Callable[[Shape], float]
 
 @dataclass(frozen=True)
 class Known:
-    """One schedule: how it is made, when it can be, and its closed forms.
+    """One schedule: its function, the condition `holds` under which its closed forms are true, and these forms.
 
-    `bubble` is the makespan less the work of a rank, `span_bubble` the same of the span; `peak` the most microbatches
-    that any rank holds. `times` tells which times the forms hold for: "any", "F=B=W", "B+W=2F".
+    `bubble` is the makespan minus the work of a rank, `span_bubble` the span minus that work. `peak` is the largest
+    number of microbatches held by any rank. `times` names the times for which the forms hold: "any", "F=B=W", "B+W=2F".
     """
 
     name: str
@@ -59,7 +62,7 @@ class Known:
     holds: Callable[[Shape], bool] = lambda s: s.m >= s.p
     times: str = "any"
     takes: str = ""
-    """The name of a third number that it takes: "chunks" or "slices"."""
+    """Name of the third argument of the function, if it has one: "chunks" or "slices"."""
 
 
 def _flush(s: Shape) -> float:
@@ -148,7 +151,7 @@ KNOWN: Mapping[str, Known] = {
 
 
 def known(name: str) -> Known:
-    """The schedule called so. Raises ScheduleError for an unknown name."""
+    """Return the schedule with this name. Raises ScheduleError for an unknown name."""
     if name not in KNOWN:
         plain = {one.casefold(): one for one in KNOWN}
         near = get_close_matches(name.casefold(), plain, n=1, cutoff=0.0)[0]

@@ -1,4 +1,4 @@
-"""List scheduling: at each time, each rank runs what comes first by a rule, of what is ready and fits into memory."""
+"""List scheduling: at each time, each rank runs the most urgent action that is ready and fits into memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from ._schedule import Schedule, Way
 from ._simulate import Clock, Times
 
 Rule = Sequence[tuple[Kind, int]]
-"""Kinds and local chunks, the most urgent first; weight gradients come last."""
+"""Kinds and local chunks, the most urgent first; pairs that are not listed, such as weight gradients, come last."""
 
 
 def list_schedule(
     name: str, way: Way, microbatches: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
 ) -> Schedule:
-    """The schedule in which every rank does as soon as it can what `rule` names first.
+    """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
 
-    A forward leaves room for one of each later chunk of its rank, so that microbatches on their way can go on. Raises
-    ScheduleError where memory is too short for that.
+    A forward leaves enough memory for one forward of each later chunk of its rank, so that microbatches in flight can
+    continue.
+
+    Raises:
+        ScheduleError: the memory is too small for that.
     """
     return _Table(name, way, microbatches, rule, times, memory, limits).filled()
 
 
 class _Table:
-    """Rows being filled."""
+    """The rows while they are filled."""
 
     def __init__(
         self, name: str, way: Way, m: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
@@ -43,7 +46,7 @@ class _Table:
         self.room = {c: self._room(c, way[c]) for c in range(len(way))}
 
     def _room(self, chunk: int, rank: int) -> float:
-        """What a forward needs: its own memory, and that of one forward of each later chunk."""
+        """Return the memory that must be free for a forward: its own, and that of one forward of each later chunk."""
         return sum(self._change(Action(Kind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
 
     def _change(self, action: Action) -> float:
@@ -71,7 +74,7 @@ class _Table:
         self.clock.run(rank, action)
 
     def _next(self, rank: int) -> tuple[float, int, Action] | None:
-        """(start, urgency, action) of what the rank runs next."""
+        """Return (start, urgency, action) of the next action of the rank; None if no action is ready."""
         found: list[tuple[float, int, Action]] = []
         for place, c in enumerate(self.own[rank]):
             for kind in _ORDER:

@@ -1,4 +1,4 @@
-"""What a rank holds while it goes through its row: activations from their forward until nothing needs them."""
+"""Memory of a rank along its row: activations from their forward until their last use, weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._stale import versions_held
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes per chunk and microbatch; each field has one number per chunk, or one for all of them.
+    """Bytes per chunk and microbatch; each field has one number per chunk, or one number for all chunks.
 
-    `held` is what a forward leaves for the backward, `kept` what stays of it between B and W (default: all), `inputs`
-    what stays between a forward that is recomputed and the recomputation. `static` is what a chunk takes always:
-    weights, their gradients and the optimizer's state. `weights` is what each version of its weights takes that is held
-    beside the newest one (asynchronous schedules).
+    `held` is the memory that a forward saves for the backward. `kept` is the part of it that stays between B and W
+    (default: all). `inputs` stays between a forward that is recomputed and its recomputation. `static` is the constant
+    memory of a chunk: weights, their gradients and the optimizer's state. `weights` is the memory of each older version
+    of the weights (asynchronous schedules).
     """
 
     held: float | tuple[float, ...] = 1.0
@@ -27,7 +27,7 @@ class Memory:
     weights: float | tuple[float, ...] = 0.0
 
     def change(self, schedule: Schedule, action: Action) -> float:
-        """How many bytes more a rank holds after `action`, alone."""
+        """Return the change in bytes held after `action` (one atom)."""
         c = action.chunk
         if action.kind is Kind.FORWARD:
             return at(self.inputs if (action.microbatch, c) in schedule.recomputed else self.held, c)
@@ -44,12 +44,14 @@ class Memory:
 
 
 def at(values: float | tuple[float, ...], index: int) -> float:
-    """One of several numbers, or the number that stands for all of them."""
+    """Return element `index` of a tuple, or the number itself if there is one for all elements."""
     return values[index] if isinstance(values, tuple) else values
 
 
 def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]:
-    """The most bytes that each rank holds; without `memory`, how many (chunk, microbatch) wait for a backward's end.
+    """Return the peak bytes of each rank.
+
+    Without `memory`, the peak number of (chunk, microbatch) with a pending backward.
 
     >>> from meshwright.pipeline import one_f_one_b
     >>> peaks(one_f_one_b(4, 8))
@@ -63,7 +65,7 @@ def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]
 
 
 def _on(schedule: Schedule, rank: int, values: float | tuple[float, ...]) -> float:
-    """What the chunks of a rank take together."""
+    """Return the sum of the values of a rank's chunks."""
     return sum(at(values, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
 
 

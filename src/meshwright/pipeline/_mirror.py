@@ -1,7 +1,7 @@
-"""The second copy of a model in a pipeline that runs both ways: every stage on the ranks of the stage opposite.
+"""The second copy of a model in a bidirectional pipeline: every stage on the ranks of the opposite stage.
 
-Parameters stay where they are. Their values are sent to the copy once per step, and its gradients come back, since a
-mark from the one mesh to the other is a conversion like any other.
+Parameters stay where they are. A mark sends their values to the copy once per step, and its backward returns the
+gradients. This is a conversion between meshes like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from ._stages import Stages
 
 
 def mirrored(program: Program, stages: Stages) -> Program:
-    """The captured program on the meshes opposite. Raises StageError for what cannot be there twice."""
+    """Return the captured program on the opposite meshes.
+
+    Raises StageError for a model that cannot have a second copy.
+    """
     if program.writes:
         raise StageError(
             "two copies of a model", f"the buffer {program.writes[0][0]!r}, which each batch renews",

@@ -1,4 +1,4 @@
-"""The schedule that a text means."""
+"""Parser of the text form of schedules."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ._schedule import Edge, Schedule
 _HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?(, (?P<slices>\d{1,9}) slices a sequence)?")
 MOST_CHARACTERS = 4 * 2**20
 MOST_WORDS = 300_000
-"""Words of a table in text, most of which are actions."""
+"""Upper bound on the words of a table in text form, most of which are actions."""
 _WORD = re.compile(r"\S+")
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})(-?)")
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that `text` means; the inverse of `str`. Raises ScheduleError.
+    """Return the schedule that `text` describes; the inverse of `str`. Raises ScheduleError for any other text.
 
     >>> print(parse_schedule("mine: 1 microbatch\\nway: 0 1\\n0: F0.0 BW0.0\\n1: F0.1 BW0.1"))
     mine: 1 microbatch

@@ -1,9 +1,9 @@
-"""A recorded training step of one microbatch, taken apart: what a rank does once, and what for each action of a table.
+"""A recorded training step of one microbatch, split into the parts that run once and the parts of each action.
 
-The nodes of a chunk's forward pass are its F. Of its backward pass those are its B that an earlier chunk waits for, and
-all others its W: two parts of one graph, so that nothing is computed twice. What depends on no batch is computed once
-before them (weights gathered, cast, or sent to another stage). Behind them, once, stands what may as well be done to
-the sum of all microbatches' gradients: reductions, what gives tied weights theirs, and the update.
+The nodes of a chunk's forward pass are its F. The nodes of its backward pass that an earlier chunk waits for are its B,
+all others its W. Both are parts of one graph, so nothing is computed twice. Nodes that do not depend on a batch run
+once before the microbatches: weights that are gathered, cast, or sent to another stage. Nodes that can work on the sum
+of all microbatches' gradients run once after them: reductions, the gradients of tied weights, and the update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _OF_CHUNKS: tuple[Part, ...] = ("F", "R", "B", "W")
 
 
 class Place(NamedTuple):
-    """Where a node is run: in an action of a chunk, for a slice of the sequence, or once before or behind all."""
+    """Place where a node runs.
+
+    A place is an action of a chunk for a slice of the sequence, or once before or after all microbatches.
+    """
 
     part: Part
     chunk: int = ALWAYS
@@ -55,7 +58,7 @@ BEHIND = Place("end")
 
 
 class Crossing(NamedTuple):
-    """An exchange that leads from one place to another; `tag` tells it from all others of a microbatch."""
+    """An exchange from one place to another; `tag` is unique among the crossings of a microbatch."""
 
     carry: Carry
     operand: Value
@@ -67,12 +70,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The programs of one rank, by place, and what goes between them.
+    """The programs of one rank by place, and the values that pass between them.
 
-    `inputs` are those of the whole step. What a program gives is known to the others by the values of `gives`, whatever
-    it is called in the program itself. `sums` are the values whose sums over all microbatches the program behind reads,
-    and `terms` what is added up to them: themselves, or what each slice of a sequence gives. `renewed` are buffers, and
-    the values that they take over from each microbatch.
+    `inputs` are the inputs of the whole step. `gives` names the outputs of each program for the other programs; a
+    program may call them differently. `sums` are the values whose sums over all microbatches the program behind reads.
+    `terms` are the pairs (term, sum): the value itself, or the value of each slice of a sequence. `renewed` are pairs
+    of a buffer and the value that it takes from each microbatch.
     """
 
     inputs: tuple[Input, ...]
@@ -85,18 +88,24 @@ class Parts:
     renewed: tuple[tuple[Value, Value], ...]
 
     def after(self, act: Callable[[Program], Program]) -> Parts:
-        """The parts, whose programs are what `act` makes of them."""
+        """Return the parts with each program replaced by `act(program)`."""
         return replace(self, programs={place: act(program) for place, program in self.programs.items()})
 
 
 def taken_apart(
     step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True, stale: bool = False
 ) -> Parts:
-    """The parts of `step`, whose outputs are those of `record_gradients`; the program behind gives the same outputs.
+    """Split `step` into parts. Its outputs are those of `record_gradients`; the program behind gives the same outputs.
 
-    With `recompute`, what a backward pass makes of forward values alone is a part of its own, R. Without `split` a
-    backward pass is one program, B, and nothing is held between it and a W. Where weights change on the way (`stale`),
-    what makes their gradients of their values is done for each microbatch.
+    Args:
+        step: the recorded forward and backward pass of one microbatch.
+        stages: the stage of each chunk.
+        recompute: put the nodes of the backward pass that read forward values only into a part of their own, R.
+        slices: number of slices of a sequence.
+        split: split the backward pass into B and W. Otherwise it is one program, B, and nothing is held until a W.
+        stale: weights change while microbatches are in flight. Nodes that compute gradients of weights from the values
+        of
+            weights then run for each microbatch.
     """
     return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split, stale).parts()
 
@@ -169,7 +178,7 @@ class _Cut:
         return isinstance(node.op, Carry) and isinstance(node.op.step, Exchange) and node.origin.edge is not None
 
     def _cross(self, node: Node) -> None:
-        """An exchange between chunks; backward it goes from the later one to the earlier one."""
+        """Add an exchange between chunks; in the backward pass it goes from the later chunk to the earlier one."""
         edge, back = node.origin.edge, node.origin.phase != "forward"
         assert edge is not None
         assert isinstance(node.op, Carry)
@@ -193,16 +202,19 @@ class _Cut:
         return not is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins)
 
     def _side(self, node: Node, edge: Edge | None, chunk: int, back: bool) -> int:
-        """The chunk of a node; of those that convert along an edge, by the side of the exchange on which they stand."""
+        """Return the chunk of a node.
+
+        A node that converts along an edge belongs to the chunk on its side of the exchange.
+        """
         if edge is None:
             return chunk
         arrived = any(v in self._crossed for v in node.ins)
         return edge.target if arrived != back else edge.source
 
     def _backward(self, node: Node) -> Place | None:
-        """The place of the gradient of a forward node; None for what is made beside such nodes.
+        """Return the place of the gradient of a forward node; None for nodes that belong to no forward node.
 
-        A sum of the gradients that several chunks, or slices, give to a value is made where the last of them is there.
+        A sum of the gradients from several chunks or slices runs where the last of them arrives.
         """
         origin = node.origin
         if origin.chunk is None or origin.chunk == EVERYWHERE:
@@ -214,8 +226,10 @@ class _Cut:
         return Place("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
 
     def _place_beside(self, nodes: Sequence[Node]) -> None:
-        """What no forward node has a gradient for belongs with what reads it in the backward pass, else with what it
-        reads. So a backward pass starts in its chunk, and buffers are renewed where their value is made.
+        """Place the nodes of the backward pass that belong to no forward node.
+
+        Such a node runs with its readers in the backward pass, otherwise with the producers of its operands. So a
+        backward pass starts in its chunk, and buffers are renewed where their new value is computed.
         """
         renewing = {v for _, v in self.step.writes}
         for node in reversed(nodes):
@@ -232,9 +246,9 @@ class _Cut:
                 self._settle(node, _latest(near) if near else BEHIND)
 
     def _draw_along(self) -> None:
-        """What other ranks' chunks draw is drawn here too, in the order of the step, beside the nearest own forward.
+        """Move the draws of other ranks' chunks to the nearest own forward, in the order of the step.
 
-        So all generators stay in one state: with one chunk per rank, microbatches get the numbers of one device that
+        So all generators have the same state. With one chunk per rank, microbatches get the numbers of one device that
         takes them one after the other.
         """
         latest = self._latest_draws()
@@ -246,10 +260,10 @@ class _Cut:
                 near = min(self._own, key=lambda c, at=latest[node]: (c < at, abs(c - at)))
                 self._move(node, Place("F", near, place.slice))
             elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
-                self._move(node, place._replace(chunk=edge.target))  # what is drawn here too is not sent
+                self._move(node, place._replace(chunk=edge.target))  # draws that are repeated here are not sent
 
     def _latest_draws(self) -> Mapping[Node, int]:
-        """What is drawn of nothing → the last chunk in which it is before all draws behind it in the step."""
+        """Map each draw without operands of the batch to the last chunk where it precedes all later draws."""
         found: dict[Node, int] = {}
         least = len(self.stages.way)
         for node in reversed(self.step.nodes):
@@ -263,14 +277,17 @@ class _Cut:
         return v in self.of and self.of[v].chunk in (ALWAYS, *self._own)
 
     def _keep_versions(self) -> None:
-        """What reads weights to make their gradients reads those that the microbatch has seen: behind it are others."""
+        """Move nodes that compute gradients from weights into each microbatch.
+
+        They then read the microbatch's version of the weights.
+        """
         for node in self.step.nodes:
             is_late = self.at.get(node) == BEHIND and node.origin.chunk == ALWAYS
             if is_late and any(self.of.get(v) == BEFORE and v.is_tensor for v in node.ins):
                 self._bring(node)
 
     def _bring(self, node: Node) -> None:
-        """Moves a node from behind all microbatches, with what leads to it, to where the gradient that it reads is."""
+        """Move a node, with its producers after all microbatches, to the place of the gradient that it reads."""
         if isinstance(node.op, Carry) and isinstance(node.op.step, Exchange):
             raise StageError(
                 "weights that change on the way", f"{node.op!r}, which brings gradients to other ranks",
@@ -285,7 +302,7 @@ class _Cut:
             self._move(node, _latest(places))
 
     def _put_behind(self) -> None:
-        """What works on sums as well as on each microbatch's own: tails of results, and all that reads such."""
+        """Move linear tails of results into the part after all microbatches, and with them all nodes that read them."""
         for v in values_in(self.step.outputs):
             for node in linear_tail(self.step, v):
                 if not self._reaches_only_behind(node):
@@ -296,9 +313,10 @@ class _Cut:
                 self._move(node, BEHIND)
 
     def _add_up(self) -> None:
-        """What slices, or uses of a tied weight, add up becomes terms of the sum over all microbatches: no W waits.
+        """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
 
-        What stands for gradients of other ranks' parameters is added up behind, where it is made.
+        So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
+        after all microbatches.
         """
         left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
         left += values_in(self.step.outputs)
@@ -337,7 +355,7 @@ class _Cut:
         self.of.update(dict.fromkeys(node.outs, place))
 
     def _split(self) -> None:
-        """B keeps what another chunk, or an exchange, needs; the rest of a backward pass is W."""
+        """Move the nodes of the backward pass that no other chunk and no exchange needs from B to W."""
         needed = {c.operand for c in self.crossings}
         for node in self.step.nodes:
             if node in self.at:
@@ -353,14 +371,14 @@ class _Cut:
                 needed.update(v for v in node.ins if self.of.get(v, place).slice != place.slice)
 
     def _make_again(self) -> None:
-        """R is what a backward pass makes of forward values alone."""
+        """Move the nodes of the backward pass that read forward values only to R."""
         for node in self.step.nodes:
             place = self.at.get(node, BEHIND)
             if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
                 self._move(node, place._replace(part="R"))
 
     def _check_slices(self) -> None:
-        """Forward no slice reads what a later one makes, backward none what an earlier one does."""
+        """Check that no slice reads a later one in the forward pass, or an earlier one in the backward pass."""
         for node, place in self.at.items():
             if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
                 raise StageError(
@@ -378,7 +396,7 @@ class _Cut:
         nodes: dict[Place, list[Node]] = {place: [] for place in places}
         for node in self.step.nodes:
             if node in self.at and self.at[node] not in nodes and not node.ins:
-                self._move(node, BEHIND)  # what stands for a gradient of another rank's parameter
+                self._move(node, BEHIND)  # a placeholder for the gradient of another rank's parameter
             if self.at.get(node) in nodes:
                 nodes[self.at[node]].append(node)
         crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)
@@ -392,12 +410,12 @@ class _Cut:
         return Parts(self.step.inputs, self.stages, programs, gives, crossings, sums, terms, renewed)
 
     def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
-        """What is read behind, or is a result, and is made for each microbatch."""
+        """Return the values of each microbatch that are read after all microbatches, or are results."""
         read = [v for node in behind for v in node.ins] + list(values_in(self.step.outputs))
         return tuple(v for v in dict.fromkeys(read) if v in self.of and self.of[v].part in ("F", "B", "W"))
 
     def _wanted(self, nodes: Mapping[Place, Sequence[Node]], crossings: Sequence[Crossing]) -> set[Value]:
-        """The values that are read elsewhere than where they are made."""
+        """Return the values that are read outside the place where they are computed."""
         read = {v for place, members in nodes.items() for n in members for v in n.ins if self.of.get(v) != place}
         return read | {c.operand for c in crossings} | {v for _, v in self.step.writes}
 
@@ -412,7 +430,7 @@ class _Cut:
 def read_by(
     nodes: Sequence[Node], results: Iterable[Value], known: Iterable[Input], specs: Mapping[Value, Spec]
 ) -> tuple[Input, ...]:
-    """The inputs of a program of these nodes and results: those that are `known`, and what other programs give."""
+    """Return the inputs of a program of these nodes and results: `known` inputs, and outputs of other programs."""
     made = {v for node in nodes for v in node.outs}
     given = {i.value: i for i in known}
     read = dict.fromkeys(v for v in [*(v for node in nodes for v in node.ins), *results] if v not in made)
@@ -424,7 +442,7 @@ def _latest(places: Iterable[Place]) -> Place:
 
 
 def _is_late(place: Place, near: Place) -> bool:
-    """True where an action of one slice would read what one of another slice may give later."""
+    """True if an action of one slice would read a value that another slice may compute later."""
     if place.slice == near.slice or near.part == "always" or place.part in ("always", "end"):
         return False
     if near.part == "F":

@@ -1,4 +1,4 @@
-"""A timeline to look at: as text in a terminal, as an SVG picture, and as a trace for ui.perfetto.dev."""
+"""Pictures of a timeline: text for a terminal, SVG, and a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {
     Kind.SCATTER: ("#666c75", "#c8ccd2", 100),
     Kind.OPTIMIZER: ("#b3443a", "#efbdb7", 41),
 }
-"""Kind → its colour in pictures, a paler one for later chunks, and its background in a terminal."""
+"""Kind → its colour in pictures, a paler colour for later chunks, and its background colour code in a terminal."""
 MEANS = {
     Kind.FORWARD: "F forward",
     Kind.BACKWARD: "B backward",
@@ -30,14 +30,16 @@ MEANS = {
     Kind.SCATTER: "parameters gathered, gradients scattered",
     Kind.OPTIMIZER: "update",
 }
-"""Kind → what a picture says of its colour."""
+"""Kind → its text in the legend of a picture."""
 Time = Callable[[float], str]
 _ON_COLOUR, _ON_PALE = "#fff", "#14171b"
 _LABEL, _ROW, _BAR, _WIDTH, _LETTER = 52, 26, 20, 1200, 5.5
 
 
 def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
-    """One line per rank, time from left to right in `width` columns; F, B, W and R with their microbatch where it fits.
+    """Return one line per rank, with time from left to right in `width` columns.
+
+    Actions are labelled where the label fits.
 
     >>> from meshwright.pipeline import one_f_one_b, simulate
     >>> print(terminal(simulate(one_f_one_b(2, 2)), 36))
@@ -52,7 +54,7 @@ def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
 
 
 def summary(timeline: Timeline, time: Time = "{:g}".format) -> str:
-    """Makespan, span, bubble and what ranks hold, in one line."""
+    """Return one line with makespan, span, bubble and the peak of each rank."""
     held = ", ".join(f"{n:g}" for n in timeline.peaks())
     spans = f"makespan {time(timeline.makespan)}, span {time(timeline.span)}"
     return f"{spans}, bubble {100 * timeline.bubble:.1f} %; holds {held}"
@@ -73,14 +75,14 @@ def _line(row: tuple[Timed, ...], scale: float, colour: bool) -> str:
 
 
 def _label(action: Action) -> str:
-    """Kind and microbatch: the chunk follows from the rank, or is seen by its shade."""
+    """Return kind and microbatch. The chunk follows from the rank, or is shown by its shade."""
     return "&".join(f"{a.kind}{'' if a.microbatch == NOTHING else a.microbatch}" for a in action.atoms)
 
 
 def svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
-    """The timeline as a picture: a row per rank, later chunks of a rank paler, a tooltip for each action.
+    """Return the timeline as an SVG picture: one row per rank, later chunks of a rank paler, a tooltip for each action.
 
-    `time` writes a moment.
+    `time` formats a time.
     """
     height = _ROW * len(timeline.rows) + 42
     scale = (_WIDTH - _LABEL - 8) / (timeline.makespan or 1.0)
@@ -101,7 +103,7 @@ def svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
 
 
 def _key(timeline: Timeline, y: float) -> Iterator[str]:
-    """What the colours mean, of those that there are."""
+    """Yield the legend of the colours that occur."""
     there = {atom.kind for row in timeline.rows for timed in row for atom in timed.action.atoms}
     named = {COLOURS[kind]: MEANS[kind] for kind in COLOURS if kind in there and kind in MEANS}
     x = float(_LABEL)
@@ -116,7 +118,7 @@ def _key(timeline: Timeline, y: float) -> Iterator[str]:
 
 
 def _boxes(timeline: Timeline, rank: int, timed: Timed, scale: float, time: Time) -> Iterator[str]:
-    """A box for an action; those side by side share its height."""
+    """Yield a box for an action; actions that run side by side share its height."""
     atoms = list(timed.action.atoms)
     x, wide = _LABEL + timed.start * scale, (timed.end - timed.start) * scale
     for n, atom in enumerate(atoms):
@@ -145,7 +147,7 @@ def _chunks(timeline: Timeline, rank: int, way: Sequence[int]) -> list[int]:
 
 
 def trace(timeline: Timeline, seconds: float = 1.0) -> str:
-    """The timeline as a trace that ui.perfetto.dev opens; `seconds` is the length of a unit of its times."""
+    """Return the timeline as a trace for ui.perfetto.dev; `seconds` is the length of its unit of time."""
     us = 1e6 * seconds
     found = [
         {

@@ -1,4 +1,4 @@
-"""Buffers that each microbatch renews go from one to the next: what a table must keep in order for that."""
+"""Check of buffers that each microbatch renews: a table must pass them from one microbatch to the next in order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._schedule import Row, Schedule
 
 
 def check_renewed(program: Program, schedule: Schedule) -> None:
-    """Raises StageError where a microbatch would meet a buffer of the captured program as another one leaves it.
+    """Raise StageError if a microbatch would read a buffer of the captured program as another microbatch left it.
 
-    That may be where several chunks of a rank have to do with one buffer.
+    That can happen if several chunks of a rank read or renew one buffer.
     """
     for x, v in program.writes:
         reads = {_chunk(node) for node in program.users.get(x, ())}
@@ -32,13 +32,13 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
 
 
 def _chunk(node: Node) -> int:
-    """Where a node's operands are read."""
+    """Return the chunk in which a node's operands are read; -1 if it has no chunk."""
     edge, chunk = node.origin.edge, node.origin.chunk
     return edge.source if edge is not None else -1 if chunk is None else chunk
 
 
 def _is_in_order(row: Row, chunks: set[int]) -> bool:
-    """Whether the forward passes of these chunks take one microbatch after the other."""
+    """True if the forward passes of these chunks take the microbatches in ascending order."""
     found = [*_forwards(row, chunks)]
     return found == sorted(found)
 

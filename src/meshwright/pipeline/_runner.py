@@ -1,4 +1,4 @@
-"""One interpreter for all tables: a rank's row is run action by action, on whatever carrier the rank has."""
+"""Interpreter of all tables: runs a rank's row action by action, on the rank's communicator."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ _PARTS: Mapping[Kind, tuple[Part, ...]] = {
     Kind.BACKWARD_INPUT: ("R", "B"),
     Kind.BACKWARD_WEIGHT: ("W",),
 }
-"""What an action runs. Messages go with the actions that make and read them, so their own actions run nothing."""
+"""Parts that run for each kind of action.
+
+Messages are sent and received with the actions that make and read them, so message actions run nothing.
+"""
 _MAY_LACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-"""What runs as fewer programs where a step was not taken apart as far."""
+"""Kinds that run fewer programs if the step was split into fewer parts."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A program of a place, what it reads and gives, and what is sent and received around it; `layers` name it."""
+    """A program of a place, its inputs and outputs, and the messages before and after it; `layers` is its name."""
 
     run: Run
     reads: tuple[Value, ...]
@@ -52,7 +55,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A crossing as one rank sees it."""
+    """A crossing from the view of one rank."""
 
     crossing: Crossing
     halves: Halves | None
@@ -77,7 +80,7 @@ class _Message:
 
 
 class _Totals:
-    """Sums over microbatches; the first term is left as it is, since other values may look at its memory."""
+    """Sums over microbatches. The first term is never written to, since other values may share its memory."""
 
     def __init__(self) -> None:
         self.known: Known = {}
@@ -96,13 +99,13 @@ class _Totals:
 class PipelineRun:
     """A training step of all microbatches, in the order of a schedule's row.
 
-    `copies` are the parts of the model's copies, and `intake` tells which one a microbatch goes through. Every copy
-    of a way of the schedule is one; microbatches of other sizes have others. `run(*inputs)` takes the inputs of
-    `inputs`. It gives the outputs of the program behind, and the values that `writes` take over. After each action
-    `watch` is told what is held of each microbatch.
+    `copies` are the parts of the model's copies, and `intake` gives the copy for each microbatch. Each way of the
+    schedule has a copy; microbatches of other sizes have their own copies. `run(*inputs)` takes the values of `inputs`.
+    It returns the outputs of the program behind, and the new values of `writes`. After each action `watch` gets the
+    values held for each microbatch.
 
-    An asynchronous schedule runs the program behind once per update, and what it changes is written over then. With
-    `again`, all updates but the first are those of that program (`Behind`). With `looks`, `looking` can be called.
+    An asynchronous schedule runs the program behind once per update, which writes to its inputs in place. With `again`,
+    all updates but the first run that program (`Behind`). With `looks`, `looking` can be called.
     """
 
     def __init__(
@@ -173,13 +176,13 @@ class PipelineRun:
         return mean_of(step.outputs), written
 
     def _begin(self, base: Known) -> None:
-        """What each version of the weights is made into, once."""
+        """Run the programs before the microbatches, once for each version of the weights."""
         for program, gives, run in self._before:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
     def _update(self, n: int, step: _Step, here: Carrier, look_at: LookAt | None) -> None:
-        """The update that is entry n; microbatches on their way keep the weights that they have seen."""
+        """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._behind.over(at, base), *step.held)
         with here.seen.doing("pipeline", "behind all microbatches"):
@@ -190,7 +193,7 @@ class PipelineRun:
             self._begin(base)
 
     def _dealt(self, base: Known) -> list[Known]:
-        """What each microbatch begins with."""
+        """Return the input values of each microbatch."""
         cut = {feed.given for feeds in self._feeds for feed in feeds if feed.is_piece}
         count = self._microbatches
         pieces = {v: base[v].chunk(count) if base[v].shape[0] else [base[v]] * count for v in cut}
@@ -202,7 +205,7 @@ class PipelineRun:
 
 @dataclass(slots=True)
 class _Step:
-    """How far a step is: what is known, what is held of each microbatch, and what updates have given."""
+    """State of a running step: known values, the values held for each microbatch, and the results of updates."""
 
     base: Known
     held: list[Known]
@@ -227,7 +230,7 @@ def _act(
 
 
 def _buffers(inputs: Sequence[Input]) -> Mapping[Value, tuple[Value, ...]]:
-    """What stands for the same buffer in all copies of the model, for each of them."""
+    """Map each input that is a buffer to the inputs for the same buffer in all copies of the model."""
     named: dict[str, tuple[Value, ...]] = {}
     for given in inputs:
         if given.role == "buffer":
@@ -260,7 +263,7 @@ def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) 
 
 
 def _layers(program: Program) -> str:
-    """The first and the last module of a part of the forward pass."""
+    """Return the names of the first and the last module of a part of the forward pass."""
     found = [*dict.fromkeys(node.origin.layer for node in program.nodes if node.origin.layer)]
     return " … ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
@@ -268,9 +271,9 @@ def _layers(program: Program) -> str:
 def _steps(
     schedule: Schedule, stage: int | None, copies: Sequence[int], there: Collection[tuple[int, Place]]
 ) -> list[tuple[Entry, int]]:
-    """What a rank runs, in order, and of which version of the weights; one in no stage does what all do.
+    """Return the entries of a rank in order, with the version of the weights of each; a rank in no stage only updates.
 
-    Updates stand where an asynchronous schedule has them, and else one behind all.
+    An asynchronous schedule gives the place of the updates; otherwise one update comes last.
     """
     if is_stale(schedule) and stage is not None:
         return [*_entries(schedule, stage, copies, there)]
@@ -282,10 +285,10 @@ def _steps(
 def _entries(
     schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, Place]]
 ) -> Iterator[tuple[Entry, int]]:
-    """What a row runs: copies, places and microbatches. What was recomputed before is not again.
+    """Yield the entries of a row: copy, place and microbatch, with the version of the weights.
 
-    Slices of a sequence are one microbatch here: each finds what those before it left. A backward pass has an R and a W
-    where they are `there`.
+    A chunk that was recomputed by an R action is not recomputed again. Slices of a sequence are one microbatch here,
+    and read the values of the slices before them. A backward pass has an R and a W if they are in `there`.
     """
     done = schedule.recomputed
     for atom, version in versions_used(schedule, schedule.rows[stage]):
@@ -305,7 +308,7 @@ def _entries(
 def _drops(
     row: Sequence[Entry], parts: Mapping[tuple[int, Place], _Part], kept: set[Value]
 ) -> tuple[tuple[Value, ...], ...]:
-    """After each entry of the row, the values of its microbatch that nothing needs any more."""
+    """Return, for each entry of the row, the values of its microbatch that no later entry reads."""
     seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
     drops: list[tuple[Value, ...]] = []
     for copy, place, m in reversed(row):
@@ -321,7 +324,10 @@ def _drops(
 
 
 def check_fits(schedule: Schedule, stages: Stages) -> None:
-    """Raises StageError for a table that this model has no chunks for, or that means another training."""
+    """Raise StageError for a table that does not fit this model.
+
+    Its chunks are on other stages than the model's, or it combines slices with recomputation.
+    """
     last = len(stages.ranks) - 1
     ways = (stages.way, tuple(last - s for s in stages.way))
     if schedule.slices > 1 and schedule.recomputed:

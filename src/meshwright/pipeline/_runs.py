@@ -1,4 +1,4 @@
-"""A table that is run with many times at once: where chunks may begin is thousands of ways."""
+"""A table that is simulated for many sets of times at once, such as thousands of ways to place chunk boundaries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from ._walk import Event, events, needs, walked
 
 
 class _Step(NamedTuple):
-    """An action: its rank, the number of one that takes as long, what it waits for and from where, what waits for it.
+    """One action of the table.
 
-    What is on the same rank is in its row, before it.
+    `rank` runs it. `alike` numbers actions of equal length. `waits` are the events of other ranks that it waits for,
+    with the two chunks of the message. `gives` are the events that other ranks wait for. Events on the same rank come
+    earlier in its row.
     """
 
     rank: int
@@ -27,7 +29,7 @@ class _Step(NamedTuple):
 
 
 class Runs:
-    """A table gone through once. Numbers of chunks may be arrays then, one element for each case.
+    """A table in a feasible order; the times per chunk may be arrays with one element for each case.
 
     >>> from meshwright.pipeline import one_f_one_b
     >>> runs = Runs(one_f_one_b(2, 4))
@@ -60,7 +62,7 @@ class Runs:
         return self._alike.setdefault(key, (len(self._alike), action))[0]
 
     def makespans(self, times: Times) -> Any:
-        """What `simulate` has as the makespan, case by case."""
+        """Return the makespan that `simulate` computes, for each case."""
         lengths = [times.length(action) for _, action in self._alike.values()]
         free: list[Any] = [0.0] * self.schedule.ranks
         ended: dict[Event, Any] = {}
@@ -73,12 +75,12 @@ class Runs:
         return np.maximum.reduce(np.broadcast_arrays(*free))
 
     def peaks(self, held: Any) -> Any:
-        """The most that each rank (row) holds of microbatches, of which each chunk (row) has `held`, case by case."""
+        """Return the peak memory of each rank (row) for each case, if a microbatch takes `held` in each chunk (row)."""
         return np.array([(alive @ held).max(axis=0) for alive in self._alive])
 
 
 def _alive(schedule: Schedule, row: Row) -> Iterator[tuple[int, ...]]:
-    """How many microbatches of each chunk a rank holds at once, time by time."""
+    """Yield, after each action, the number of microbatches of each chunk that a rank holds at once."""
     now, one = [0] * schedule.chunks, Memory()
     for action in row:
         most = [*now]

@@ -1,4 +1,4 @@
-"""A schedule: what each rank of a pipeline does, in order, as a table."""
+"""Schedules: a table with the actions of each rank of a pipeline, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Way = tuple[int, ...]
 
 
 class Edge(NamedTuple):
-    """Something flows from one chunk to a later one; `gradient` tells whether a gradient comes back."""
+    """A value that flows from one chunk to a later one; `gradient` is True if a gradient returns."""
 
     source: int
     target: int
@@ -23,34 +23,34 @@ class Edge(NamedTuple):
 
 
 def linear(ranks: int) -> tuple[Way, ...]:
-    """One chunk per rank, in order."""
+    """Return a way with one chunk per rank, in order."""
     return (tuple(range(ranks)),)
 
 
 def looped(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
-    """`chunks` chunks per rank; from the last rank the way leads back to the first one."""
+    """Return a way with `chunks` chunks per rank that continues from the last rank at the first one."""
     return (tuple(range(ranks)) * chunks,)
 
 
 def zigzag(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
-    """`chunks` chunks per rank; at the last and at the first rank the way turns (with two chunks: a V)."""
+    """Return a way with `chunks` chunks per rank that turns at the last and at the first rank; two chunks are a V."""
     there = tuple(range(ranks))
     return (tuple(r for n in range(chunks) for r in (there if n % 2 == 0 else there[::-1])),)
 
 
 def both_ways(ranks: int) -> tuple[Way, ...]:
-    """Two copies of the model, one from the first rank to the last, one back (Chimera, DualPipe)."""
+    """Return the ways of two copies of the model: from the first rank to the last, and back (Chimera, DualPipe)."""
     return (tuple(range(ranks)), tuple(range(ranks))[::-1])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rows of actions, one row per rank; `ways` tells which rank runs each chunk.
+    """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
 
-    A model that stands there in several copies has several `ways`, and `routes` tells which one a microbatch takes
-    (empty: the first). With `slices`, so many microbatches in a row are slices of one sequence, each needing those
-    before it. `edges` are what flows between chunks (empty: from each to the next). `versions` is the number of
-    updates that the weights have seen which a microbatch uses (empty: those made before it in the row).
+    A model with several copies has several `ways`, and `routes` gives the way of each microbatch (empty: the first).
+    With `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges`
+    are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch,
+    the number of updates that its weights have had (empty: the updates before it in the row).
     """
 
     name: str
@@ -68,25 +68,25 @@ class Schedule:
 
     @property
     def sequences(self) -> int:
-        """How many whole microbatches there are: each is so many slices."""
+        """The number of whole microbatches, each of `slices` slices."""
         return self.microbatches // self.slices
 
     @property
     def chunks(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of chunks of the model."""
         return len(self.ways[0])
 
     @cached_property
     def chunks_per_rank(self) -> int:
-        """The most chunks that one rank runs on one way."""
+        """The largest number of chunks that one rank runs on one way."""
         return max(way.count(rank) for way in self.ways for rank in range(self.ranks))
 
     def rank_of(self, microbatch: int, chunk: int) -> int:
-        """The rank that runs `chunk` for `microbatch`."""
+        """Return the rank that runs `chunk` for `microbatch`."""
         return self.ways[self.way_of(microbatch)][chunk]
 
     def way_of(self, microbatch: int) -> int:
-        """The number of the way that a microbatch goes."""
+        """Return the number of the way of a microbatch."""
         return self.routes[microbatch] if self.routes else 0
 
     @cached_property
@@ -101,7 +101,7 @@ class Schedule:
 
     @cached_property
     def neighbours(self) -> tuple[frozenset[int], ...]:
-        """Rank → itself and the ranks that something flows to from it, or back."""
+        """Rank → itself and the ranks that it sends values to or receives values from."""
         pairs = {(way[e.source], way[e.target]) for way in self.ways for e in self.all_edges}
         return tuple(
             frozenset({r} | {b for a, b in pairs if a == r} | {a for a, b in pairs if b == r})
@@ -110,12 +110,12 @@ class Schedule:
 
     @property
     def all_edges(self) -> tuple[Edge, ...]:
-        """What flows between chunks."""
+        """The values that flow between chunks."""
         return self.edges or tuple(Edge(c, c + 1) for c in range(self.chunks - 1))
 
     @cached_property
     def has_transfers(self) -> bool:
-        """Whether the table says when to send and receive; where it does not, that is when they are needed."""
+        """True if the table has send and receive actions; otherwise messages travel when they are needed."""
         return any(atom.kind in TRANSFERS for _, atom in self.atoms())
 
     @cached_property
@@ -124,11 +124,11 @@ class Schedule:
         return frozenset((a.microbatch, a.chunk) for _, a in self.atoms() if a.kind is Kind.RECOMPUTE)
 
     def splits(self, rank: int) -> bool:
-        """Whether the rank runs the gradients of weights apart from those of inputs."""
+        """True if the rank computes the gradients of weights separately from those of inputs."""
         return any(atom.kind is Kind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
 
     def atoms(self) -> Iterator[tuple[int, Action]]:
-        """Every (rank, action), row by row; of those side by side each alone."""
+        """Yield every (rank, action) row by row; actions that run side by side are yielded separately."""
         for rank, row in enumerate(self.rows):
             for action in row:
                 if action.beside is None:
@@ -137,7 +137,7 @@ class Schedule:
                     yield from ((rank, atom) for atom in action.atoms)
 
     def __str__(self) -> str:
-        """The text that `parse_schedule` reads: a head, the ways, and one line per rank."""
+        """Return the text that `parse_schedule` reads: a head, the ways, and one line per rank."""
         m, slices = self.microbatches, self.slices
         lines = [
             f"{self.name}: {m} microbatch{'' if m == 1 else 'es'}"

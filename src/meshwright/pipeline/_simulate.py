@@ -1,4 +1,4 @@
-"""How long a table takes: when each action begins and ends, given what actions and messages cost."""
+"""Simulator of tables: start and end of each action, from the times of actions and messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._walk import Event, events, needs, walked
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one microbatch per chunk: one number per chunk, or one for all of them.
+    """Seconds of one microbatch per chunk: one number per chunk, or one number for all chunks.
 
-    `transfer` is the time of a message between two ranks (per edge that begins at a chunk), `overhead` what each action
-    costs its rank before it begins. BW takes as long as B and W. `slowdown` is how long two actions side by side take,
-    as a part of their sum.
+    `transfer` is the time of a message between two ranks, per edge that begins at a chunk. `overhead` is the time of
+    each action before it begins. BW takes as long as B and W. `slowdown` is the time of two actions side by side, as a
+    fraction of their sum.
     """
 
     forward: float | tuple[float, ...] = 1.0
@@ -33,7 +33,7 @@ class Times:
     slowdown: float = 1.0
 
     def of(self, action: Action) -> float:
-        """Seconds of one action, alone, without overhead."""
+        """Return the seconds of one action (one atom), without overhead."""
         c = action.chunk
         match action.kind:
             case Kind.FORWARD:
@@ -56,22 +56,22 @@ class Times:
                 return 0.0
 
     def length(self, action: Action) -> float:
-        """How long an action, with what runs beside it, keeps its rank."""
+        """Return the seconds for which an action, with the actions beside it, occupies its rank."""
         if action.beside is None:
             return self.overhead + self.of(action)
         return self.overhead + sum(map(self.of, action.atoms)) * self.slowdown
 
     def of_chunk(self, chunk: int) -> tuple[float, float, float]:
-        """Seconds of a chunk's F, B and W."""
+        """Return the seconds of a chunk's F, B and W."""
         return at(self.forward, chunk), at(self.backward, chunk), at(self.weight, chunk)
 
     def message(self, source: int, target: int) -> float:
-        """Seconds of a message between two neighbouring chunks, or two further apart."""
+        """Return the seconds of a message between two chunks."""
         return at(self.transfer, min(source, target))
 
 
 class Timed(NamedTuple):
-    """An action, and when it began and ended."""
+    """An action with its start and its end."""
 
     action: Action
     start: float
@@ -80,7 +80,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule runs, in seconds from the start."""
+    """Start and end of every action of a schedule, in seconds from the start."""
 
     schedule: Schedule
     times: Times
@@ -88,17 +88,20 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks: a step whose optimizer waits for all."""
+        """Time from the first start to the last end over all ranks: a step whose optimizer waits for all ranks."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @cached_property
     def span(self) -> float:
-        """The longest time that one rank is at work, from its own start to its own end: a step without that wait."""
+        """Longest time of one rank from its own start to its own end.
+
+        It is the time of a step whose optimizer does not wait for other ranks.
+        """
         return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The seconds that each rank computes."""
+        """Compute seconds of each rank."""
         return tuple(
             sum(self.times.of(atom) for timed in row for atom in timed.action.atoms if atom.kind in COMPUTES)
             for row in self.rows
@@ -106,21 +109,21 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the makespan in which ranks do not compute."""
+        """Fraction of the makespan in which ranks do not compute."""
         return 1 - sum(self.busy) / (len(self.rows) * self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """The part of the span in which the busiest rank does not compute: what zero-bubble papers report."""
+        """Fraction of the span in which the busiest rank does not compute, as in zero-bubble papers."""
         return 1 - max(self.busy) / self.span
 
     def peaks(self, memory: Memory | None = None) -> tuple[float, ...]:
-        """The most that each rank holds."""
+        """Return the peak memory of each rank."""
         return peaks(self.schedule, memory)
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
-    """Each action as early as its rank and what it needs allow. Raises ScheduleError where ranks get stuck.
+    """Start each action as early as its rank and its inputs allow. Raises ScheduleError if ranks deadlock.
 
     >>> from meshwright.pipeline import one_f_one_b
     >>> simulate(one_f_one_b(4, 8)).makespan
@@ -134,7 +137,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
 
 
 class Clock:
-    """When everything ended that was run so far, and from when on each rank is free."""
+    """The end of each event so far, and the time from which each rank is free."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.schedule, self.times = schedule, times
@@ -142,7 +145,7 @@ class Clock:
         self._ended: dict[Event, float] = {}
 
     def start(self, rank: int, action: Action) -> float | None:
-        """When a rank can begin an action; None while what that needs was not run."""
+        """Return the earliest start of an action on a rank; None if an event that it needs has not happened yet."""
         start = self.free[rank]
         for atom in action.atoms:
             for event in needs(self.schedule, atom):
@@ -153,7 +156,7 @@ class Clock:
         return start
 
     def run(self, rank: int, action: Action) -> Timed:
-        """The action, begun as early as can be."""
+        """Run the action at its earliest start."""
         start = self.start(rank, action)
         assert start is not None
         end = self.free[rank] = start + self.times.length(action)
@@ -163,7 +166,10 @@ class Clock:
 
 
 def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[int, int] | None:
-    """The two chunks between which what `event` made has to travel to `atom` on `rank`; None where it is there."""
+    """Return the two chunks between which the output of `event` travels to `atom` on `rank`.
+
+    None if no message is needed.
+    """
     target = atom.other_end if atom.kind in RECEIVES else atom.chunk
     if event.kind in SENDS:
         return event.chunk, target

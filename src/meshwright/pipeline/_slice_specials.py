@@ -1,4 +1,7 @@
-"""Operators that rules do not cut along a sequence, and slices can: causal attention, means, losses, one position."""
+"""Operators that a sequence can be sliced along though their rules do not shard it.
+
+They are causal attention, means, losses and the selection of positions.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ ELEMENTS = (
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator by name, defaults too."""
+    """Return the arguments of an operator by name, including defaults."""
     schema: Any = node.op._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess] - an operator
     found = {a.name: a.default_value for a in schema.arguments}
     return found | dict(zip(found, node.args, strict=False)) | dict(node.kwargs)
 
 
 def attention(s: Slicer, node: Node) -> bool:
-    """Rows of a slice see the keys of the slices up to it."""
+    """Cut causal attention: the queries of a slice attend to the keys of this slice and all earlier ones."""
     given = _arguments(node)
     q, k, v = (s.held[given[name]] for name in ("query", "key", "value"))
     at = len(given["query"].shape) - 2
@@ -74,7 +77,10 @@ def _device(v: Value) -> torch.device:
 
 
 def class_loss(s: Slicer, node: Node) -> bool:
-    """A sum over a slice's positions; a mean is by the weights of all targets that are not ignored."""
+    """Cut a loss over classes into a sum per slice.
+
+    A mean divides by the weights of all targets that are not ignored.
+    """
     given = _arguments(node)
     if given["reduction"] == NONE:
         return False
@@ -97,7 +103,7 @@ def class_loss(s: Slicer, node: Node) -> bool:
 
 
 def _mass(s: Slicer, n: int, target: Value, weight: Value | None, ignored: int) -> Value:
-    """The weights of the targets of a slice."""
+    """Return the total weight of the targets of a slice."""
     counted = s.add(n, aten.ne.Scalar, target, ignored)
     if weight is None:
         return s.add(n, aten.sum.default, counted)
@@ -107,7 +113,7 @@ def _mass(s: Slicer, n: int, target: Value, weight: Value | None, ignored: int) 
 
 
 def element_loss(s: Slicer, node: Node) -> bool:
-    """A sum over a slice's elements; a mean is by the number of all."""
+    """Cut an elementwise loss into a sum per slice. A mean divides by the number of all elements."""
     given = _arguments(node)
     if given["reduction"] == NONE:
         return False
@@ -120,7 +126,7 @@ def element_loss(s: Slicer, node: Node) -> bool:
 
 
 def _sum(s: Slicer, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...]) -> None:
-    """The result of a loss as the terms of its sum."""
+    """Store the result of a loss as one term per slice."""
     local = s.local(node, bound, factor, lengths, known=True)
     given = {**_arguments(node), "reduction": SUM}
     terms: list[Value] = []
@@ -131,7 +137,7 @@ def _sum(s: Slicer, node: Node, bound: Bound, factor: int, lengths: tuple[int, .
 
 
 def _divide(s: Slicer, node: Node, by: int | Terms) -> None:
-    """The one result of a node, terms of a sum so far, becomes a mean."""
+    """Turn the result of a node, terms of a sum so far, into a mean."""
     (out,) = node.outs
     last = len(s.lengths) - 1
     total = s.whole(out)
@@ -139,7 +145,7 @@ def _divide(s: Slicer, node: Node, by: int | Terms) -> None:
 
 
 def mean(s: Slicer, node: Node) -> bool:
-    """The sum over slices by the number of elements, where the sequence is one of the dims that go."""
+    """Cut a mean over the sequence into a sum per slice, divided by the number of all elements."""
     bound, factor, lengths = s.factor(node)
     if any(factor in dim for dim in bound.outs[0]):
         return False
@@ -155,7 +161,7 @@ def mean(s: Slicer, node: Node) -> bool:
 
 
 def reshaped(s: Slicer, node: Node) -> bool:
-    """The slice in the shape of the slice of the result."""
+    """Reshape each slice to the shape of its slice of the result."""
     bound, factor, lengths = s.factor(node)
     local = s.local(node, bound, factor, lengths, known=True)[node.ins[0]]
     shapes = [s.out_shape(node, bound, factor, lengths, n) for n in range(len(lengths))]
@@ -165,7 +171,7 @@ def reshaped(s: Slicer, node: Node) -> bool:
 
 
 def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
-    """The operand, where that is cut along `dim` alone."""
+    """Return the operand if it is cut along `dim` only; otherwise None."""
     x = s.held[node.ins[0]]
     if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim % len(node.ins[0].shape):
         return None
@@ -173,7 +179,7 @@ def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
 
 
 def select(s: Slicer, node: Node) -> bool:
-    """One position, of the slice that has it."""
+    """Select one position from the slice that contains it."""
     given = _arguments(node)
     x = _along(s, node, given["dim"])
     if x is None:
@@ -185,7 +191,7 @@ def select(s: Slicer, node: Node) -> bool:
 
 
 def part(s: Slicer, node: Node) -> bool:
-    """Some positions in a row: what each slice has of them."""
+    """Select consecutive positions: each slice keeps its part of them."""
     given = _arguments(node)
     x = _along(s, node, given["dim"])
     if x is None:
@@ -210,7 +216,7 @@ def _range(given: Mapping[str, Any]) -> slice:
 
 
 def dropout(s: Slicer, node: Node) -> bool:
-    """One mask for the whole sequence, drawn with its first slice: each slice takes its own part."""
+    """Draw one mask for the whole sequence with the first slice; each slice uses its part of the mask."""
     given = _arguments(node)
     x = s.held[given["input"]]
     if not isinstance(x, Pieces) or x.cut.before != 1:
@@ -229,7 +235,7 @@ def dropout(s: Slicer, node: Node) -> bool:
 
 
 def spread(s: Slicer, node: Node) -> bool:
-    """Tensors of one shape stay as they are; others that are whole take that shape."""
+    """Broadcast tensors: sliced tensors keep their shape, whole tensors are expanded if needed."""
     xs, outs = list(node.ins), list(node.outs)
     pairs = [(x, s.held[x], out) for x, out in zip(xs, outs, strict=True)]
     if any(isinstance(held, Pieces) and x.shape != out.shape for x, held, out in pairs):
@@ -241,7 +247,7 @@ def spread(s: Slicer, node: Node) -> bool:
 
 
 def fresh(s: Slicer, node: Node) -> bool:
-    """A tensor of its own sizes, which looks at the dtype of its operand alone."""
+    """Create a tensor of explicit sizes, which reads only the dtype of its operand."""
     x = s.held[node.ins[0]]
     assert isinstance(x, Pieces)
     s.held[node.outs[0]] = s.add(0, node.op, x.values[0], *node.args[1:], **node.kwargs)
@@ -263,9 +269,11 @@ SPECIALS: Mapping[str, Special] = {
 
 
 def in_slices(program: Program, lengths: Sequence[int]) -> Program:
-    """The captured program with its sequence, dim 1 of the batch, in slices of these lengths.
+    """Return the captured program with its sequence, dim 1 of the batch, in slices of these lengths.
 
-    Each node's origin tells its slice. Raises StageError for what needs a later slice, and for a batch that has no such
-    dim.
+    The origin of each node names its slice.
+
+    Raises:
+        StageError: an operator needs a later slice, or the batch has no such dim.
     """
     return sliced(program, lengths, SPECIALS)

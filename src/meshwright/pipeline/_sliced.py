@@ -1,9 +1,9 @@
-"""A captured forward pass in slices of its sequence: each operator runs once per slice, and looks back at earlier ones.
+"""A captured forward pass in slices of its sequence: each operator runs once per slice, and may read earlier slices.
 
-The slices are what the ranks of one more mesh axis would hold, and the rules say the same of them: what is cut, what
-stays whole, what gives terms of a sum. But there are no messages between them. What a slice needs of the slices before
-it is a value of the program, and so is the gradient that it gives back; a table's actions run F of one slice after the
-other and B the other way round, so nothing may look ahead. What would is refused, by name.
+Slices are like the shards of one more mesh axis, and the same rules decide: a value is cut, whole, or a sum of terms.
+But slices exchange no messages. A value that a slice needs of earlier slices is a value of the program, and so is its
+gradient. A table runs F from the first slice to the last and B from the last to the first, so no operator may read a
+later slice. An operator that would is refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Dim `dim` is `before` times a sequence times `after`; the sequence is cut into slices of these lengths."""
+    """Dim `dim` has the size `before` · sequence · `after`; the sequence is cut into slices of these lengths."""
 
     dim: int
     before: int
@@ -44,13 +44,13 @@ class Cut:
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     def shape_of(self, whole: Sequence[int], n: int) -> list[int]:
-        """The shape of slice n of a tensor of the shape `whole`."""
+        """Return the shape of slice n of a tensor of shape `whole`."""
         return [self.before * self.lengths[n] * self.after if d == self.dim else m for d, m in enumerate(whole)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value as one value per slice."""
+    """A value with one value per slice."""
 
     cut: Cut
     values: tuple[Value, ...]
@@ -58,18 +58,18 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A value as a sum of what each slice gives."""
+    """A value that is the sum of one term per slice."""
 
     values: tuple[Value, ...]
 
 
 Held = Value | Pieces | Terms
 Special = Callable[["Slicer", Node], bool]
-"""Cuts a node in its own way; False where the rule will do."""
+"""Cuts a node without its rule; returns False if the rule applies."""
 
 
 def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Special]) -> Program:
-    """The captured program in slices of these lengths; `specials` go before rules."""
+    """Return the captured program in slices of these lengths; `specials` take precedence over rules."""
     found = Slicer(program, tuple(lengths), specials)
     if program.writes:
         raise found.refusal(
@@ -81,7 +81,7 @@ def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Spec
 
 
 class Slicer:
-    """The program in slices as far as it is made, and how each value of the given one is held in it."""
+    """The sliced program so far, and the sliced form of each value of the original program."""
 
     def __init__(self, program: Program, lengths: tuple[int, ...], specials: Mapping[str, Special]) -> None:
         self.program, self.lengths = program, lengths
@@ -101,7 +101,7 @@ class Slicer:
     # --- the walk ------------------------------------------------------------------------------------------------
 
     def take(self, node: Node) -> None:
-        """The next node of the given program."""
+        """Slice the next node of the original program."""
         self._node = node
         if not self._is_cut(node):
             self._keep(node)
@@ -128,7 +128,7 @@ class Slicer:
         return Draft(replace(self.program, nodes=nodes, outputs=outputs)).finish()
 
     def _is_cut(self, node: Node) -> bool:
-        """True where an operand is cut, or is to be: a whole sequence of the batch that meets a parameter."""
+        """True if an operand is cut, or must be cut here: a whole sequence of the batch that meets a parameter."""
         if any(isinstance(self.held[v], Pieces) for v in node.ins):
             return True
         mixed = any(v in self._given and v in self._learned for v in node.ins)
@@ -156,7 +156,7 @@ class Slicer:
     # --- values --------------------------------------------------------------------------------------------------
 
     def add(self, n: int, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """A new node of slice n. Raises StageError where it would read what only a later slice gives."""
+        """Add a node of slice n and return its output. Raises StageError if it would read a value of a later slice."""
         assert self._node is not None
         ahead = next((v for v in values_in((args, kwargs)) if self._at.get(v, 0) > n), None)
         if ahead is not None:
@@ -170,7 +170,10 @@ class Slicer:
         return out
 
     def whole(self, v: Value) -> Value:
-        """A value that is not cut; terms are added up, in the order of the slices."""
+        """Return the whole value; terms are added up in the order of the slices.
+
+        Raises StageError if the value is cut.
+        """
         held = self.held[v]
         if isinstance(held, Value):
             return held
@@ -180,18 +183,18 @@ class Slicer:
         return total
 
     def slice_of(self, v: Value) -> int:
-        """The slice behind which a value that is not cut is there."""
+        """Return the slice that completes a value that is not cut."""
         return self._at.get(self.whole(v), 0)
 
     def joined(self, terms: Terms) -> Value:
-        """The sum of what the slices give, in their order."""
+        """Return the sum of the terms of all slices, in their order."""
         total = terms.values[0]
         for n, term in enumerate(terms.values[1:], 1):
             total = self.add(n, aten.add.Tensor, total, term)
         return total
 
     def cut(self, v: Value, cut: Cut) -> Pieces:
-        """A value in slices: those that it has, or those of a whole one. Raises StageError where it has others."""
+        """Return a value in slices; a whole value is cut. Raises StageError if it is cut in another way."""
         held = self.held[v]
         if isinstance(held, Pieces):
             if held.cut != cut:
@@ -215,7 +218,7 @@ class Slicer:
     # --- by the rules --------------------------------------------------------------------------------------------
 
     def by_rule(self, node: Node) -> None:
-        """Cuts a node along the factor that its operands are cut along."""
+        """Cut a node along the factor that its operands are cut along."""
         bound, factor, lengths = self.factor(node)
         local = self.local(node, bound, factor, lengths)
         results: list[list[Value]] = []
@@ -230,15 +233,15 @@ class Slicer:
             self.held[v] = Pieces(self._out_cut(node, bound, factor, at, lengths), values) if has else Terms(values)
 
     def out_shape(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], n: int) -> list[int]:
-        """The shape of slice n of the first result."""
+        """Return the shape of slice n of the first result."""
         return self._out_cut(node, bound, factor, 0, lengths).shape_of(node.outs[0].shape, n)
 
     def as_pieces(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], made: Sequence[Value]) -> None:
-        """The one result of a node, whose slices are `made`."""
+        """Store the slices `made` as the single result of a node."""
         self.held[node.outs[0]] = Pieces(self._out_cut(node, bound, factor, 0, lengths), tuple(made))
 
     def factor(self, node: Node) -> tuple[Bound, int, tuple[int, ...]]:
-        """How the node is bound, the factor that its operands are cut along, and the lengths of its slices."""
+        """Return the node's bound rule, the factor along which its operands are cut, and the lengths of its slices."""
         call = self._described(node)
         operands: list[Value | None] = call.operands(node.args, node.kwargs)
         pieces = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
@@ -259,7 +262,10 @@ class Slicer:
     def local(
         self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], known: bool = False
     ) -> dict[Value, tuple[Value, ...]]:
-        """What each operand is in each slice; unless it is `known` that it may be cut so, the rule is asked."""
+        """Return each operand in each slice.
+
+        Unless it is `known` that the node may be cut along the factor, its rule is checked first.
+        """
         formed = bound.names[factor] in bound.rule.forms or factor in bound.whole
         ways = () if formed else tuple(ways_to_cut(bound, factor))
         fits = any("sum" not in w.ins and {*w.outs} <= {factor, "sum"} for w in ways)
@@ -294,7 +300,7 @@ class Slicer:
         return call
 
     def stand_in(self, v: Value) -> Any:
-        """A tensor without numbers of the shape of the whole value."""
+        """Return a meta tensor of the shape of the whole value."""
         if not isinstance(v.dtype, torch.dtype):
             return v.dtype(2)
         if v not in self._stand_ins:
@@ -305,7 +311,7 @@ class Slicer:
 
     @property
     def told(self) -> str:
-        """The node that is being cut: operator, module and the user's line."""
+        """Description of the node that is being cut: operator, module and the user's line."""
         assert self._node is not None
         origin = self._node.origin
         return " ".join(
@@ -331,7 +337,7 @@ def _out(bound: Bound, at: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _apart(bound: Bound, at: int, cut: Cut) -> Bound:
-    """`bound` with the one factor of a dim that is a product, of which the sequence is a part, split."""
+    """Return `bound` with the factor of a dim split, if the dim is a product of which the sequence is one factor."""
     factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
     sizes = tuple(n for n in (cut.before, cut.total, cut.after) if n != 1)
     if len(factors) != 1 or len(sizes) < 2 or bound.sizes[factors[0]] != prod(sizes):
@@ -340,7 +346,7 @@ def _apart(bound: Bound, at: int, cut: Cut) -> Bound:
 
 
 def _factor(bound: Bound, at: int, cut: Cut) -> int | None:
-    """The factor of operand `at` that its sequence is."""
+    """Return the factor of operand `at` that is its sequence; None if there is none."""
     factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
     before = 1
     for f in factors:
@@ -351,7 +357,7 @@ def _factor(bound: Bound, at: int, cut: Cut) -> int | None:
 
 
 def _in_cut(bound: Bound, at: int, factor: int, lengths: tuple[int, ...]) -> Cut | None:
-    """How operand `at` is to be cut."""
+    """Return the cut that operand `at` needs; None if the operand stays whole."""
     for d, factors in enumerate(bound.ins[at]):
         if factor in factors:
             return _cut_of(bound, factors, d, factor, lengths)

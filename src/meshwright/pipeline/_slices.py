@@ -1,4 +1,7 @@
-"""Schedules that cut sequences into slices: a slice's forward needs the slices before it, its backward those behind."""
+"""Schedules with slices of sequences.
+
+The forward of a slice needs the slices before it, its backward the slices after it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ Units = list[tuple[int, int]]
 
 
 def _units(name: str, ranks: int, microbatches: int, slices: int) -> tuple[list[int], list[int]]:
-    """Slices in the order of their forwards and of their backwards: slice s of sequence m is number m * slices + s."""
+    """Return the slices in the order of their forwards and of their backwards.
+
+    Slice s of sequence m is m * slices + s.
+    """
     counted(name, ranks, microbatches)
     asked(name, slices >= 1, f"{slices} slices", "a sequence is cut into slices", "slices=4")
     forwards = list(range(microbatches * slices))

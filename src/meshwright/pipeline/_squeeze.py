@@ -1,4 +1,4 @@
-"""A table pulled together: what could run while its rank waits runs then, where memory allows."""
+"""Compaction of a table: an action that could run while its rank waits runs then, if memory allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._schedule import Schedule
 from ._simulate import Clock, Times
 
 AHEAD = 64
-"""How many places of a row are looked at for something that can run earlier."""
+"""Number of places of a row that are searched for an action that can run earlier."""
 
 
 def squeezed(
@@ -20,9 +20,9 @@ def squeezed(
     memory: Memory | None = None,
     capacity: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """The same actions, each rank running what comes first in its row of what can run at that time.
+    """Return the same actions, with each rank running the first action in its row that can run at that time.
 
-    No rank holds more than `capacity` (default: than it held before).
+    No rank holds more than `capacity` (default: its peak before).
     """
     memory = memory or Memory()
     most = peaks(schedule, memory) if capacity is None else capacity
@@ -31,7 +31,7 @@ def squeezed(
 
 
 class _Squeeze:
-    """Rows taken apart place by place, and put together again."""
+    """The remaining actions of each row, and the new rows."""
 
     def __init__(self, schedule: Schedule, times: Times, memory: Memory, limits: Sequence[float]) -> None:
         self.schedule, self.memory, self.limits = schedule, memory, limits
@@ -59,7 +59,7 @@ class _Squeeze:
         return sum(self.memory.change(self.schedule, atom) for atom in action.atoms)
 
     def _next(self, rank: int) -> tuple[float, int] | None:
-        """The earliest start of this rank's next action, and that action's place in what is left of the row."""
+        """Return the earliest start of this rank's next action, and its place in the remaining row."""
         best: tuple[float, int] | None = None
         for place, action in enumerate(self.left[rank][:AHEAD]):
             start = self.clock.start(rank, action)
@@ -72,7 +72,7 @@ class _Squeeze:
         return best
 
     def _fits(self, rank: int, place: int) -> bool:
-        """Whether the rank stays within its limit when the action at `place` comes first."""
+        """True if the rank stays within its limit when the action at `place` runs first."""
         moved = self.left[rank][place]
         if (added := self._change(moved)) <= 0:
             return True

@@ -1,10 +1,10 @@
-"""The chunks of a model: where its marks take values from one mesh to another.
+"""The chunks of a model, from the marks that move values from one mesh to another.
 
-A captured program whose marks change meshes is a chain of chunks, and each chunk lies on one mesh: the longest way
-through the changes is the chain. A node belongs to the first chunk on its mesh that is not before those of its
-operands, so what goes round chunks (skip connections, masks, labels) joins the chain where it lies. What is drawn, or
-made of nothing but buffers that batches renew, belongs where it is used. What depends on no batch belongs to no chunk:
-it is computed once per step.
+A captured program whose marks change meshes is a chain of chunks, and each chunk is on one mesh. The chain is the
+longest path through the changes. A node belongs to the first chunk on its mesh that is not before the chunks of its
+operands. So values that bypass chunks (skip connections, masks, labels) join the chain on their mesh. Draws, and values
+that depend only on buffers that batches renew, belong to the chunk that uses them. Values that depend on no batch
+belong to no chunk: they are computed once per step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ class Stages:
     way: tuple[int, ...]
 
     def of(self, rank: int) -> int | None:
-        """The stage that a rank is in; None for a rank in none."""
+        """Return the stage of a rank; None for a rank in no stage."""
         return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
 
 
 def staged(program: Program) -> tuple[Program, Stages]:
-    """The captured program, of which it is known how values lie, with the chunk of each node; and its stages.
+    """Return the captured program, whose values have known layouts, with the chunk of each node; and its stages.
 
-    A value that goes back to the mesh of an earlier chunk begins another chunk there. Raises StageError where meshes
-    overlap.
+    A value that returns to the mesh of an earlier chunk begins another chunk there.
+
+    Raises:
+        StageError: the meshes of two stages overlap.
     """
     found = _Staging(program)
     ranks = tuple(dict.fromkeys(found.chain))
@@ -71,7 +73,7 @@ class _Staging:
         self._put_off()
 
     def _check_input(self, given: Input, home: Ranks | None) -> None:
-        """Raise StageError for an input that ranks of several stages hold parts of: no stage could send it."""
+        """Raise StageError if ranks of several stages hold parts of an input: no single stage could send it."""
         stages = [ranks for ranks in dict.fromkeys(self.chain) if set(ranks) & set(home or ())]
         if len(stages) > 1 and home not in self.chain:
             raise StageError(
@@ -81,7 +83,7 @@ class _Staging:
             )  # fmt: skip
 
     def _home(self, v: Value) -> Ranks | None:
-        """The ranks on which a value lies, where that is known."""
+        """Return the ranks that hold a value; None if they are not known."""
         spec = self.program.specs.get(v)
         return None if spec is None else tuple(sorted(spec.mesh.process_ids))
 
@@ -89,7 +91,7 @@ class _Staging:
         return next((r for v in (*node.outs, *node.ins) if (r := self._home(v)) is not None), None)
 
     def _find_always(self) -> None:
-        """What depends on no batch, on no buffer that changes, and on nothing that is drawn."""
+        """Find the values that depend on no batch, on no buffer that changes, and on no draw."""
         changed = {x for x, _ in self.program.writes}
         for given in self.program.inputs:
             if given.role in ("parameter", "buffer", "constant") and given.value not in changed:
@@ -99,9 +101,9 @@ class _Staging:
                 self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
 
     def _put_off(self) -> None:
-        """What is drawn, or made of buffers alone, waits for the chunk that uses it, or that draws next.
+        """Move draws, and values of renewed buffers only, to the chunk that uses them or that draws next.
 
-        By then chunks before have drawn theirs, and microbatches before have renewed the buffers.
+        By then earlier chunks have drawn their numbers, and earlier microbatches have renewed the buffers.
         """
         waiting = self._waiting()
         next_draw = len(self.chain)
@@ -124,13 +126,16 @@ class _Staging:
         return found
 
     def _put_at(self, node: Node, latest: int) -> None:
-        """The last chunk on the mesh of a node that is not behind this one, where there is one."""
+        """Put a node into the last chunk on its mesh that is not after `latest`.
+
+        It stays where it is if there is none.
+        """
         at = self.chunk[node.outs[0]] if node.outs else EVERYWHERE
         later = (c for c in range(at + 1, latest + 1) if at >= 0 and self.chain[c] == self.chain[at])
         self.chunk.update(dict.fromkeys(node.outs, max(later, default=at)))
 
     def _longest(self) -> tuple[Ranks, ...]:
-        """The meshes along the longest way through changes of mesh."""
+        """Return the meshes along the longest path through changes of mesh."""
         ways: dict[Value, tuple[Ranks, ...]] = {}
         best: tuple[Ranks, ...] = ()
         for node in self.program.nodes:
@@ -149,7 +154,7 @@ class _Staging:
         return () if home is None or self.chunk.get(v) == ALWAYS else (home,)
 
     def _first(self, home: Ranks | None, least: int, node: Node | None) -> int:
-        """The first chunk from `least` on that is on these ranks; where there is none, a node begins one."""
+        """Return the first chunk from `least` on that is on these ranks; a node begins a new chunk if there is none."""
         if home is None or not self.chain:
             return least
         found = next((c for c in range(least, len(self.chain)) if self.chain[c] == home), None)
@@ -159,7 +164,7 @@ class _Staging:
         return least if found is None else found
 
     def told(self, node: Node, numbers: Iterator[int]) -> Node:
-        """The node with its chunk, and with an edge where it leads from one chunk to another."""
+        """Return the node with its chunk, and with an edge if it leads from one chunk to another."""
         at = self.chunk[node.outs[0]] if node.outs else 0
         edge: Edge | None = None
         if at >= 0 and len(node.ins) == 1 and self._home(node.ins[0]) not in (None, self._of_node(node)):

@@ -1,8 +1,8 @@
-"""Asynchronous schedules: no flush, and weights that change while microbatches are on their way.
+"""Asynchronous schedules: no flush, and weights that change while microbatches are in flight.
 
-They are not what the optimizer means on one device: `check` refuses them without `stale=True`, and the static mode
-without `pipeline.asynchronous`. Each update takes the mean gradient of a group of microbatches, which is the same on
-all ranks, so that "version n" means as many updates everywhere.
+The optimizer then computes something else than on one device. `check` refuses these schedules without `stale=True`, and
+the static mode without `pipeline.asynchronous`. Each update takes the mean gradient of a group of microbatches. The
+group is the same on all ranks, so "version n" means n updates on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _updated(row: tuple[Action, ...], behind: range) -> Iterator[Action]:
 
 
 def is_stale(schedule: Schedule) -> bool:
-    """Whether weights change while microbatches are on their way."""
+    """True if weights change while microbatches are in flight."""
     return bool(schedule.versions) or any(_updates_early(row) for row in schedule.rows)
 
 
@@ -53,7 +53,7 @@ def _updates_early(row: Row) -> bool:
 
 
 def updates(schedule: Schedule) -> int:
-    """How often a step updates the weights: more than once where they change on the way.
+    """Return the number of weight updates of a step; it is 1 unless the schedule is asynchronous.
 
     >>> updates(pipedream(4, 8)), updates(pipedream_2bw(4, 8)), updates(one_f_one_b(4, 8))
     (8, 2, 1)
@@ -63,7 +63,10 @@ def updates(schedule: Schedule) -> int:
 
 
 def groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
-    """(Rank, chunk) → the microbatches whose gradients each update takes; the last ones are those that none takes."""
+    """Map each (rank, chunk) to the microbatches whose gradients each update takes.
+
+    The last group belongs to no update.
+    """
     return {(rank, chunk): taken for rank, row in enumerate(schedule.rows) for chunk, taken in _groups(row)}
 
 
@@ -80,9 +83,10 @@ def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
 
 
 def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
-    """The actions of a row, each alone, with the version of the weights that it uses; an update with that it makes.
+    """Yield the actions of a row separately, with the version of the weights that each uses.
 
-    Version n is that of n updates. What a microbatch's forward pass used, its backward pass uses too.
+    Version n is the version after n updates. An update is paired with the version that it makes. A microbatch's
+    backward pass uses the version of its forward pass.
     """
     made = 0
     used: dict[tuple[int, int], int] = {}
@@ -95,7 +99,7 @@ def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
 
 
 def versions_held(schedule: Schedule, row: Row) -> Iterator[int]:
-    """Behind each action of a row, the versions held: the newest, and those that an action is still to use."""
+    """Yield, after each action of a row, the number of versions held: the newest, and those that later actions use."""
     used = [*versions_used(schedule, row)]
     last = {version: n for n, (_, version) in enumerate(used)}
     made = 0
@@ -105,7 +109,7 @@ def versions_held(schedule: Schedule, row: Row) -> Iterator[int]:
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """The most versions of its weights that each rank holds at one time.
+    """Return the largest number of versions of the weights that each rank holds at one time.
 
     >>> weight_versions(pipedream(4, 8)), weight_versions(pipedream_2bw(4, 8)), weight_versions(one_f_one_b(4, 8))
     ((4, 3, 2, 1), (2, 2, 2, 2), (1, 1, 1, 1))

@@ -1,4 +1,4 @@
-"""Behind all microbatches: means of what they have summed up, for the programs that all ways of a pipeline share."""
+"""The program after all microbatches, which all ways of a pipeline share: it reads means over the microbatches."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ._parts import BEHIND, Parts
 
 
 class Total(NamedTuple):
-    """The source of an input that is a sum over all microbatches."""
+    """Source of an input that is the sum of the value `of` over all microbatches."""
 
     of: Value
 
 
 def behind_all(ways: Sequence[Parts], microbatches: int) -> Program:
-    """What all ways of a pipeline do behind their microbatches: a loss and gradients that are means over all of them.
+    """Return the program after the microbatches of all ways: a loss and gradients that are means over all microbatches.
 
-    Its inputs of the role "saved" tell by their source what they are: a value of one of the ways, or a `Total`.
+    The source of an input with the role "saved" is a value of one of the ways, or a `Total`.
     """
     first, *others = (_averaged(parts, microbatches) for parts in ways)
     return reduce(_joined, others, first)
 
 
 def _averaged(parts: Parts, microbatches: int) -> Program:
-    """The program behind, which divides sums by the number of microbatches before it reads them."""
+    """Return the program behind, with sums divided by the number of microbatches before they are read."""
     behind = parts.programs[BEHIND]
     totals = [_named("sum", v) for v in parts.sums]
     means = {v: _named("mean", v) for v in parts.sums}
@@ -58,7 +58,7 @@ def _reading(node: Node, became: Mapping[Value, Value]) -> Node:
 
 
 def _joined(a: Program, b: Program) -> Program:
-    """Both programs, whose results are added up."""
+    """Return both programs as one, with their results added up."""
     both = joined(a, b, {}, lambda x, y: (x, y))
     x, y = both.outputs
     draft = Draft(both)
@@ -74,7 +74,10 @@ def _joined(a: Program, b: Program) -> Program:
 
 
 def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
-    """The parts of all ways with another program behind the first one, which need not read all of the sums."""
+    """Return the parts of all ways with `behind` as the first way's program behind.
+
+    It need not read all of the sums.
+    """
     behind = Draft(behind).finish()
     read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
     behind = replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))

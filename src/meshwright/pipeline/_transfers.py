@@ -1,4 +1,4 @@
-"""A table with its messages, and a table without the split of the backward."""
+"""Tables with their messages added, and tables without the split of the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._schedule import Schedule
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """The same table with sends behind what makes a message, and receives before what needs it.
+    """Return the same table with each send after the action that makes the message, and each receive before its use.
 
     >>> from meshwright.pipeline import gpipe
     >>> print(with_transfers(gpipe(2, 1)))
@@ -57,7 +57,7 @@ def _sent(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
 
 
 def whole_backward(schedule: Schedule, name: str | None = None) -> Schedule:
-    """The same order with each B as BW, and no W: what a runtime does that cannot split the backward."""
+    """Return the same order with each B as BW and no W, for a runtime that cannot split the backward."""
 
     def merged(action: Action) -> Iterator[Action]:
         atoms = [a for a in action.atoms if a.kind is not Kind.BACKWARD_WEIGHT]

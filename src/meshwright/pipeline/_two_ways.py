@@ -14,9 +14,9 @@ Unit = tuple[int, int]
 
 
 class _Row:
-    """The row of one rank of a DualPipe, written down phase by phase.
+    """The row of one rank of a DualPipe, built phase by phase.
 
-    `units` gives the nth (microbatch, chunk) of each of its two streams: 0 comes first, 1 is what comes back.
+    `units` gives the nth (microbatch, chunk) of each of the two streams: stream 0 starts first, stream 1 comes back.
     """
 
     def __init__(self, units: Callable[[int, int], Unit]) -> None:
@@ -43,7 +43,7 @@ class _Row:
         self.actions.append(backward_input(*unit) if split else backward(*unit))
 
     def run_both(self, ahead: int, behind: int) -> None:
-        """A forward and a backward side by side."""
+        """Run a forward and a backward side by side."""
         first = self._forward(ahead)
         self.actions.append(first._replace(beside=backward(*self._backward(behind))))
 
@@ -51,8 +51,9 @@ class _Row:
         self.actions.append(backward_weight(*self.late.pop(0)))
 
     def phases(self, place: int, places: int, rounds: int) -> tuple[Action, ...]:
-        """The eight phases; `place` counts from the end to the middle, where a microbatch turns or two meet.
+        """Return the actions of the eight phases.
 
+        `place` counts from the end of the pipeline to the middle, where a microbatch turns or two streams meet.
         `rounds` is the number of microbatches of a stream.
         """
         outside, inside, middle = places - 1 - place, place + 1, place == places - 1
@@ -87,7 +88,7 @@ class _Row:
             self.run_both(1, 0)
 
     def _last(self, inside: int, place: int) -> None:
-        """Backwards of both streams; the second half leaves the weight gradients for the bubbles behind."""
+        """Run backwards of both streams; the second half leaves its weight gradients for the bubbles that follow."""
         split = False
         for n in range(inside):
             split = split or (n == inside // 2 and place % 2 == 1)
@@ -167,7 +168,7 @@ def _chimera(name: str, ranks: int, microbatches: int, together: int) -> Schedul
 
 
 def _unit_row(r: int, ranks: int, halves: tuple[range, range], together: int) -> Iterator[Action]:
-    """The actions of one unit on rank r, of both ways, by the time at which each would start alone."""
+    """Yield the actions of one unit on rank r, of both ways, sorted by their start if each way ran alone."""
     placed = [
         (start, way, action)
         for way, half in enumerate(halves)
@@ -177,7 +178,7 @@ def _unit_row(r: int, ranks: int, halves: tuple[range, range], together: int) ->
 
 
 def _alone(stage: int, ranks: int, members: range, together: int) -> Iterator[tuple[int, Action]]:
-    """(start, action) of one way's 1F1B at a stage, in units of a forward: a backward takes two."""
+    """Yield (start, action) of one way's 1F1B at a stage. The unit of time is a forward; a backward takes two."""
     for n in range(0, len(members), together):
         group = members[n : n + together]
         first = forward(group[0], stage)

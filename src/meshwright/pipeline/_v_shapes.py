@@ -1,7 +1,7 @@
 """Zero-bubble schedules with two chunks per rank in a V: the first rank has the first and the last chunk.
 
-V-Half and V-Min repeat one building block every six units: where its four passes stand decides how long an activation
-lives, and so how many are held (Qi et al., arXiv 2405.15362).
+V-Half and V-Min repeat one building block every six units. The places of its four passes determine the lifetime of an
+activation, and so the number of activations held (Qi et al., arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._squeeze import squeezed
 
 PERIOD = 6
 Block = tuple[int, int, int, int]
-"""When a rank runs the forwards of its first and its second chunk, and the backwards of its second and its first."""
+"""Times at which a rank runs the forwards of its first and second chunk, and the backwards of its second and first."""
 
 
 def v_min(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
@@ -53,7 +53,7 @@ def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
 
 
 class _Phases:
-    """A rank's row of ZB-V; 0 is its chunk on the way there, 1 the one on the way back."""
+    """A rank's row of ZB-V; 0 is its chunk on the descending side of the V, 1 its chunk on the ascending side."""
 
     def __init__(self, rank: int, ranks: int, microbatches: int) -> None:
         self.rank, self.ranks, self.m = rank, ranks, microbatches
@@ -62,7 +62,7 @@ class _Phases:
         self.actions: list[Action] = []
 
     def put(self, text: str, times: int = 1) -> None:
-        """Actions such as "F0 B1", so many times; those of microbatches that there are not are left out."""
+        """Append actions such as "F0 B1", `times` times; actions of microbatches beyond the last one are left out."""
         for word in text.split() * times:
             kind, way = Kind(word[0]), int(word[1])
             if self.done[kind, way] < self.m:
@@ -70,7 +70,11 @@ class _Phases:
                 self.done[kind, way] += 1
 
     def row(self) -> tuple[Action, ...]:
-        """Forwards until the first comes back, backwards of the way back, all in turn, backwards of the way there."""
+        """Return the row of the rank.
+
+        It runs forwards until the first one comes back, backwards of chunk 1, all kinds in turn, then backwards of
+        chunk 0.
+        """
         behind = self.ranks - self.rank
         self.put("F0", 2 * behind - 1)
         self.put("F1 F0", self.rank)
@@ -87,7 +91,10 @@ class _Phases:
 def _from_block(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], times: Times | None
 ) -> Schedule:
-    """The block repeated for each microbatch and squeezed, or what list scheduling finds within the same memory."""
+    """Repeat the block for each microbatch; return the shortest of this table, its compaction, and list schedules.
+
+    List scheduling uses the same memory.
+    """
     counted(name, ranks, microbatches)
     rows = tuple(_row(r, 2 * ranks - 1 - r, block(r), microbatches) for r in range(ranks))
     schedule = Schedule(name, zigzag(ranks), microbatches, rows)
@@ -103,7 +110,7 @@ def _from_block(
 
 _F0, _F1, _B0, _B1 = ((kind, way) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) for way in (0, 1))
 _RULES = ((_B0, _F1, _B1, _F0), (_B0, _F1, _F0, _B1), (_F1, _F0, _B1, _B0))
-"""Those of the 24 orders that find the shortest schedules."""
+"""The orders, of all 24, that find the shortest schedules."""
 
 
 def _best(found: list[Schedule], times: Times | None) -> Schedule:
@@ -116,7 +123,7 @@ def _cost(schedule: Schedule, times: Times | None) -> tuple[float, float]:
 
 
 def _row(first: int, second: int, block: Block, microbatches: int) -> tuple[Action, ...]:
-    """A rank's forwards and backwards at their times, and weight gradients in the units between."""
+    """Return a rank's forwards and backwards at their times, with weight gradients in the units between."""
     passes = [(forward, first), (forward, second), (backward_input, second), (backward_input, first)]
     at = {
         start + PERIOD * m: make(m, c)

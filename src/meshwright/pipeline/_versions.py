@@ -1,7 +1,7 @@
-"""The versions of the weights that a rank holds while they change: an update writes over the newest one.
+"""The versions of the weights that a rank holds in an asynchronous schedule, whose updates overwrite the newest one.
 
-What older ones are still to be used for is known from the row. Those are copies, made in front of the update, of what
-looks at the memory that it writes to; everything else is shared.
+The row gives the later uses of an older version. Before an update, the values that share the memory it writes to are
+copied; all other values are shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Known = dict[Value, Any]
 
 
 class Versions:
-    """The versions for the entries of a row: entry n uses version `used[n]`, and those `read` from a version.
+    """The versions for the entries of a row: entry n uses version `used[n]`, and `read` are the values with versions.
 
     >>> versions = Versions([0, 0, 1, 0, 1], read=())
     >>> versions.keep(2, {}, []), [*versions.older], versions.drop(3), [*versions.older]
@@ -31,14 +31,14 @@ class Versions:
         self.older: dict[int, Known] = {}
 
     def of(self, n: int, base: Known) -> Mapping[Value, Any]:
-        """What entry n reads: `base`, but for what it reads of an older version."""
+        """Return the values that entry n reads: `base`, with the values of an older version where it uses one."""
         older = self.older.get(self._used[n])
         return base if older is None else ChainMap(older, base)
 
     def keep(self, n: int, base: Known, written: Collection[Tensor], *held: Known) -> None:
-        """In front of the update that is entry n, which writes to `written`: the newest version, where it is needed.
+        """Save the newest version, if later entries use it, before the update that is entry n and writes to `written`.
 
-        What is `held` of microbatches and looks at that memory is copied as well.
+        Values `held` for microbatches that share that memory are copied as well.
         """
         newest = self._used[n] - 1
         if self._last.get(newest, -1) <= n:
@@ -49,7 +49,7 @@ class Versions:
             known.update({v: _apart(x, memory) for v, x in known.items()})
 
     def drop(self, n: int) -> None:
-        """Behind entry n, what nothing uses any more."""
+        """Free the version of entry n, if no later entry uses it."""
         if self._last[self._used[n]] == n:
             self.older.pop(self._used[n], None)
 

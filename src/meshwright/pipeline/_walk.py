@@ -1,7 +1,8 @@
-"""Going through a table as its ranks would: which action comes when, and where they get stuck.
+"""Execution order of a table: a feasible order of all actions, or the actions at which ranks deadlock.
 
-The messages follow the rules of a carrier. Whatever order ranks are looked at in, the same actions get done: each
-waits for named events, or for the one message that its channel holds first (a Kahn network), so one walk decides.
+Messages follow the rules of a channel. Each action waits for named events, or for the first message of its channel (a
+Kahn network). So the set of completed actions does not depend on the order in which ranks are visited, and one walk
+decides.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ._schedule import Schedule
 
 
 class Channel(StrEnum):
-    """How messages travel between two ranks."""
+    """Kind of channel for messages between two ranks."""
 
     BUFFERED = "buffered"
     """A send never waits; a receive finds its message by tag."""
     IN_ORDER = "in order"
-    """A send never waits; messages of one rank to another are received in the order in which they were sent."""
+    """A send never waits; messages from one rank to another are received in the order in which they were sent."""
     RENDEZVOUS = "rendezvous"
-    """A send waits for its receive; what stands side by side (`&`) is posted together."""
+    """A send waits for its receive; messages that run side by side (`&`) are posted together."""
 
 
 class Event(NamedTuple):
-    """That something has happened: the output, the input gradient, the weight gradient of a chunk, or a message."""
+    """An event in a table: a chunk's output, input gradient or weight gradient is computed, or a message passed."""
 
     kind: Kind
     microbatch: int
@@ -50,11 +51,11 @@ _BEHIND = {
     Kind.SEND_FORWARD: Kind.FORWARD,
     Kind.SEND_BACKWARD: Kind.BACKWARD_INPUT,
 }
-"""What stands behind one other action of the same chunk and microbatch, and behind which."""
+"""Kinds that follow one other action of the same chunk and microbatch → the kind of that action."""
 
 
 def events(action: Action) -> Iterator[Event]:
-    """What has happened when `action`, alone, has ended."""
+    """Yield the events that have happened when `action` (one atom) has ended."""
     if action.kind in TRANSFERS:
         yield Event(action.kind, action.microbatch, action.chunk, action.other_end)
     for kind in _GIVES.get(action.kind, ()):
@@ -62,7 +63,7 @@ def events(action: Action) -> Iterator[Event]:
 
 
 def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
-    """What must have happened before `action`, alone, begins; of a receive: that its message was sent."""
+    """Yield the events that must happen before `action` (one atom) begins; for a receive, that its message was sent."""
     kind, m, c = action.kind, action.microbatch, action.chunk
     if kind is Kind.FORWARD:
         for e in schedule.into[c]:
@@ -87,19 +88,19 @@ def _needs_of_backward(schedule: Schedule, m: int, c: int) -> Iterator[Event]:
 
 
 def _arrival(schedule: Schedule, received: Kind, made: Kind, m: int, source: int, target: int) -> Event:
-    """What tells `target` that what `source` made is there: a receive, where the table has them."""
+    """Return the event after which `target` may read the output of `source`: a receive, if the table has receives."""
     crosses = schedule.rank_of(m, source) != schedule.rank_of(m, target)
     return Event(received, m, source, target) if crosses and schedule.has_transfers else Event(made, m, source)
 
 
 def message_ranks(schedule: Schedule, action: Action) -> tuple[int, int]:
-    """The ranks that a message goes from and to."""
+    """Return the sending and the receiving rank of a message."""
     m = action.microbatch
     return schedule.rank_of(m, action.chunk), schedule.rank_of(m, action.other_end)
 
 
 class Stuck(NamedTuple):
-    """A rank that cannot go on: the action it stands at, and what that waits for."""
+    """A rank that cannot continue: its next action, and the events that this action waits for."""
 
     rank: int
     action: Action
@@ -107,7 +108,7 @@ class Stuck(NamedTuple):
 
 
 class Walk:
-    """One pass over the rows under the rules of `channel`; iterate over it to have every action in a feasible order."""
+    """One pass over the rows under the rules of `channel`; iteration yields every action in a feasible order."""
 
     def __init__(self, schedule: Schedule, channel: Channel = Channel.BUFFERED) -> None:
         self.schedule, self.channel = schedule, channel
@@ -131,7 +132,7 @@ class Walk:
                     ready.extend(self._waiting.pop(event, ()))
 
     def stuck(self) -> tuple[Stuck, ...]:
-        """The ranks that did not come to the end of their rows, after iteration."""
+        """Return the ranks that did not reach the end of their rows; call it after iteration."""
         found: list[Stuck] = []
         for rank, row in enumerate(self.schedule.rows):
             if self.places[rank] < len(row):
@@ -140,7 +141,7 @@ class Walk:
         return tuple(found)
 
     def _begins(self, rank: int, action: Action, ready: deque[int]) -> bool:
-        """Whether `action` can end now; if not, the rank is woken by what it lacks."""
+        """True if `action` can end now; otherwise the event that it lacks wakes the rank later."""
         if (lacking := self._lacking(action)) is not None:
             self._waiting.setdefault(lacking, []).append(rank)
             return False
@@ -158,7 +159,7 @@ class Walk:
         return None
 
     def _takes_in_order(self, action: Action) -> bool:
-        """Sends go behind what their channel holds; receives take what it holds first."""
+        """True if the receives of `action` match the first messages of their channels; sends are appended to theirs."""
         for atom in action.atoms:
             if atom.kind in SENDS:
                 queue = self._queues.setdefault(message_ranks(self.schedule, atom), deque())
@@ -173,7 +174,7 @@ class Walk:
         return True
 
     def _meets(self, rank: int, action: Action, ready: deque[int]) -> bool:
-        """Messages end when both their ranks stand at them."""
+        """True if the messages of `action` are complete: both their ranks have posted them."""
         mine = {e for atom in action.atoms if atom.kind in TRANSFERS for e in events(atom)}
         if not mine:
             return True
@@ -214,7 +215,7 @@ def _told(event: Event) -> str:
 
 
 def walked(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action) in a feasible order. Raises ScheduleError where ranks get stuck, naming their actions."""
+    """Yield every (rank, action) in a feasible order. Raises ScheduleError if ranks deadlock, naming their actions."""
     walk = Walk(schedule, channel)
     yield from walk
     if stuck := walk.stuck():

@@ -1,7 +1,7 @@
-"""ZB-1p and ZB-2p: forwards and weight gradients put where times and memory want them (arXiv 2401.10241, section 3.1).
+"""ZB-1p and ZB-2p: forwards and weight gradients placed by times and memory (arXiv 2401.10241, section 3.1).
 
-First as many forwards as fit before the first backward comes back; then a forward and a backward in turn on all ranks,
-with weight gradients where one would wait longer than the rank that has waited longest, or where memory is short.
+First each rank runs as many forwards as fit before the first backward arrives. Then all ranks run a forward and a
+backward in turn. Weight gradients fill waits that would make a rank wait longer than any other, and free memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def zero_bubble(
     times: Times | None = None,
     memory: Memory | None = None,
 ) -> Schedule:
-    """The table of least span that holds at most `capacity` on each rank. Raises ScheduleError if none does."""
+    """Return the table of least span that holds at most `capacity` on each rank.
+
+    Raises ScheduleError if there is none.
+    """
     counted(name, ranks, microbatches)
     times, memory = times or Times(), memory or Memory(kept=0.5)
     found: list[tuple[float, float, Schedule]] = []
@@ -60,7 +63,7 @@ def zero_bubble(
 
 @dataclass
 class _Rank:
-    """How far a rank has come: its row's end in time, what it holds, how long it has waited since its first forward."""
+    """State of a rank: the end of its row, the memory it holds, and the time it has waited since its first forward."""
 
     done: list[int]
     free: float = 0.0
@@ -69,14 +72,14 @@ class _Rank:
 
 
 class _FullError(Exception):
-    """What must come next does not fit into memory."""
+    """The next required action does not fit into memory."""
 
 
 class _Table:
-    """A table being filled, action by action, at the earliest times.
+    """A table that is filled action by action, each at its earliest time.
 
-    `past_first` lets forwards delay the first backward; `backward_first` holds a forward back where the next rank could
-    not take it before its next backward; `fill_all` puts weight gradients into short waits too.
+    `past_first` lets forwards delay the first backward. `backward_first` delays a forward that the next rank could not
+    run before its next backward. `fill_all` puts weight gradients into short waits too.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class _Table:
         self.change = [[memory.change(shape, Action(kind, 0, r)) for r in range(ranks)] for kind in _KINDS]
 
     def fill(self) -> bool:
-        """Whether all actions found a place within memory."""
+        """True if all actions found a place within memory."""
         try:
             self._warm_up()
             for m in range(1, self.m):
@@ -114,7 +117,7 @@ class _Table:
         return True
 
     def _arrival(self, r: int, kind: int) -> float:
-        """When the next input of `kind` arrives at a rank, from the rank before or behind."""
+        """Return the time at which the next input of `kind` arrives at a rank, from the rank before or after it."""
         source = r - 1 if kind == F else r + 1
         if kind == W or not 0 <= source < self.p:
             return 0.0
@@ -132,7 +135,7 @@ class _Table:
         state.done[kind] += 1
 
     def _warm_up(self) -> None:
-        """The first microbatch, and the forwards that fit before its backward comes back."""
+        """Run the first microbatch, and the forwards that fit before its backward returns."""
         for r in range(self.p):
             if self.change[F][r] > self.capacity:
                 raise _FullError
@@ -152,7 +155,7 @@ class _Table:
             self._put(r, B)
 
     def _fitting(self, r: int, extra: list[int], back: float) -> float:
-        """Counts forwards of rank r into `extra` that fit before `back`; gives the end of its first backward."""
+        """Count forwards of rank r into `extra` that fit before `back`; return the end of its first backward."""
         state, cost = self.state[r], self.cost[F][r]
         held, end, back = state.held, state.free, back + self.times.message(r, r + 1)
         while state.done[F] + extra[r] < self.m and held + self.change[F][r] <= self.capacity:
@@ -162,14 +165,14 @@ class _Table:
         return max(end, back) + self.cost[B][r]
 
     def _wanted(self) -> list[bool]:
-        """Which ranks run a forward in this round: none whose next rank does not."""
+        """Return, for each rank, True if it runs a forward in this round. No rank does so unless the next rank does."""
         wanted = [state.done[F] < self.m and not self._holds_back(r) for r, state in enumerate(self.state)]
         for r in reversed(range(self.p - 1)):
             wanted[r] = wanted[r] and (wanted[r + 1])
         return wanted
 
     def _holds_back(self, r: int) -> bool:
-        """Whether a forward of rank r now would come too late for its next rank, and its own backward wait for it."""
+        """True if a forward of rank r now would arrive too late for the next rank, and delay its own backward."""
         if not self.backward_first or r == self.p - 1:
             return False
         state, after = self.state[r], self.state[r + 1]
@@ -212,7 +215,7 @@ class _Table:
             self._put(r, W)
 
     def _fill_wait(self, r: int, kind: int) -> None:
-        """Weight gradients while they end before the next input arrives; one more, if the wait is a long one."""
+        """Run weight gradients that end before the next input arrives; one more if the wait is long."""
         state, arrival, cost = self.state[r], self._arrival(r, kind), self.cost[W][r]
         while state.done[W] < state.done[B] and state.free + cost <= arrival:
             self._put(r, W)

@@ -20,7 +20,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _handcrafted(name: str, ranks: int, microbatches: int, ahead: int) -> Schedule:
-    """Rank r runs `ahead * (p - 1 - r)` forwards ahead, and `ahead * r` weight gradients late."""
+    """Return 1F1B with `ahead * (p - 1 - r)` forwards ahead on rank r, and `ahead * r` weight gradients late."""
     counted(name, ranks, microbatches)
 
     def row(r: int) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""The distributed tensor: a local tensor with a layout on it, in eager mode."""
+"""The distributed tensor: a local tensor with a layout, in eager mode."""
 
 from . import _collectives as _collectives
 from . import _compile as _compile

@@ -30,14 +30,14 @@ class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVaria
 
 
 def absent(local: Tensor, spec: Spec) -> Absent:
-    """`local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
+    """Return `local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
     out: Any = stamp(local, spec)
     out.__class__ = FakeAbsent if isinstance(local, FakeTensor) else Absent
     return out
 
 
 class _Through(torch.autograd.Function):
-    """Results without elements whose backward pass goes on to every operand, and adds nothing to it."""
+    """Function whose results have no elements and whose backward pass gives every operand a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, shapes: Any, *inputs: Tensor) -> Any:
@@ -62,7 +62,7 @@ class _Through(torch.autograd.Function):
 
 
 def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]:
-    """One tensor without elements per spec, behind `inputs` in the autograd graph."""
+    """Return one tensor without elements per spec, computed from `inputs` in the autograd graph."""
     if not specs:
         return []
     shapes = [(s.local_shape(-1), s.dtype) for s in specs]
@@ -72,7 +72,7 @@ def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]
 
 
 def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Puts `target`, which is written to, behind `inputs` in the autograd graph."""
+    """Record in the autograd graph that `target`, which is written to, depends on `inputs`."""
     with no_interception():
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
             outs: Any = _Through.apply([(target.shape, target.dtype)], *inputs)

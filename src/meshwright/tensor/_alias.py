@@ -1,8 +1,8 @@
 """Views that cannot be views of the local part.
 
-`x[2:4]` of a tensor that is cut along dim 0 has to be gathered, so it has memory of its own. It is still a view:
-what is written into it must reach `x`, and what is written into `x` must reach it. A DistView remembers the call
-that made it; before it is used it is read again if its base was written to, after it was written to it is written back.
+`x[2:4]` of a tensor that is sharded along dim 0 has to be gathered, so it has its own memory. It is still a view: a
+write to it must reach `x`, and a write to `x` must reach it. A DistView stores the call that made it. Before it is used
+it is read again if its base was written to. After a write to it, its values are written back to the base.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ class Source:
     ends: Callable[[DistView], bool] | None = None
 
     def is_read(self) -> None:
-        """Record that the view holds what the base holds now."""
+        """Record that the view holds the current values of the base."""
         self.version, self.shown = writes_to(self.base), version_of(self.base)
 
 
 class DistView(DistTensor):
-    """A distributed tensor that has memory of its own and yet is a view of another one.
+    """A view of another distributed tensor that has its own memory.
 
-    A local view of it (a slice along a dim that is not cut, say) is one too, with the same `_outer`.
+    A local view of it (for example a slice along a dim that is not sharded) is a DistView too, with the same `_outer`.
     """
 
     _viewing = True
     _source: Source
     _outside: DistView | None = None
-    """The view on whose memory this one is a view, or None for an outer view; a cycle would delay its end."""
+    """The view whose memory this view shares, or None for an outer view; a reference cycle would delay its end."""
     _agreed: int
     """The number of writes to the memory of an outer view when it and its base last held the same values."""
     _seen = True
     """False for `view.detach()` and `view.data`: autograd does not see what is written to them."""
     _counted = True
-    """False for `view.data`: a write to it moves no version counter of the base."""
+    """False for `view.data`: a write to it changes no version counter of the base."""
 
     @property
     def _outer(self) -> DistView:
-        """The view that remembers its call: this one, or the one on whose memory this one is a view."""
+        """The view that stores its call: this view, or the one whose memory this view shares."""
         return self if self._outside is None else self._outside
 
     def _read_again(self) -> None:
@@ -127,7 +127,7 @@ def as_view(
 
 
 def become_view(x: DistTensor, source: Source) -> DistView:
-    """Return `x`, which has memory of its own, after making it the view that `source` tells."""
+    """Make `x`, which has its own memory, the view that `source` describes; return it."""
     view: Any = x
     view.__class__ = DistView
     view._source, view._outside = source, None
@@ -249,7 +249,7 @@ def inner_view(x: DistTensor, view: DistView) -> DistView:
 
 
 def detached_view(local: Tensor, view: DistView, is_data: bool) -> DistView:
-    """Return `local`, which is `view.detach()` or `view.data` on this rank, as the same view of the same base."""
+    """Return `local`, which is this rank's part of `view.detach()` or `view.data`, as a view of the same base."""
     found = inner_view(stamp(local, view._spec), view)
     found._counted = view._counted and not is_data
     return found
@@ -270,7 +270,7 @@ def counted_with(x: DistTensor) -> DistTensor:
 
 
 def is_unversioned(x: Tensor) -> bool:
-    """True for a tensor that was made in inference mode: nothing counts what is written to it."""
+    """True for a tensor that was made in inference mode, whose writes are not counted."""
     with no_interception():
         return x.is_inference()
 
@@ -322,14 +322,14 @@ def stand_in(t: Tensor) -> Tensor:
 
 
 def before_call(views: Sequence[DistView]) -> list[int]:
-    """Reads again every view whose base was written to; their versions."""
+    """Read again every view whose base was written to; return the numbers of writes to the views."""
     for view in views:
         _refresh(view._outer)
     return [writes_to(v) for v in views]
 
 
 def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
-    """Write back every view that was written to since `before`, and make local views of views known as such.
+    """Write back every view that was written to since `before`, and mark local views of views as such.
 
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
     """
@@ -403,7 +403,10 @@ _reread = _Reread()
 
 
 def any_reread_with_history() -> bool:
-    """True if a view with a gradient history was read again on this rank: autograd goes through that copy only once."""
+    """True if a view with a gradient history was read again on this rank.
+
+    Autograd can go through that copy only once.
+    """
     return _reread.with_history
 
 
@@ -480,9 +483,9 @@ def _several(source: Source, found: str) -> OperationError:
 
 
 def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> None:
-    """Write the values of an outer view into its base, as the write to `by`, a view on the same memory, would do.
+    """Write the values of an outer view to its base, with the effect of a write to `by`, a view on the same memory.
 
-    `written` tells which elements of `by` were written, None that all were.
+    `written` marks the elements of `by` that were written; None means all of them.
     """
     ends = view._source.ends
     if ends is not None and ends(view):
@@ -519,7 +522,7 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
 
 
 def _note_reading(view: DistView) -> None:
-    """Note an outer view that now holds what its base holds, because autograd may save it for a backward pass."""
+    """Note an outer view that now holds the values of its base, because autograd may save it for a backward pass."""
     if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
         with no_interception():
             note_reading(view, view._source.base, partial(_read, view._source, view._spec))
@@ -536,7 +539,7 @@ def _read(source: Source, spec: Spec, part: Tensor) -> Tensor:
 
 
 _UNKNOWN = -1
-"""A number of writes that no tensor has: the view is read again before its next use."""
+"""A number of writes that no tensor has, so that the view is read again before its next use."""
 
 
 def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Tensor:
@@ -564,12 +567,12 @@ def _places_in_base(source: Source, done: WholeCall, places: Tensor) -> Tensor:
 
 
 def _visibility(view: DistView) -> int:
-    """Return how much torch notices of a write to the view: 2 for a view, 1 for `view.detach()`, 0 for `view.data`."""
+    """Return how visible a write to the view is for torch: 2 for a view, 1 for `view.detach()`, 0 for `view.data`."""
     return view._seen + view._counted
 
 
 def _data_of(x: DistTensor) -> DistTensor:
-    """Return `x.data`, whose writes are counted apart from those of `x`."""
+    """Return `x.data`, whose writes are counted separately from those of `x`."""
     with no_interception():
         data = x.data
         note_counter(x, data)
@@ -592,9 +595,9 @@ def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
-    """Return `whole` after elements `written` of its view got `value`; of elements at one place the last one counts.
+    """Return `whole` after elements `written` of its view got `value`; the last one counts of elements at one place.
 
-    Only that one has a gradient; the view of a tensor of place numbers tells which elements lie where.
+    Only that one has a gradient. The same view of a tensor of place numbers shows the place of each element.
     """
     places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
     places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))

@@ -1,7 +1,7 @@
 """Gradients that the program assigned: `p.grad = g` makes `g` the tensor that backward passes add to.
 
-The gradient of a sharded parameter has the dual layout. If `g` has another layout, or is a view with memory of its own,
-then `p.grad` is a view of `g` that is a copy. A backward pass adds to the copy in C++, and nothing tells of this write.
+The gradient of a sharded parameter has the dual layout. If `g` has another layout, or is a view with its own memory,
+then `p.grad` is a view of `g` that is a copy. A backward pass adds to the copy in C++, and this write is not reported.
 So such a gradient is read again before each backward pass, and written back after it.
 """
 
@@ -33,7 +33,7 @@ _state = _State()
 
 
 def assign(x: DistTensor, grad: Tensor) -> None:
-    """Carry out `x.grad = grad`: what is added to `x.grad` later reaches `grad`, as on one device."""
+    """Carry out `x.grad = grad`: later additions to `x.grad` reach `grad`, as on one device."""
     have = spec_of(grad, x._spec)
     need = x._spec.dual().with_dtype(have.dtype)
     given = convert_local(grad, have, need)
@@ -70,7 +70,7 @@ def has_assigned(x: Tensor) -> bool:
 
 
 class gradients_kept_up:  # entered in every step: a class is faster than a generator
-    """Inside, a backward pass runs: assigned gradients are read again before it, and written back after it."""
+    """Context around a backward pass: assigned gradients are read again before it, and written back after it."""
 
     def __enter__(self) -> None:
         self._views: list[DistView] = _assigned() if _state.leaves else []

@@ -1,4 +1,4 @@
-"""Capturing one call: which ATen operators it makes of its global arguments, before autograd."""
+"""Capture of one call: the ATen operators that it calls on its global arguments, before autograd."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .torch_hooks import (
 )
 
 CAST = (torch.float32, torch.bfloat16, torch.float16)
-"""What autocast casts: double precision stays."""
+"""Dtypes that autocast converts; it leaves double precision unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator call on global meta tensors, and what it gave."""
+    """One operator call on global meta tensors, and its result."""
 
     op: Operator
     args: tuple[Any, ...]
@@ -41,9 +41,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A call as operators: `inputs` are the meta tensors that stand for its tensor arguments, one per occurrence.
+    """A call as operators.
 
-    `constants` are tensors that the function made of numbers of the host.
+    `inputs` are the meta tensors for its tensor arguments, one per occurrence. `constants` are tensors that the
+    function made from numbers on the host.
     """
 
     inputs: tuple[Tensor, ...]
@@ -53,10 +54,11 @@ class Captured:
 
 
 def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Captured:
-    """The operators that `func(*args, **kwargs)` makes when its distributed arguments are whole.
+    """Return the operators that `func(*args, **kwargs)` calls if its distributed arguments are whole.
 
-    Nothing is computed: tensors are on the meta device, where autocast does nothing; what torch refuses for operands of
-    several dtypes is captured as what autocast makes of them. Raises whatever torch raises for such arguments.
+    Nothing is computed: tensors are on the meta device, where autocast has no effect. If torch rejects the operands'
+    dtypes, they are captured in the dtype that autocast would give them. Raises the error of torch for invalid
+    arguments.
     """
     try:
         return _captured(func, args, kwargs, spec_of, None)
@@ -68,10 +70,11 @@ def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[
 
 
 def taken_apart(captured: Captured) -> Captured | None:
-    """A call of one composite operator as the operators that torch makes it of; None where it is another, or refuses.
+    """Return a call of one composite operator as the operators that torch decomposes it into; None otherwise.
 
-    Their constants are those of the whole tensors, so they have to be carried out one by one. Some have operators
-    without derivatives for what wants none: all operands want one here.
+    None also if torch rejects the decomposition. The constants belong to the whole tensors, so the operators have to
+    run one by one. Some decompositions use operators without derivatives if no operand requires a gradient. So all
+    operands require one here.
     """
     (node,) = captured.nodes
     kernel = composite_kernel(node.op) or list_kernel(node.op)
@@ -91,7 +94,7 @@ def taken_apart(captured: Captured) -> Captured | None:
 
 
 def autocast_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    """What autocast makes of floating operands, where it is on for one of them."""
+    """Return the dtype to which autocast converts floating operands; None if it is off for all of their devices."""
     devices = {x.device.type for x in tensors} - {"meta"}
     return next((torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)), None)
 
@@ -103,7 +106,7 @@ def _captured(
     spec_of: Callable[[Tensor], Spec | None],
     floats: torch.dtype | None,
 ) -> Captured:
-    """The operators of a call, with all operands that autocast casts in one dtype, where that is given."""
+    """Return the operators of a call; operands that autocast converts have the dtype `floats`, if that is given."""
     inputs: list[Tensor] = []
 
     def stand_in(x: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def _captured(
 
 
 def _run_on(device: torch.device | None) -> Callable[..., Any]:
-    """Return how an operator on meta tensors is carried out, with results as a device has them."""
+    """Return a function that runs an operator on meta tensors, with results as on a device."""
     run = as_on(device)
     if device is None or device.type != "cpu":
         return run
@@ -140,17 +143,17 @@ def strides_of(x: Tensor) -> tuple[int, ...] | None:
 
 
 def sizes_of(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:
-    """The sizes that the call's tensors have as wholes."""
+    """Yield the global sizes of the call's tensors."""
     for x in tensors_in((args, kwargs)):
         spec = spec_of(x)
         yield from x.shape if spec is None else spec.shape
 
 
 def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:
-    """True when `func` is a Python function that takes sizes of its arguments for numbers, which parts have others of.
+    """True if `func` is a Python function whose operators depend on sizes that differ between the whole and the parts.
 
-    `x.sum(0) / x.size(0)`, say: captured again with the shapes of the first and of the last rank's parts, its operators
-    have other constants.
+    An example is `x.sum(0) / x.size(0)`. It is captured again with the shapes of the first and of the last rank's
+    parts; its operators then have other constants.
     """
     if not isinstance(func, FunctionType) or not any(s.layout.cut_axes for s in specs):
         return False
@@ -159,7 +162,7 @@ def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captu
 
 
 def _alone(spec: Spec, rank: int) -> Spec:
-    """The part that `rank` holds, as a tensor of its own."""
+    """Return the spec of `rank`'s part as a separate replicated tensor."""
     return Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
 
 
@@ -179,9 +182,9 @@ def _listed(captured: Captured) -> list[Any]:
 
 
 def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Captured:
-    """The capture with every tensor named by one object.
+    """Return the capture with one object for every tensor.
 
-    Factory functions return another object on the same memory than the operator they called did.
+    Factory functions return another object on the same memory than the operator that they called.
     """
     known: dict[int, Tensor] = {id(t): t for t in inputs}
 
@@ -199,7 +202,7 @@ def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Cap
 
 
 _UNINITIALISED = ("empty", "new_empty", "_empty")
-"""First parts of the names of operators whose results hold what their memory held before."""
+"""Prefixes of names of operators whose results are uninitialized memory."""
 
 
 def _is_uninitialised(node: Node) -> bool:
@@ -207,14 +210,14 @@ def _is_uninitialised(node: Node) -> bool:
 
 
 def _is_filled_by_host(node: Node, nodes: Sequence[Node]) -> bool:
-    """True if torch made the tensor of a list: no operator writes to it, and it is not on the meta device."""
+    """True if torch made the tensor from a list: no operator writes to it, and it is not on the meta device."""
     if not _is_uninitialised(node) or type(node.out) is not Tensor or node.out.is_meta:
         return False
     return not any(_first_use(node.out, [other]) == "written" for other in nodes)
 
 
 def reads_uninitialised(captured: Captured) -> bool:
-    """True if an operator reads what no operator has written before.
+    """True if an operator reads memory that no operator has written before.
 
     torch fills tensors from lists without an operator. On the meta device their numbers are lost.
     """
@@ -234,7 +237,10 @@ def _first_use(x: Tensor, nodes: Sequence[Node]) -> str | None:
 
 
 def _twin(t: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """The known tensor that looks at the same memory in the same way; raises UnknownTensorError when there is none."""
+    """Return the known tensor with the same memory, shape, strides and dtype.
+
+    Raises UnknownTensorError if there is none.
+    """
     for k in known:
         if shares_storage(k, t) and k.shape == t.shape and k.stride() == t.stride() and k.dtype == t.dtype:
             return k
@@ -242,4 +248,4 @@ def _twin(t: Tensor, known: Iterable[Tensor]) -> Tensor:
 
 
 class UnknownTensorError(Exception):
-    """A tensor came up in a capture that no operator made: the call cannot be planned, and runs on whole tensors."""
+    """A capture contains a tensor that no operator made. The call cannot be planned, and runs on whole tensors."""

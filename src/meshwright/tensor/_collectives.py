@@ -5,7 +5,7 @@ A distributed tensor stands for its whole value, so one device would make such a
 `all_gather` would count the value once for each process, and `scatter` and `recv` would give each rank another result.
 These calls raise CollectiveError.
 
-All these functions call operators of the namespace c10d, and the operators are guarded. Functions that ask
+All these functions call operators of the namespace c10d, and the operators are guarded. Functions that call
 `__torch_function__` first are called on whole values, and the guard sees the tensors that they write to.
 """
 
@@ -42,7 +42,10 @@ ALIKE = frozenset({
 })  # fmt: skip
 """Operators after which every rank of the group holds the same results."""
 SENT = frozenset({"send"})
-"""Operators that write to none of their tensors. Others write to every tensor whose name does not begin with input."""
+"""Operators that write to none of their tensors.
+
+Others write to every tensor whose name does not begin with `input`.
+"""
 _FIX = (
     "use x itself, which needs no collective; or pass mw.unshard_dtensor(x), the whole value as a plain tensor; "
     "or pass x.to_local(), this rank's part. With Accelerate or transformers' Trainer, call "
@@ -51,7 +54,7 @@ _FIX = (
 
 
 class _Standing(threading.local):
-    """Whole values that stand for distributed tensors in a call of torch.distributed: id → (whole value, tensor)."""
+    """Whole values that replace distributed tensors in a call of torch.distributed: id → (whole value, tensor)."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Tensor, DistTensor]] = {}
@@ -61,7 +64,7 @@ _standing = _Standing()
 
 
 def handler_of(func: Any) -> Callable[..., Any] | None:
-    """Return the handler of a torch.distributed function that asks `__torch_function__`; None for other functions."""
+    """Return the handler of a torch.distributed function that calls `__torch_function__`; None for other functions."""
     module = getattr(func, "__module__", None) or ""
     if module == dist.all_reduce.__module__:
         return _on_wholes
@@ -107,7 +110,7 @@ def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
 
 
 def _meant(t: Tensor) -> DistTensor | None:
-    """Return the distributed tensor that an argument is or stands for; None for another tensor."""
+    """Return the distributed tensor that an argument is or replaces; None for another tensor."""
     return t if isinstance(t, DistTensor) else _standing.known.get(id(t), (None, None))[1]
 
 

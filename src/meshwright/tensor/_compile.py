@@ -71,7 +71,7 @@ def _code_in(modules: Iterable[ModuleType]) -> Iterator[CodeType]:
 
 
 def leave_alone() -> None:
-    """Have `torch.compile` run this package's functions, and the functions that they call, without compiling them."""
+    """Make `torch.compile` run this package's functions, and the functions that they call, without compiling them."""
     package = __name__.rpartition(".")[0]
     for code in _code_in([module for name, module in sys.modules.items() if name.startswith(package)]):
         run_uncompiled(code)

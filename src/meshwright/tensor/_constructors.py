@@ -1,8 +1,8 @@
-"""C++ functions that read the elements of a tensor and never ask `__torch_function__`.
+"""C++ functions that read the elements of a tensor without calling `__torch_function__`.
 
 `torch.tensor(x)` copies memory, `torch.full((2,), x)` reads a number, and `p.data = x` takes over memory. Each of them
-would read this rank's part. Functions that make a tensor are offered to the handlers below. Functions that read a
-number all call one operator, and this operator is guarded.
+would read this rank's part. Functions that make a tensor are passed to the handlers below. Functions that read a number
+all call one operator, and this operator is guarded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _copied_like(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _taken(own: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of `torch.as_tensor(x, ...)`: `x` itself, unless another dtype or device is asked for."""
+    """Return the result of `torch.as_tensor(x, ...)`: `x` itself, unless the dtype or device differs."""
     x = _data(args, kwargs)
     if x is None:
         return NotImplemented
@@ -71,7 +71,7 @@ def _taken(own: Any, args: Any, kwargs: Any) -> Any:
 def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of `torch.asarray(x, ...)`: the same memory, unless it has to be a copy.
 
-    A copy is made if `copy` is True, or if another dtype or device is asked for.
+    A copy is made if `copy` is True, or if the dtype or device differs.
     """
     x, wanted = _data(args, kwargs), bool(kwargs.get("requires_grad"))
     if x is None:
@@ -104,9 +104,9 @@ def _refused(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _memory_taken(own: Any, args: Any, kwargs: Any) -> Any:
-    """Return `x.set_(source)` of a distributed `x` and a tensor of the same dtype, as `x.data = source` does it.
+    """Do `x.set_(source)` as `x.data = source`, for a distributed `x` and a tensor of the same dtype; return `x`.
 
-    This is outside of the operator, because tensors that are made inside of it share no version counters.
+    This happens outside of the operator, because tensors that are made inside of it share no version counters.
     """
     x, source = args[0], args[1] if len(args) == 2 else kwargs.get("source")
     if not isinstance(x, DistTensor) or not isinstance(source, Tensor) or x.dtype != source.dtype:
@@ -127,7 +127,7 @@ OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
     (dlpack, "to_dlpack", _exported),
     (torch, "to_dlpack", _exported),
 ]
-"""C++ constructors that never ask `__torch_function__`: (owner, attribute name, handler)."""
+"""C++ constructors that never call `__torch_function__`: (owner, attribute name, handler)."""
 
 for _owner, _name, _handler in OFFERED:
     offer_call(_owner, _name, _handler)
@@ -160,7 +160,10 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
 
 
 def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
-    """Refuse `torch.Tensor(x)` and `plain.new(x)`, which make a plain tensor on the memory of `x`."""
+    """Raise MemoryAccessError for `torch.Tensor(x)` and `plain.new(x)`.
+
+    They make a plain tensor on the memory of `x`.
+    """
     if isinstance(args[0], DistTensor) and backward_running() == -1:  # autograd aliases local parts
         asked = "torch.Tensor(x), or a legacy constructor like it"
         raise refusal(asked, args[0], "use x.detach() or torch.tensor(x)")

@@ -1,10 +1,10 @@
-"""How attention goes where queries, keys and values are cut along one sequence.
+"""Algorithms for attention whose queries, keys and values are sharded along the sequence.
 
-"gather"   queries stay cut, keys and values are gathered: every rank holds all of them.
-"ring"     keys and values travel round the ring of the ranks, partial results are joined: no rank holds all of them.
-"ulysses"  heads are cut in the place of the sequence, all to all, and back.
+"gather"   queries stay sharded, keys and values are gathered: every rank holds all of them.
+"ring"     keys and values pass around the ring of ranks, partial results are joined: no rank holds all of them.
+"ulysses"  an all-to-all shards heads in place of the sequence, and another one reverses it.
 
-A call that a choice does not fit goes by "gather", which fits all.
+A call that an algorithm does not fit uses "gather", which fits all calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Converting a local part from one layout to another, differentiably.
+"""Conversion of a local part from one layout to another, differentiably.
 
-The gradient of a conversion A → B is the conversion dual(B) → dual(A); it is differentiable in the same way, so
-any number of derivatives is right by construction.
+The gradient of a conversion A → B is the conversion dual(B) → dual(A); it is differentiable in the same way, so any
+number of derivatives is right by construction.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Move:
 
     @cached_property
     def is_relabel(self) -> bool:
-        """True when no element moves: only what the gradient will be differs."""
+        """True if no element moves, so that only the layout of the gradient differs."""
         return all(isinstance(s, Relabel) for s in self.plan.steps)
 
     @cached_property
     def is_noted(self) -> bool:
-        """True if a write to the operand shows in the result of the conversion only after another conversion.
+        """True if a write to the operand reaches the result of the conversion only through another conversion.
 
         Extrema and products are joined by an operator, which saves its result for the backward pass, too.
         """
@@ -75,15 +75,15 @@ class Move:
         return move(*transposed(self.src.contiguous, self.dst.contiguous))
 
     def of_dtype(self, dtype: torch.dtype) -> Move:
-        """The same conversion of a tensor of another dtype."""
+        """Return the same conversion for a tensor of another dtype."""
         return self if dtype is self.src.dtype else move(self.src.with_dtype(dtype), self.dst.with_dtype(dtype))
 
     def now(self, x: Tensor) -> Tensor:
-        """The conversion without a gradient; `x` itself when nothing has to be done."""
+        """Return `x` converted without a gradient; `x` itself if there is nothing to do."""
         return x if self.is_relabel else self._converted(x)
 
     def _converted(self, x: Tensor) -> Tensor:
-        """Return the conversion, of which dispatch modes see nothing: ranks need not carry it out by the same calls."""
+        """Convert `x` hidden from dispatch modes, since ranks need not convert by the same calls."""
         if not modes_active() or isinstance(x, FakeTensor):
             return self._steps(x)
         with no_modes():
@@ -149,7 +149,7 @@ def arranged(x: Tensor, spec: Spec) -> Tensor:
 
 @lru_cache(maxsize=2048)
 def move(src: Spec, dst: Spec) -> Move:
-    """The conversion from `src` to `dst`."""
+    """Return the conversion from `src` to `dst`."""
     return Move(src, dst)
 
 
@@ -185,12 +185,12 @@ bare_backward(_Convert)
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The gradient with all its elements: an embedding may leave out the rows that nothing looked up."""
+    """Return the gradient with all its elements; the gradient of an embedding may omit rows that were not looked up."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def owned(x: Tensor) -> Tensor:
-    """`x` as no view of anything, so that it may be written to; it keeps its memory."""
+    """Return `x` as a tensor that is no view, so that it may be written to; it keeps its memory."""
     if not x._is_view():
         return x
     return keep_bits(_on_same_memory, x)
@@ -203,7 +203,7 @@ def _on_same_memory(x: Tensor) -> Tensor:
 
 
 def convert_local(x: Tensor, src: Spec, dst: Spec) -> Tensor:
-    """This rank's part under `dst`, from its part `x` under `src`; differentiable."""
+    """Return this rank's part under `dst`, from its part `x` under `src`; differentiable."""
     if src is dst:
         return x
     with no_interception():
@@ -211,10 +211,10 @@ def convert_local(x: Tensor, src: Spec, dst: Spec) -> Tensor:
 
 
 def _special(x: Tensor, how: Move) -> Tensor:
-    """Averages as sums, by a local division, so that every term's gradient is its own; extrema by gathering.
+    """Convert averages as sums, by a local division, and extrema by gathering.
 
-    Terms of max, min and prod whose gradient is wanted are gathered along a new dim and joined there, where torch
-    knows the gradient.
+    With the division every term has its own gradient. Terms of max, min and prod that need a gradient are gathered
+    along a new dim and joined there by an operator whose gradient torch knows.
     """
     src, dst = how.src, how.dst
     x, src = (x / _ranks(src), _sum_for_average(src)) if _ranks(src) > 1 else (x, _sum_for_average(src))
@@ -260,7 +260,7 @@ _JOINED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _ranks(spec: Spec) -> int:
-    """Number of terms that an average is taken over."""
+    """Return the number of terms of an average."""
     total = 1
     for axis, op in spec.layout.partial:
         total *= spec.mesh.sizes[axis] if op == "avg" else 1

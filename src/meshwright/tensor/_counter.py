@@ -1,14 +1,14 @@
-"""Counter-based randomness: the number of an element is a function of a key and of where the element is.
+"""Counter-based random numbers: each element is a function of a key and of its position.
 
 Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) turns a counter of 128
-bits under a key of 64 bits into four words of 32 random bits. An element needs 1, 2 or 4 words, so that 4, 2 or 1
-neighbours along the last dim share a counter. With n elements per counter, the element at (i, …, j, k) has the counter
+bits and a key of 64 bits into four words of 32 random bits. An element needs 1, 2 or 4 words, so 4, 2 or 1 neighbours
+along the last dim share a counter. With n elements per counter, the element at (i, …, j, k) has the counter
 
     the linear index of (i, …, j, k // n) in a tensor whose last dim has ceil(size / n) elements
 
-and the words from (k % n) * (4 / n) on. This holds for any part of the tensor, so each rank computes its own alone.
-
-Uniforms and what is made of them are float64 until the end: the last bits in which vector lanes differ round away.
+and the words from (k % n) * (4 / n) on. This holds for any part of the tensor, so each rank computes its own part
+alone. Uniforms and the values derived from them are float64 until the end. Vector lanes differ in the last bits only,
+and these are rounded away.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from meshwright.layout import Product, Spec
 from .torch_hooks import FakeTensor
 
 Key = tuple[int, int]
-"""Two words of 32 bits."""
+"""A key of two 32-bit words."""
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Words of 32 bits in int64 tensors of one shape."""
+"""32-bit words in int64 tensors of one shape."""
 
 MASK = 0xFFFFFFFF
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
@@ -37,12 +37,12 @@ _STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 AT_ONCE = {"cpu": 1 << 14}
-"""Counters that are worked on at a time: on a CPU, as many as stay in its cache."""
+"""Number of counters processed at a time; on a CPU, as many as fit into its cache."""
 AT_ONCE_ELSEWHERE = 1 << 24
 
 
 def philox(counter: Words, key: Key) -> Words:
-    """Philox 4x32-10: four random words per counter.
+    """Return four random words per counter (Philox 4x32-10).
 
     >>> [f"{word.item():08x}" for word in philox((torch.tensor([0]),) * 4, (0, 0))]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
@@ -50,7 +50,7 @@ def philox(counter: Words, key: Key) -> Words:
     a, b, c, d = counter
     k, m = key
     for _ in range(_ROUNDS):
-        # int64 products wrap: their 64 bits are those of the unsigned ones; what stays above 32 bits is masked later
+        # int64 products wrap like unsigned ones; bits above 32 are masked later
         p, q = a * _FACTORS[0], c * _FACTORS[1]
         a = (q >> 32).bitwise_xor_(b).bitwise_xor_(k).bitwise_and_(MASK)
         c = (p >> 32).bitwise_xor_(d).bitwise_xor_(m).bitwise_and_(MASK)
@@ -60,7 +60,7 @@ def philox(counter: Words, key: Key) -> Words:
 
 
 def draw_bits(generator: torch.Generator | None = None) -> Tensor:
-    """64 bits from torch's default generator for the CPU, or from the given one, in an int64 tensor."""
+    """Return 64 bits from torch's default CPU generator, or from the given generator, in an int64 tensor."""
     device = generator.device if generator is not None else "cpu"
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device, generator=generator)
 
@@ -75,10 +75,10 @@ def key_of(bits: Tensor) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How uniforms in [0, 1) become numbers: `of(*uniforms, *parameters)`.
+    """Transform of uniforms in [0, 1) to a distribution: `of(*uniforms, *parameters)`.
 
-    `parameters` are torch's names and defaults. `counts` tells that the numbers are whole, so that integer tensors
-    take them. `below` tells that 1 must not come out: the uniforms then have no more digits than the dtype.
+    `parameters` are torch's names and defaults. `counts` is True if the numbers are integers, so that integer tensors
+    accept them. `below` is True if the result must not be 1: the uniforms then have no more digits than the dtype.
     """
 
     of: Callable[..., Tensor]
@@ -88,18 +88,18 @@ class Distribution:
     below: bool = False
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The parameters' values in a call; others among `kwargs` are passed over."""
+        """Return the values of the parameters in a call; other entries of `kwargs` are ignored."""
         given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return [given.get(name, default) for name, default in self.parameters.items()]
 
 
 def _normal(u: Tensor, v: Tensor, mean: float, std: float) -> Tensor:
-    """Box and Muller's; 1 - u is not 0."""
+    """Return normal numbers by the Box-Muller transform; 1 - u is not 0."""
     return torch.cos(v * (2 * math.pi)) * torch.sqrt(-2 * torch.log1p(-u)) * std + mean
 
 
 def _exponential(u: Tensor, rate: float) -> Tensor:
-    """Above 0, as torch's are."""
+    """Return exponential numbers above 0, as torch does."""
     return -torch.log1p(-u).clamp_max(-(2.0**-54)) / rate
 
 
@@ -117,13 +117,13 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "bernoulli_": Distribution(lambda u, p: u < p, {"p": 0.5}, counts=True),
     "dropout": Distribution(lambda u, p: (u >= p).double().div_(1 - p), {"p": 0.5}),
 }
-"""What can be drawn by counters: a tensor's method, or "dropout" for the mask that dropout multiplies by."""
+"""Distributions that counters can draw: a tensor's method, or "dropout" for the mask that dropout multiplies by."""
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def is_counted(name: str, dtype: torch.dtype) -> bool:
-    """True when counters can draw this distribution in this dtype."""
+    """True if counters can draw this distribution in this dtype."""
     if name not in DISTRIBUTIONS:
         return False
     return dtype in _DIGITS or (DISTRIBUTIONS[name].counts and not (dtype.is_floating_point or dtype.is_complex))
@@ -133,7 +133,10 @@ def is_counted(name: str, dtype: torch.dtype) -> bool:
 
 
 def counted(name: str, values: Sequence[Any], key: Key, spec: Spec, rank: int, device: torch.device) -> Tensor:
-    """What `rank` holds under `spec` (its pending terms left aside) of a tensor drawn from a distribution."""
+    """Return the part of `rank` under `spec` of a tensor drawn from a distribution.
+
+    Pending terms of `spec` are ignored.
+    """
     shape = spec.local_shape(rank)
     if not math.prod(shape):
         return torch.empty(shape, dtype=spec.dtype, device=device)
@@ -154,7 +157,7 @@ def counted(name: str, values: Sequence[Any], key: Key, spec: Spec, rank: int, d
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the caller's rank holds of a drawn tensor, as an operator of the 64 bits that are its key."""
+    """An operator from the 64 bits of the key to the caller's part of a drawn tensor."""
 
     name: str
     values: tuple[Any, ...]
@@ -167,7 +170,7 @@ class Counted:
         return counted(self.name, self.values, key_of(bits), self.spec, current().rank, self.device)
 
     def empty(self) -> Tensor:
-        """A tensor like the result."""
+        """Return an uninitialized tensor like the result."""
         return torch.empty(self.spec.local_shape(current().rank), dtype=self.spec.dtype, device=self.device)
 
     def __repr__(self) -> str:
@@ -175,7 +178,7 @@ class Counted:
 
 
 def _indices(spec: Spec, rank: int) -> list[Tensor]:
-    """Per dim, the global indices that `rank` holds, in ascending order."""
+    """Return for each dim the global indices that `rank` holds, in ascending order."""
     ranges = iter(spec.local_ranges(rank))
     found: list[Tensor] = []
     for n, dim in zip(spec.shape, spec.layout.dims, strict=True):
@@ -187,7 +190,10 @@ def _indices(spec: Spec, rank: int) -> list[Tensor]:
 
 
 def _linear(dims: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
-    """Row-major linear indices of all elements whose index along each dim, of some size, is among those given."""
+    """Return the row-major linear indices of all elements with the given indices.
+
+    `dims` has (size, indices) per dim.
+    """
     out = torch.zeros(1, dtype=torch.int64, device=device)
     for size, at in dims:
         out = (out.unsqueeze(1) * size + at).flatten()
@@ -195,7 +201,7 @@ def _linear(dims: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
 
 
 def _uniforms(counters: Tensor, key: Key, kind: Distribution, dtype: torch.dtype) -> list[Tensor]:
-    """The distribution's uniforms, each with a row per counter and a column per element of it."""
+    """Return the distribution's uniforms, each with a row per counter and a column per element of the counter."""
     zero = torch.zeros_like(counters)
     words = torch.stack(philox((counters & MASK, counters >> 32, zero, zero), key), 1)
     if dtype is torch.float64:
@@ -208,7 +214,7 @@ def _uniforms(counters: Tensor, key: Key, kind: Distribution, dtype: torch.dtype
 
 
 def _picked(x: Tensor, at: Tensor) -> Tensor:
-    """The columns `at`, which ascend, of `x`."""
+    """Return the columns `at` of `x`, in ascending order."""
     first, many = int(at[0]), at.numel()
     if int(at[-1]) - first + 1 == many:
         return x.narrow(1, first, many)

@@ -1,6 +1,6 @@
-"""Choosing how a call lies on the mesh: zero traffic first, then least change, then fewest bytes.
+"""Choice of the layouts of a call: no traffic first, then the fewest changed operands, then the fewest bytes.
 
-Nothing is sliced that nobody asked to slice, and terms stay pending while that costs nothing.
+An operand is only sliced on request, and sums stay pending while that costs nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from meshwright.spmd import (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What operands must be and what results are; `form` names the factor whose second form is to be run.
+    """Required layouts of the operands and layouts of the results; `form` is the factor whose second form runs.
 
-    `gathers` tells that some operand that was cut has to be brought together.
+    `gathers` is True if a sharded operand has to be gathered.
     """
 
     ins: tuple[Spec | None, ...]
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Along:
-    """The question for one mesh axis: how operands are held along it, and how the first result is wanted if at all."""
+    """The decision for one mesh axis: the state of each operand along it, and the wanted state of the first result."""
 
     call: Call
     specs: Sequence[Spec | None]
@@ -64,9 +64,11 @@ class _Picked:
 def decide(
     call: Call, specs: Sequence[Spec | None], free: Set[int] = frozenset(), wish: Layout | None = None
 ) -> Decision | None:
-    """How `call` lies on the mesh of its operands; None when an operand that is written to would have to move.
+    """Return the layouts of `call` on the mesh of its operands.
 
-    Operands in `free` take any layout at no cost; `wish` is how the first result is wanted.
+    None if an operand that is written to would have to move.
+
+    Operands in `free` take any layout at no cost. `wish` is the wanted layout of the first result.
     """
     bound, mesh = call.bound, _mesh(specs)
     wanted = factor_axes(bound.outs[0], wish, bound, mesh.sizes) if wish is not None else {}
@@ -103,7 +105,7 @@ def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> 
 
 
 def _pick(here: _Along, form: str | None) -> Choice | None:
-    """The cheapest choice for one axis; `form` is the one that other axes ask for."""
+    """Return the cheapest choice for one axis; `form` is the one that other axes need."""
     bound, held, want = here.call.bound, here.held, here.want
     wished = cut_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
     if all(h == REPEATED for h in held) and not wished:
@@ -126,7 +128,7 @@ def _keeps_written(call: Call, choice: Choice, held: Sequence[Held]) -> bool:
 
 
 def _keeps_cut(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
-    """False where an operand would leave a cut that the rule says it stays in."""
+    """False if an operand would lose a sharding that the rule keeps."""
     stays = bound.rule.stays
     return not stays or all(
         not isinstance(h, int) or h < 0 or bound.names[h] not in stays or h == choice.factor for h in held
@@ -141,7 +143,7 @@ def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:
 
 
 def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
-    """Bytes that move, operands that change, bytes that change; pending sums that grow count as moved."""
+    """Return (bytes moved, operands changed, bytes changed); pending sums that grow count as moved."""
     moved, changed, touched, pending = 0.0, 0, 0.0, 0.0
     for at, (spec, have, need) in enumerate(zip(here.specs, here.held, choice.ins, strict=True)):
         if spec is None or at in here.free:
@@ -161,7 +163,10 @@ def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
 
 
 def traffic(have: Held, need: Held, ranks: int) -> float:
-    """Bytes that a rank receives to hold an operand otherwise, per byte of what the ranks of the axis hold together."""
+    """Return the bytes that a rank receives for a change of state.
+
+    The unit is the bytes of the operand that all ranks of the axis hold together.
+    """
     share = (ranks - 1) / ranks
     if have == need or have == REPEATED:
         return 0.0
@@ -177,7 +182,7 @@ def _bytes_here(spec: Spec, axis: str) -> float:
 
 
 def _result_bytes(here: _Along) -> float:
-    """About how many bytes the ranks of the axis hold of the results together."""
+    """Return the approximate bytes of the results that the ranks of the axis hold together."""
     bound = here.call.bound
     elements = sum(prod(hint(bound.sizes[f]) for dim in out for f in dim) for out in bound.outs)
     spec = next(s for s in here.specs if s is not None)
@@ -185,7 +190,7 @@ def _result_bytes(here: _Along) -> float:
 
 
 def _cut_beside(spec: Spec, axis: str) -> int:
-    """Into how many pieces the other axes cut the tensor."""
+    """Return the number of pieces into which the other axes shard the tensor."""
     return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
 
 
@@ -231,7 +236,7 @@ def _decision(
 def _order(
     factor: int, names: list[str], specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]]
 ) -> tuple[str, ...]:
-    """The axes that cut `factor`, in the order in which the largest operand has them."""
+    """Return the axes that shard `factor`, in their order on the largest operand."""
     if len(names) == 1:
         return (names[0],)
     order: list[str] = []

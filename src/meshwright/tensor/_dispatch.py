@@ -1,4 +1,4 @@
-"""Every call on a distributed tensor whose plan is not known yet comes here."""
+"""Dispatch of calls on distributed tensors without a known plan."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ HANDLING = (
     _handle_random,
     _handle_values,
 )
-"""The files whose import fills HANDLERS, or has users' functions told."""
+"""Modules whose import fills HANDLERS, or registers users' functions."""
 
 _VALUED = Cache[Any, bool](8192)
-"""Signatures whose plans depend on the values of floats."""
+"""Signatures of calls whose plans depend on the values of floats."""
 
 _FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
-"""Kinds of functions that call one operator, whatever the values of floats; a Python function may branch on them."""
+"""Kinds of functions that call one operator for all values of floats; a Python function may branch on them."""
 
 
 _SETTING = frozenset(
@@ -112,7 +112,7 @@ _SETTING = frozenset(
         torch.ops.aten.copy_.default,
     }
 )
-"""Operators that write without regard to what was there."""
+"""Operators that write without reading the old value."""
 
 
 def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -122,7 +122,7 @@ def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
-    """Carries out `func(*args, **kwargs)`, some of whose tensors are distributed; `key` is its signature."""
+    """Carry out `func(*args, **kwargs)` with distributed tensors among its arguments; `key` is its signature."""
     direct = DIRECT.get(func)
     if direct is not None:
         if key is not None:
@@ -167,12 +167,12 @@ def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 
 
 def _is_below(func: Any) -> bool:
-    """True for an operator that a dispatch mode of the user carries out inside a backward pass, on local parts."""
+    """True for an operator that a dispatch mode of the user calls inside a backward pass, on local parts."""
     return isinstance(func, Operator) and seen_below_autograd()
 
 
 def _or_below(run: Run) -> Run:
-    """Return `run` of an operator, which a dispatch mode may call on local parts as well."""
+    """Return `run` for an operator that a dispatch mode may call on local parts as well."""
 
     def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
@@ -191,7 +191,7 @@ def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
 def _carry_out(
     func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any, handled: bool
 ) -> Any:
-    """Plan the call, remember the plan and run it; a handler that declined (`handled`) may have looked at floats."""
+    """Plan the call, store the plan and run it; a handler that declined (`handled`) may have read floats."""
     if is_of_lists(func):
         run, by_value = _plan_lists(func, args, kwargs, tensors)
         out = run(func, types, args, kwargs)
@@ -228,7 +228,10 @@ def _remember(key: Any, args: Any, kwargs: Any, run: Run, by_value: bool) -> Non
 
 
 def _valued(key: Any, args: Any, kwargs: Any) -> Run:
-    """Return what looks up the plan of a call by the values of its floats, too; `args` are those of the first call."""
+    """Return a function that looks up the plan by the values of the call's floats too.
+
+    `args` are those of the first call.
+    """
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         plan = PLANS.get((key, floats_in(args, kwargs)))
@@ -239,7 +242,7 @@ def _valued(key: Any, args: Any, kwargs: Any) -> Run:
 
 
 def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
-    """Return what `run` does for a call whose only float is the argument at `place`, in one lookup."""
+    """Return a function that does the same as `run` in one lookup, for a call whose only float is at `place`."""
     plans = Cache[float, Run](64)
     named = isinstance(place, str)
 
@@ -269,7 +272,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 
 def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Inside a backward pass a plain tensor may be this rank's part of a gradient: refuse rather than guess."""
+    """Raise PlainInBackwardError inside a backward pass for a plain tensor that may be part of a gradient."""
     if not plain_may_be_part():
         return
     for t in tensors:
@@ -286,10 +289,10 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
-    """Return how the call is carried out, and True if floats among its arguments count by value.
+    """Return a function that carries out the call, and True if its float arguments count by value.
 
-    Floats count by type only where a C function is called with the caller's own arguments, so that nothing of this
-    call is kept, and neither its rule nor what it does to pending sums depends on their values.
+    Floats count by type only if two conditions hold. A C function is called with the caller's own arguments, so the
+    plan keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
     """
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
@@ -349,7 +352,7 @@ def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int,
 
 
 def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
-    """Return how a function of lists is carried out, and True if floats among its arguments count by value."""
+    """Return a function that carries out a function of lists, and True if its float arguments count by value."""
     run, captured = plan_lists(func, args, kwargs, tensors)
     if captured is None:
         return run, False
@@ -375,7 +378,7 @@ def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], me
 
 
 Setting = Callable[[Any, Any], Any]
-"""A global setting that a plan depends on, given the call's arguments."""
+"""Function from the call's arguments to a global setting that a plan depends on."""
 
 
 def _keeps_dtypes(step: Step) -> bool:
@@ -398,7 +401,7 @@ def _autocast_dtype(args: Any, kwargs: Any) -> Any:
 
 
 def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs: Any) -> Run:
-    """Return `run`, which was planned for the call under the setting as it is now, or a plan for another setting."""
+    """Return a function that runs the plan for the current setting; `run` is the plan for the setting at this time."""
     plans = {setting(args, kwargs): run}
 
     def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -413,14 +416,14 @@ def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs
 
 
 def _is_direct(found: Any) -> bool:
-    """True when the plan is to call the caller's own function on parts."""
+    """True if the plan calls the caller's own function on parts."""
     if isinstance(found, Step):
         return found.direct
     return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
 
 
 def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
-    """Return what carries the plan out, and True if it calls the caller's own function with the caller's arguments."""
+    """Return a function that runs the plan, and True if it calls the caller's function with the caller's arguments."""
     if found is None:
         run = run_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
         return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
@@ -446,7 +449,7 @@ def _fresh(captured: Captured) -> tuple[bool | None, ...]:
 
 
 def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
-    """The whole tensors on every rank: never wrong, told once by name."""
+    """Return a function that runs the call on whole tensors on every rank; it warns once per name."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -488,7 +491,7 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
 
 
 def _local_how(found: Any) -> str:
-    """How a call that runs on parts does so; attention may say more."""
+    """Return the description of a call that runs on parts: the algorithm for attention, otherwise "local"."""
     return found.context if isinstance(found, Step) and found.context in ("ring", "ulysses") else "local"
 
 

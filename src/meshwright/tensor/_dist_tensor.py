@@ -1,7 +1,7 @@
-"""The distributed tensor: this rank's local tensor with a spec on it.
+"""The distributed tensor: this rank's local tensor with a spec.
 
 It *is* the local `torch.Tensor`, so autograd runs on local tensors in C++. Every torch function that is called on it
-comes to `__torch_function__`, which looks the call's signature up among the plans that are known.
+calls `__torch_function__`, which looks up the call's signature among the known plans.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .torch_hooks import (
 )
 
 Run = Callable[[Any, Any, Any, Any], Any]
-"""Carries a call out: `run(func, types, args, kwargs)`."""
+"""Function that carries out a call: `run(func, types, args, kwargs)`."""
 
 Dispatch = Callable[[Any, Any, Any, Any, Any], Any]
 
 PLANS = Cache[Any, Run](8192)
-"""Signature of a call → how it is carried out. An entry takes about 20 KB; a training step has some hundred."""
+"""Signature of a call → its plan. An entry takes about 20 KB; a training step has some hundred."""
 
 
 local_shape: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
@@ -48,22 +48,22 @@ is_leaf: Callable[[Tensor], bool] = getattr(Tensor.is_leaf, "__get__")  # noqa: 
 
 
 class DistTensor(Tensor):
-    """A tensor whose elements lie on a mesh; behaves as the whole tensor, holds this rank's part.
+    """A tensor whose elements are distributed over a mesh; behaves as the whole tensor, holds this rank's part.
 
-    `shape`, `dtype` and all operations are those of the whole. `to_local()` is the part, `spec` tells how it lies.
+    `shape`, `dtype` and all operations are those of the whole tensor. `to_local()` is the part, `spec` is its layout.
     """
 
     _spec: Spec
     _away = False
     """True for tensors on a rank outside the mesh."""
     _viewing = False
-    """True for views whose base has other parts on this rank than the view."""
+    """True for views that are copies, since the part of the base on this rank differs from the part of the view."""
     _number = 0
-    """What the tensor was computed by, as a number (`_identity`)."""
+    """Number of the computation that made the tensor (`_identity`)."""
     _is_param: bool
-    """Set on parameters: torch's `isinstance(x, nn.Parameter)` asks for it."""
+    """Set on parameters; torch's `isinstance(x, nn.Parameter)` reads it."""
     _dispatch: Dispatch
-    """Set by the dispatcher: finds, makes and carries out the plan of a call whose signature is new."""
+    """Set by the dispatcher: finds, makes and carries out the plan of a call with a new signature."""
     _observed: Run
     """Carry out a call inside a transform of `torch.func`, a dispatch mode or a trace."""
 
@@ -97,7 +97,7 @@ class DistTensor(Tensor):
 
     @property
     def spec(self) -> Spec:
-        """Mesh, layout, global shape and dtype."""
+        """The mesh, layout, global shape and dtype."""
         return self._spec
 
     @property
@@ -110,17 +110,17 @@ class DistTensor(Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis."""
+        """The placement along each mesh axis."""
         return self._spec.placements
 
     def to_local(self) -> Tensor:
-        """This rank's part as a plain tensor; it shares memory and takes part in autograd."""
+        """Return this rank's part as a plain tensor that shares its memory and takes part in autograd."""
         self._read_again()
         with no_interception():
             return self.as_subclass(Tensor).view_as(self)
 
     def _read_again(self) -> None:
-        """Takes over what was written to the base, where this is a view."""
+        """Read the values that were written to the base, if this tensor is a view that is a copy."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with no_interception():
@@ -174,9 +174,9 @@ class DistTensor(Tensor):
         return found
 
     def _copied_part(self, memo: dict[int, Any]) -> Tensor:
-        """Return a copy of the local part; copies of parts in one memory share one memory, but not those of parameters.
+        """Return a copy of the local part. Copies of parts that share memory share memory too, except for parameters.
 
-        This is what torch does: `nn.Parameter.__deepcopy__` clones.
+        torch does the same: `nn.Parameter.__deepcopy__` clones.
         """
         if self._away or isinstance(self, FakeTensor) or self.__dict__.get("_is_param"):
             return self.detach().clone()
@@ -187,10 +187,10 @@ class DistTensor(Tensor):
         return new
 
     def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
-        """Make `copy` a view of the copied base, where this is a view that has memory of its own."""
+        """Make `copy` a view of the copied base, if this tensor is a view with its own memory."""
 
     __dlpack_c_exchange_api__ = None
-    """Nothing exports the memory from C without asking: callers fall back on `__dlpack__`."""
+    """Prevents exports of the memory from C without a call: callers fall back on `__dlpack__`."""
 
     def __len__(self) -> int:
         if not self.shape:
@@ -199,11 +199,11 @@ class DistTensor(Tensor):
 
 
 class FakeDistTensor(DistTensor, FakeTensor):  # pyright: ignore[reportIncompatibleVariableOverride] - see `shape`
-    """A distributed tensor whose part is a fake tensor: what is done to it is recorded, and nothing is computed."""
+    """A distributed tensor whose part is a fake tensor: calls on it are recorded, and nothing is computed."""
 
 
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
-    """`local` itself, turned into the distributed tensor of which it is this rank's part."""
+    """Return `local` itself, turned into the distributed tensor of which it is this rank's part."""
     out: Any = local
     if not isinstance(local, DistTensor):
         out.__class__ = FakeDistTensor if isinstance(local, FakeTensor) else DistTensor
@@ -212,7 +212,7 @@ def stamp(local: Tensor, spec: Spec) -> DistTensor:
 
 
 def plain_view(x: Tensor) -> Tensor:
-    """The local tensor under a plain torch.Tensor object; call it with interception off."""
+    """Return the local tensor as a plain torch.Tensor object; call it with interception off."""
     return x.as_subclass(Tensor) if type(x) is not Tensor else x
 
 
@@ -242,7 +242,7 @@ def _short_signature(func: Any, args: Any) -> Any:
 
 
 def signature(func: Any, args: Any, kwargs: Any) -> Any:
-    """What two calls must share to be carried out alike; None where that cannot be said.
+    """Return a key that is equal for two calls with the same plan; None if there is none.
 
     Floats count by their type: a learning rate that changes every step is one signature.
     """
@@ -300,7 +300,7 @@ def _mark_other(value: Any) -> Any:
 def _mark_tensor(value: Any) -> Any:
     """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
 
-    Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is looked at again.
+    Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is checked again.
     """
     if isinstance(value, DistTensor):
         if value._away:
@@ -321,7 +321,7 @@ def floats_in(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _collect_floats(values: Iterable[Any], found: list[Any]) -> None:
-    """The kinds of values are those of `_mark`."""
+    """Append the floats among `values` to `found`; the kinds of values are those of `_mark`."""
     for value in values:
         kind = type(value)
         if kind is float:
@@ -335,7 +335,7 @@ def _collect_floats(values: Iterable[Any], found: list[Any]) -> None:
 
 
 def rank_or_none() -> int | None:
-    """Rank of the caller, None outside of any world."""
+    """Return the rank of the caller; None outside of ranks."""
     try:
         return current().rank
     except NoCarrierError:
@@ -343,5 +343,5 @@ def rank_or_none() -> int | None:
 
 
 def local_rank() -> int:
-    """Rank of the caller in the world."""
+    """Return the rank of the caller."""
     return current().rank

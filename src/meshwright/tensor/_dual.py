@@ -1,4 +1,4 @@
-"""Gradients in the dual layout: the local gradients of autograd, and the distributed tensors that they are."""
+"""Gradients in the dual layout: autograd's local gradients as distributed tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .torch_hooks import backward_running, is_dense, no_interception, shares_sto
 
 
 def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
-    """Return the local gradient of a tensor with `spec` as the distributed tensor that it is.
+    """Return the local gradient of a tensor with `spec` as a distributed tensor.
 
-    Raises OperationError for a pending product: the gradients of its factors do not tell that of the product.
+    Raises OperationError for a pending product: the gradients of its factors do not determine that of the product.
     """
     if any(op == "prod" for _, op in spec.layout.partial):
         raise OperationError(
@@ -37,13 +37,13 @@ def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
 
 
 def alias_of(grad: Tensor) -> Tensor:
-    """The same gradient as an object of its own, which may be stamped."""
+    """Return the same gradient as a separate object, which may be stamped."""
     with no_interception():
         return plain_view(grad).view_as(grad)
 
 
 def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
-    """Return a gradient that a hook gave, as this rank's part of the gradient of a tensor with `spec`."""
+    """Return a gradient from a hook as this rank's part of the gradient of a tensor with `spec`."""
     have = spec_of(grad, spec)
     local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
     with no_interception():
@@ -55,10 +55,10 @@ _ALIASES = "_meshwright_aliases"
 
 
 def held_with(grad: Tensor, local: Tensor) -> Tensor:
-    """Return `local`, which a program gave autograd as `grad`, such that references to `grad` hold it, too.
+    """Return `local`, which a program gave autograd as `grad`, such that references to `grad` also hold `local`.
 
-    Autograd takes over the memory of a gradient that nobody else refers to, and copies any other gradient. A program
-    may keep `grad`, and `local` is another object on the same memory. Call it with interception off.
+    Autograd takes over the memory of a gradient without other references, and copies any other gradient. A program may
+    keep `grad`, and `local` is another object on the same memory. Call it with interception off.
     """
     now = backward_running()
     if local is grad or now == -1 or torch.is_grad_enabled() or not (is_dense(local) and shares_storage(local, grad)):

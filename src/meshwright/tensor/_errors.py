@@ -1,4 +1,4 @@
-"""What can be wrong with a distributed tensor or with an operation on it."""
+"""Errors of distributed tensors and of operations on them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .torch_hooks import GraphError
 
 
 class MixedMeshError(MeshwrightError, ValueError):
-    """Operands of one operation live on different meshes."""
+    """Operands of one operation are on different meshes."""
 
 
 class PlainInBackwardError(MeshwrightError, RuntimeError):
-    """A plain tensor met a distributed one inside a backward pass, where its meaning cannot be known."""
+    """A plain tensor and a distributed one meet inside a backward pass, where the plain one is ambiguous."""
 
 
 class LocalShapeError(MeshwrightError, ValueError):
@@ -20,19 +20,19 @@ class LocalShapeError(MeshwrightError, ValueError):
 
 
 class PickleError(MeshwrightError, TypeError):
-    """A distributed tensor was to be pickled."""
+    """Pickling of a distributed tensor."""
 
 
 class MemoryAccessError(MeshwrightError, RuntimeError):
-    """A request for the memory of a distributed tensor that cannot be answered for the whole tensor."""
+    """An access to the memory of a distributed tensor that is not possible for the whole tensor."""
 
 
 class CollectiveError(MeshwrightError, RuntimeError):
-    """A call of torch.distributed on a distributed tensor whose result would not be that of one device."""
+    """A call of torch.distributed on a distributed tensor whose result would differ from that of one device."""
 
 
 class AbsentError(MeshwrightError, RuntimeError):
-    """A rank outside a tensor's mesh was asked for something that only the mesh's ranks can know."""
+    """A rank outside a tensor's mesh needs a value that only the mesh's ranks know."""
 
 
 class OperationError(MeshwrightError, RuntimeError):
@@ -53,12 +53,12 @@ class CompileError(MeshwrightError, GraphError):
 
 
 class TraceError(MeshwrightError, RuntimeError):
-    """A trace of torch that met a distributed tensor."""
+    """A trace of torch met a distributed tensor."""
 
 
 class RandomSourceError(MeshwrightError, ValueError):
-    """A source of random numbers was asked for that does not exist."""
+    """An unknown source of random numbers."""
 
 
 class RanWholeWarning(UserWarning):
-    """An operator without a rule ran on the whole tensors: right, and slow. Told once by name."""
+    """An operator without a rule ran on the whole tensors: correct, but slow. Warned once per name."""

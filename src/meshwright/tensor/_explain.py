@@ -1,4 +1,4 @@
-"""Keeping a record of what was decided, for `explain`."""
+"""The record of decisions for `explain`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._dist_tensor import PLANS
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One call: its name, its operands' specs, what each must become and by which steps, and the results' specs.
+    """One call: its name, the specs of its operands, their conversions, and the specs of its results.
 
-    `how` it was carried out: "local" on the parts, attention also by "ring" or "ulysses" where that was asked for, as
-    smaller "operators" or "parts" that follow in the record, on "whole" tensors for want of a rule, or as a "reshard"
-    that the program asked for.
+    `how` is the execution of the call: "local" on the parts; "ring" or "ulysses" for attention; smaller "operators" or
+    "parts" that follow in the record; on "whole" tensors, for lack of a rule; or a "reshard" that the program asked
+    for.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Decided:
 
 
 class Record(list[Decided]):
-    """What was decided, in order."""
+    """The decisions, in order."""
 
     def add_reshard(self, src: Spec, dst: Spec) -> None:
-        """Notes a conversion that the program asked for."""
+        """Add a conversion that the program asked for."""
         self.append(Decided("reshard", (src,), ((0, move(src, dst)),), (dst,), "reshard"))
 
 
@@ -44,7 +44,7 @@ class _State(threading.local):
 
 _state = _State()
 _keepers: list[Record] = []
-"""The records of all threads: while any rank keeps one no plan is remembered, for a known plan is not decided again."""
+"""The records of all threads. While there is one, no plan is stored, since a stored plan is not decided again."""
 
 
 def recording() -> bool:
@@ -53,14 +53,14 @@ def recording() -> bool:
 
 
 def note(decided: Decided) -> None:
-    """Adds to this thread's record, if it keeps one."""
+    """Add to this thread's record, if there is one."""
     if _state.record is not None:
         _state.record.append(decided)
 
 
 @contextmanager
 def decisions() -> Generator[Record]:
-    """The calls that this thread makes inside, in order, each with what was decided for it."""
+    """Yield the record of the calls that this thread makes inside the block, in order, with their decisions."""
     record = Record()
     before, _state.record = _state.record, record
     _keepers.append(record)

@@ -1,9 +1,8 @@
-"""The first values of tensors that are parts of whole ones: a checksum of the whole, as long as nobody writes.
+"""The first values of tensors that are parts of whole ones: a checksum of the whole, valid until the first write.
 
-Each rank lays a whole tensor of its own and keeps a part. If the ranks had other values, their parts do not belong
-together, and nothing that compares replicas can tell. But they may be written over, as the load of a checkpoint does:
-so the values are no part of what a tensor's number is made of (`_identity.py`), and are compared before the first
-update.
+Each rank distributes its own whole tensor and keeps a part. If the ranks had different values, their parts do not
+match, and no comparison of replicas can detect this. But the values may be overwritten, as when a checkpoint is loaded.
+So they do not count in a tensor's number (`_identity.py`), and are compared before the first update.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _KEY = "_meshwright_first"
 
 
 def note_first(part: Tensor, held: int) -> None:
-    """Remember for the memory of a part the checksum of the whole tensor."""
+    """Store the checksum of the whole tensor for the memory of a part."""
     writes = writes_to(part)
     with no_interception():
         storage: Any = part.untyped_storage()

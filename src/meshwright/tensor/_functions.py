@@ -1,10 +1,10 @@
 """Users' autograd functions on distributed tensors: forward and backward pass see whole tensors.
 
-Autograd runs on local tensors, so it would hand a function this rank's part of a gradient. What the function then gives
-back has to lie as the dual of each argument, which it knows nothing of.
+Autograd runs on local tensors, so it would pass this rank's part of a gradient to a function. The function's result has
+to be in the dual layout of each argument, which the function does not know.
 
-What it saves goes through hooks on saved tensors as what C saves does: as this rank's part. Where those hooks give
-back a plain tensor, it is the part of what was saved.
+The tensors that it saves pass through hooks on saved tensors as this rank's parts, like those that C++ saves. If those
+hooks return a plain tensor, it is the part of the saved tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .torch_hooks import (
 )
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""A user's function → the same one, whose backward pass sees whole gradients."""
+"""A user's function → the same function with a backward pass that sees whole gradients."""
 _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
 _OPERATING = "torch.distributions."
 """Package of torch whose functions compute gradients by operators, as users' functions do."""
@@ -105,7 +105,10 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def _on_whole(function: Any) -> Any:
-    """The function, which notes how arguments and results lie, and takes and gives gradients of the whole tensors."""
+    """Return the function with gradients of the whole tensors in its backward pass.
+
+    It records the layouts of arguments and results.
+    """
     in_two = function.setup_context is not Function.setup_context
     name = "backward" if function.vjp is Function.vjp else "vjp"
 
@@ -148,7 +151,11 @@ def _on_whole(function: Any) -> Any:
 
 
 def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The results; of an argument among them that was not written to, torch would make a plain tensor of its own."""
+    """Return the results of the function.
+
+    torch would turn an argument among the results that was not written to into a plain tensor, so such a result is
+    aliased.
+    """
     before = [(x, version_of(x)) for x in args if isinstance(x, DistTensor)]
     out = function(*args)
     same = {id(x) for x, version in before if version_of(x) == version}
@@ -184,7 +191,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
-    """True if the function gets a plain gradient, or kept a plain tensor that was no argument of its forward pass."""
+    """True if the function gets a plain gradient, or saved a plain tensor that was no argument of its forward pass."""
     held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
     plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
     return plain or ctx.meshwright_saves_plain
@@ -222,7 +229,7 @@ def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
 
 
 def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
-    """This rank's part of a gradient that a function gave; the whole gradient of a plain argument."""
+    """Return this rank's part of a gradient from a function; for a plain argument, the whole gradient."""
     if not isinstance(grad, Tensor) or (spec is None and not isinstance(grad, DistTensor)):
         return grad
     if spec is None:
@@ -239,15 +246,16 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
 
 
 _TOLD: list[Callable[..., Any]] = [_applied]
-"""Who is told of calls of autograd functions; the last one is."""
+"""Handlers of calls of autograd functions; the last one is used."""
 
 
 @contextmanager
 def functions_told(apply: Callable[..., Any]) -> Generator[None]:
-    """Inside, `F.apply(*args, **kwargs)` of an autograd function is `apply(F, what it would be outside, args, kwargs)`.
+    """Pass calls `F.apply(*args, **kwargs)` of autograd functions inside the block to `apply`.
 
-    Below autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a
-    simulation runs meanwhile.
+    It is called as `apply(F, call, args, kwargs)`, where `call` does what the call would do outside the block. Below
+    autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a simulation
+    runs meanwhile.
     """
     outside = _TOLD[-1]
 
@@ -266,7 +274,7 @@ def _tell(*call: Any) -> Any:
 
 
 def _untold(function: type[Function]) -> None:
-    """Raises PlainInBackwardError where a call that nobody was told of would lose its gradient."""
+    """Raise PlainInBackwardError if a call that is not reported to the handlers would lose its gradient."""
     if len(_TOLD) > 1:
         name = function.__name__
         raise PlainInBackwardError(

@@ -1,7 +1,7 @@
-"""The operands of a call that a result has a gradient for, as torch's autograd decides it.
+"""The operands of a call for which each result has a gradient, as determined by torch's autograd.
 
-A rank outside the mesh computes nothing, so its results have to be told which operands they are behind in the autograd
-graph. `torch.zeros_like(x)` is behind none, and `a.expand_as(b)` is behind `a` alone.
+A rank outside the mesh computes nothing, so its results need these operands to be linked in the autograd graph.
+`torch.zeros_like(x)` has a gradient for none, and `a.expand_as(b)` for `a` only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._tree import map_tensors, tensors_in
 from .torch_hooks import imagining, no_interception, no_modes
 
 Paths = tuple[frozenset[int], ...]
-"""For each result, the places of the operands that it has a gradient for, among the tensors of the call."""
+"""For each result, the indices of the operands that it has a gradient for, among the tensors of the call."""
 
 
 def gradient_paths(func: Callable[..., Any], args: Any, kwargs: Any) -> Paths | None:

@@ -1,8 +1,8 @@
 """Nodes of the autograd graph of distributed tensors, which answer for the whole tensor or raise an error.
 
 Autograd runs on local tensors. So a hook on a node gets this rank's part of a gradient, the saved tensors of a node are
-parts, and conversions between layouts are nodes too. A program gets each node as a GraphNode, which tells the structure
-of the graph and raises MemoryAccessError for everything else. A new attribute of torch's nodes raises it as well.
+parts, and conversions between layouts are nodes too. A program gets each node as a GraphNode, which shows the structure
+of the graph and raises MemoryAccessError for everything else. That includes new attributes of torch's nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._errors import MemoryAccessError
 from .torch_hooks import call_plain, interception_on, no_interception, node_finders, offer_call
 
 _KEY = "meshwright.node"
-"""Key in the metadata of a node: a weak reference to the GraphNode that stands for the node."""
+"""Key in the metadata of a node: a weak reference to its GraphNode."""
 _STRUCTURE = ("name", "metadata", "_sequence_nr", "_set_sequence_nr", "needs_input_grad", "variable")
 """Attributes that are the same for the part and for the whole tensor. `variable` is the distributed leaf itself."""
 _HOOKS = (
@@ -37,7 +37,7 @@ _INSTEAD = {
     "__call__": "call torch.autograd.grad(x, inputs, gradient)",
     "_input_metadata": "pass the tensor x itself to torch.autograd in place of its gradient edge",
 }
-"""Attribute → what to write in place of it."""
+"""Attribute → its replacement in programs."""
 _SAVED = "keep the tensor in a variable, or save it by ctx.save_for_backward in an autograd.Function"
 
 
@@ -136,7 +136,7 @@ def graph_node(node: Any, at: int = 0, spec: Spec | None = None) -> GraphNode | 
 
 
 def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Return `x.grad_fn`: the node itself where a distributed tensor is to behave as its local part."""
+    """Return `x.grad_fn`: the node itself if interception is off, otherwise its GraphNode."""
     node = call_plain(func, types, args, kwargs or {})
     if node is None or not interception_on():
         return node
@@ -149,7 +149,7 @@ def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def own_edge(x: Any) -> Any:
-    """Return a gradient edge with torch's own node, which the engine takes; another input or output as it is."""
+    """Return a gradient edge with torch's own node, which the engine accepts; any other input or output unchanged."""
     if not isinstance(x, GradientEdge) or not isinstance(x.node, GraphNode):
         return x
     return GradientEdge(x.node._node, x.output_nr)
@@ -169,7 +169,7 @@ def edge_spec(edge: GradientEdge) -> Spec | None:
 
 
 def check_no_edges(outputs: Sequence[Any]) -> None:
-    """Raise MemoryAccessError if a backward pass is to start at a gradient edge of a distributed tensor."""
+    """Raise MemoryAccessError if a backward pass would start at a gradient edge of a distributed tensor."""
     for x in outputs:
         if isinstance(x, GradientEdge) and isinstance(x.node, GraphNode):
             raise x.node._refusal("_input_metadata")

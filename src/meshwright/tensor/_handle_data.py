@@ -1,4 +1,4 @@
-"""What is asked of a tensor itself: its attributes, its memory, its device."""
+"""Attributes, memory and device of a tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .torch_hooks import (
 )
 
 _T: Any = Tensor
-"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+"""Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
 
 
 _LOCAL = [
@@ -63,7 +63,7 @@ _LOCAL_CALLS: list[Any] = [
     numbers=False,
 )
 def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Asked of the local tensor."""
+    """Return the attribute or call of the local tensor."""
     return call_plain(func, types, args, kwargs or {})
 
 
@@ -119,7 +119,10 @@ _PUT_DATA = _T.data.__set__
 
 
 def _write_data(x: DistTensor, new: Any) -> None:
-    """Carry out `x.data = new`; a temporary is brought to the layout of `x` first, because nobody sees its memory."""
+    """Carry out `x.data = new`.
+
+    A temporary is converted to the layout of `x` first, because no other code uses its memory.
+    """
     if interception_on() and isinstance(new, Tensor) and is_temporary(new):
         new = _laid_like(x, new)
     _PUT_DATA(x, new)
@@ -135,13 +138,13 @@ def _laid_like(x: DistTensor, new: Tensor) -> Tensor:
 
 
 DistTensor.data = property(_T.data.__get__, _write_data)  # pyright: ignore[reportAttributeAccessIssue] - a property
-"""Python sees here whether the caller keeps the tensor that it assigns."""
+"""This property sees whether the caller keeps the tensor that it assigns."""
 
 
 def takes_memory(x: DistTensor, source: DistTensor) -> bool:
-    """Give `x` the memory and the layout of `source`, as `x.set_(source)` does; False if this cannot be done.
+    """Give `x` the memory and the layout of `source`, as `x.set_(source)` does; False if this is not possible.
 
-    `torch.nn.utils.parametrize` calls `set_` on parameters. A view has memory of its own, and stays as it is.
+    `torch.nn.utils.parametrize` calls `set_` on parameters. A view has its own memory, and stays as it is.
     """
     if x.dtype != source.dtype or x._viewing or source._viewing:
         return False
@@ -162,7 +165,7 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
 
 
 def _gradient_of(x: DistTensor) -> Tensor | None:
-    """Return `x.grad`, or None for a computed tensor. After this read, the gradient has a spec of its own."""
+    """Return `x.grad`, or None for a computed tensor. After this read, the gradient has its own spec."""
     return x.grad if x.is_leaf else None
 
 
@@ -204,7 +207,7 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor) or x._viewing or not named:
         return NotImplemented
     if x._spec.layout.partial and any(isinstance(a, torch.dtype) and a is not x._spec.dtype for a in given):
-        return func(_summed(x), *args[1:], **kwargs)  # add the terms before they are rounded
+        return func(_summed(x), *args[1:], **kwargs)  # reduce the terms before they are rounded
     out = call_plain(func, types, args, kwargs)
     if out is x:
         return x
@@ -248,7 +251,7 @@ def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_here(x: Tensor) -> bool:
-    """True for plain tensors, and for distributed ones that are neither absent nor looked at through others."""
+    """True for plain tensors, and for distributed ones that are neither absent nor views that are copies."""
     return not isinstance(x, DistTensor) or not (x._away or x._viewing)
 
 
@@ -261,15 +264,18 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 _STATISTICS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3, torch.ops.aten.batch_norm.default: 3}
-"""Where the running mean stands, with the running variance behind it."""
+"""Function → index of the running mean among its arguments; the running variance follows it."""
 _RUNNING = ("running_mean", "running_var")
 _TRAINING = 5
-"""Where all of them are told whether they train."""
+"""Index of the argument `training` of all these functions."""
 
 
 @handles(*_STATISTICS)
 def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Training writes to the running statistics, on every rank alike: parts are made whole, and written back."""
+    """Run batch norm; training writes the same running statistics on every rank.
+
+    Sharded statistics are gathered before the call, and written back after it.
+    """
     first = _STATISTICS[func]
     given = [args[first + i] if len(args) > first + i else kwargs.get(n) for i, n in enumerate(_RUNNING)]
     parts = [t for t in given if isinstance(t, DistTensor) and _is_here(t) and whole_spec(t._spec) != t._spec]
@@ -287,7 +293,10 @@ def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(*filter(None, [getattr(F, "linear_cross_entropy", None)]))
 def _linear_cross_entropy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """In one piece: its options cut it into chunks, whose operator makes gradients ahead and asks who wants some."""
+    """Run the function unchunked.
+
+    Its options split it into chunks, whose operator computes gradients in advance and checks which inputs need some.
+    """
     return NotImplemented if kwargs.get("options") is None else func(*args, **{**kwargs, "options": None})
 
 
@@ -299,7 +308,7 @@ _RESHAPING: list[Any] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
 
 @handles(*[getattr(Tensor, n) for n in _RESHAPED], *[getattr(op, o) for op in _RESHAPING for o in op.overloads()])
 def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The same tensor under another shape: its memory is looked at anew, or the tensor moves to new memory."""
+    """Change the shape of a tensor in place: its memory is reinterpreted, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]
     with unnoted():  # a note of a copy refers to `x`, which could not move then
         new = getattr(Tensor, name[:-1])(*args, **kwargs)
@@ -307,7 +316,7 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not x._away and _real_axes(new._spec) != _real_axes(x._spec):
         return _moved_into(x, new, name)
-    _gradient_of(x)  # only for the spec of the gradient
+    _gradient_of(x)  # called for its effect: the gradient gets its own spec
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
     if x._away:
         pass
@@ -323,7 +332,7 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.as_strided, torch.as_strided, torch.ops.aten.as_strided.default)
 def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Raise OperationError for a view of memory beside the tensor's elements, which this rank does not hold."""
+    """Raise OperationError for a view of memory outside the tensor's elements, which this rank does not hold."""
     x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if not isinstance(x, DistTensor):
         return NotImplemented
@@ -339,7 +348,7 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
-    """Return the dims that `squeeze` removes: the whole tensor decides, because a part may have size 1, too."""
+    """Return the dims that `squeeze` removes from the whole tensor; a part may have other dims of size 1."""
     asked = dim if dim is not None else dims[0] if len(dims) == 1 else dims or None
     listed = range(x.ndim) if asked is None or not x.ndim else (asked,) if isinstance(asked, int) else asked
     return tuple(d for d in listed if x.shape[d] == 1)
@@ -372,7 +381,7 @@ def _real_axes(spec: Spec) -> set[str]:
 def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
     """Add up pending gradients before `torch.utils.swap_tensors`, because each belongs to the Python object of a leaf.
 
-    Raises OperationError for a view that has memory of its own, because its base refers to the Python object.
+    Raises OperationError for a view with its own memory, because its base refers to the Python object.
     """
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, DistTensor)]
     if found:
@@ -439,7 +448,7 @@ def _is_shared_anywhere(x: DistTensor) -> bool:
 
 
 def _swap(x: DistTensor, new: Tensor, name: str) -> None:
-    """Exchange all but the identity of two tensors. Raises OperationError if other objects refer to one of them."""
+    """Exchange two tensors except for their identity. Raises OperationError if other objects refer to one of them."""
     try:
         with no_interception():  # so that `_swapped` does not refuse a view
             swap_tensors(x, new)

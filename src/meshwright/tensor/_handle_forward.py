@@ -1,7 +1,7 @@
 """Forward-mode derivatives: the tangent of a distributed tensor has the layout of the tensor.
 
-torch keeps the tangent of a tensor on the tensor itself. The operators that run on local parts therefore compute the
-local parts of tangents, and a conversion between layouts converts the tangent as it converts the value.
+torch stores the tangent of a tensor on the tensor itself. So the operators that run on local parts compute the local
+parts of tangents, and a conversion between layouts converts the tangent like the value.
 """
 
 from __future__ import annotations

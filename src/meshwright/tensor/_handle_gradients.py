@@ -1,4 +1,4 @@
-"""Backward passes, `.grad` and hooks: users see distributed gradients, the engine local ones."""
+"""Backward passes, `.grad` and hooks: users see distributed gradients, autograd's engine sees local ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ._shared_data import read_shared
 from .torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward, tell_backward
 
 _T: Any = Tensor
-"""Tensor, whose attributes the type checker takes for values and not for the descriptors that they are."""
+"""Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
 
 
 def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
-    """The gradient at `output` to start from, as this rank's part of the dual layout."""
+    """Return the gradient at `output` at which the backward pass starts, as this rank's part in the dual layout."""
     spec = output._spec if isinstance(output, DistTensor) else None
     if spec is None:
         return torch.ones_like(output) if grad is None else whole_local(grad)
@@ -45,7 +45,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             ones = torch.ones(current().local_shape(spec), dtype=spec.dtype, device=output.device)
             if not spec.layout.varying:
-                return ones  # the dual of no other repetition is a sum
+                return ones  # only the dual of a varying replica is a sum
             grad = ones
         if backward_running() != -1 and not isinstance(grad, DistTensor):
             return grad  # a reentrant checkpoint hands on this rank's part of the gradient
@@ -53,7 +53,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _summed(output: Tensor) -> Tensor:
-    """`output` with averaged terms as summed ones, whose local gradients are their own."""
+    """Return `output` with averaged terms turned into summed ones, so that each term has its own local gradient."""
     if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
         return output
     spec = output._spec.with_layout(replicated(output._spec.ndim))
@@ -98,7 +98,8 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
 def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
     """Run autograd's engine.
 
-    Raises OperationError for a second pass, if views were read again: one device allows it through such a view.
+    Raises OperationError for a second pass if views were read again; one device allows a second pass through such a
+    view.
     """
     try:
         return run_backward(*args, **how)
@@ -144,7 +145,10 @@ def _spec_of_input(x: Any) -> Spec | None:
 
 
 def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """Return the stacked gradients of the seeds' rows, one backward pass each: vmap cannot send between ranks."""
+    """Return the stacked gradients for the rows of the seeds.
+
+    Each row takes one backward pass, since vmap cannot send between ranks.
+    """
     outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
     seeds = _as_seeds(given.get("grad_outputs"), outputs)
     sizes = [seed.shape[0] for seed in seeds if seed is not None]
@@ -181,7 +185,7 @@ def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return the tensors or gradient edges; an edge is a tuple, too."""
+    """Return the tensors or gradient edges as a list; an edge is a tuple, too."""
     is_one = isinstance(value, GradientEdge) or not isinstance(value, (list, tuple))
     return [value] if is_one else list(value)
 
@@ -241,7 +245,7 @@ _TYPES = (DistTensor,)
 _PUT, _plain_grad = _T.grad.__set__, _T.grad.__get__
 
 DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property
-"""Asked directly: an optimizer and `zero_grad` do nothing else, and interception in C costs three times as much."""
+"""A property, since an optimizer and `zero_grad` use nothing else, and interception in C takes three times as long."""
 
 
 @handles(Tensor.register_hook)
@@ -264,7 +268,7 @@ def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _backward_pass(gradients_kept_up):
-    """Inside, a backward pass of plain tensors runs, which asks no distributed tensor."""
+    """Context around a backward pass that starts from plain tensors only."""
 
     def __enter__(self) -> None:
         read_shared()

@@ -1,4 +1,4 @@
-"""Functions with lists among their arguments: tensors to broadcast together, and numbers as indices."""
+"""Functions with lists among their arguments: tensors to broadcast together, and integers as indices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def _broadcast_tensors(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.__getitem__, Tensor.__setitem__)
 def _listed_index(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """A list of whole numbers among the indices is a tensor: torch makes one where nobody sees what it holds."""
+    """Replace lists of integers among the indices by tensors.
+
+    torch would make these tensors in C++, where their values are not recorded.
+    """
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not any(_is_whole_numbers(i) for i in index):
         return NotImplemented

@@ -1,7 +1,7 @@
-"""Questions about the memory of a tensor: addresses, storages, NumPy arrays, DLPack capsules.
+"""Functions about the memory of a tensor: addresses, storages, NumPy arrays, DLPack capsules.
 
-Each question is answered for the whole tensor, or raises an error. The parts are gathered, so every rank of the world
-makes the call, unless every rank holds the whole value.
+Each one answers for the whole tensor, or raises an error. The parts are gathered, so every rank of the world makes the
+call, unless every rank holds the whole value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._tree import map_tensors
 from .torch_hooks import call_plain, interception_on, no_interception
 
 _T: Any = Tensor
-"""The class Tensor, untyped: the type checker takes its attributes for values, and they are descriptors."""
+"""Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
 
 
 def _present(*names: str) -> list[Any]:
@@ -62,7 +62,7 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _typed_storage(self: DistTensor) -> Any:
-    """Return the typed storage for torch's own Python code, which asks for it with interception off."""
+    """Return the typed storage, for torch's own Python code, which requests it with interception off."""
     if interception_on() and not holds_whole(self):
         raise refusal("a typed storage", self, "call x.untyped_storage() to read the whole memory")
     return Tensor._typed_storage(self)
@@ -99,7 +99,7 @@ def _in_memory_order(x: DistTensor) -> Tensor:
 
 @handles(Tensor.__dlpack__)
 def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Export the memory, or a copy for a caller that asks for one: a write to a gathered tensor would be lost."""
+    """Export the memory, or a copy if the caller requests one; a write to a gathered tensor would be lost."""
     x = args[0]
     if holds_whole(x):
         return _locally(func, x, args, kwargs)
@@ -157,7 +157,7 @@ def _flat(shape: Any) -> Any:
 
 
 def refusal(asked: str, x: DistTensor, write: str) -> MemoryAccessError:
-    """Return the error for a question that this rank could only answer for its part."""
+    """Return the error for a request that this rank could only answer for its part."""
     return MemoryAccessError(
         asked, f"{x._spec!r} on {x._spec.mesh!r}", "this rank holds only a part, or a term, of the tensor", write
     )

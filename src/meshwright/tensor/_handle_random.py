@@ -1,4 +1,4 @@
-"""Which functions draw from a random generator, and how each does."""
+"""Handlers of functions that draw from a random generator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ handles(*[getattr(Tensor, n) for n in _FILLS], *_WITHOUT_TENSORS)(fill_random)
 
 @handles(init.uniform_, init.normal_, init.constant_)
 def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """`nn.init` asks tensors before it turns gradients off itself."""
+    """Initialise a tensor by its own method.
+
+    Functions of `nn.init` inspect the tensor before they turn gradients off.
+    """
     names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
     given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
     x = given.pop("tensor")
@@ -53,7 +56,7 @@ _WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
 
 @handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
 def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout of whole channels: a mask of one number for each."""
+    """Drop whole channels, with a mask of one number for each."""
     x = args[0] if args else kwargs["input"]
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
@@ -70,7 +73,10 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @handles(F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Attention that drops weights is made of operators, as torch makes it on a CPU, so that it is cut as they are."""
+    """Compute attention with dropout by single operators, as torch does on a CPU.
+
+    Each operator is then sharded by its own rule.
+    """
     given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     if not (given.get("dropout_p") or 0) > 0:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Python values of tensors: the same on every rank of the world."""
+"""Python values of tensors, which are the same on every rank of the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .torch_hooks import no_interception, unscale
 
 
 def everywhere(x: Tensor) -> Tensor:
-    """The whole value of `x` as a plain tensor on every rank of the world, not only of its mesh."""
+    """Return the whole value of `x` as a plain tensor on every rank of the world, not only of its mesh."""
     if not isinstance(x, DistTensor):
         return x
     x._read_again()
@@ -47,7 +47,7 @@ def _everywhere(x: DistTensor) -> Tensor:
     Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
 )  # fmt: skip
 def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The same Python value on every rank; autograd sees nothing, as on one device."""
+    """Return the same Python value on every rank; autograd does not record it, as on one device."""
     with torch.no_grad():
         args, kwargs = map_tensors(everywhere, (args, kwargs))
     with no_interception():
@@ -56,7 +56,7 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(unscale)
 def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
-    """Unscale this rank's parts of gradients by torch's own function, and share its verdict with every rank.
+    """Unscale this rank's parts of gradients by torch's own function, and share its result with every rank.
 
     A gradient that is a pending sum is checked after the sum, because finite terms may add up to infinity.
     """
@@ -78,9 +78,9 @@ def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
 
 
 def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1.0 where some rank of the world has a number that is not finite in a part of the tensors, else 0.0.
+    """Return 1.0 if any rank of the world has a non-finite number in its parts of the tensors, else 0.0.
 
-    A plain tensor without dims on `device`, the same on every rank; every rank makes the call.
+    The result is a plain tensor without dims on `device`, equal on all ranks. Every rank makes the call.
     """
     with no_interception():
         bad = [x.isfinite().logical_not().any().to(device) for x in _parts(tensors)]
@@ -89,7 +89,7 @@ def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tens
 
 
 def largest_anywhere(number: Tensor) -> Tensor:
-    """The largest of all ranks' numbers, each a plain tensor of one element; every rank makes the call."""
+    """Return the largest of all ranks' numbers, each a plain tensor of one element; every rank makes the call."""
     world = ProcessMesh(range(current().size), ["world"])
     spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), number.dtype)
     out = convert_local(number.reshape(1), spec, spec.with_layout(replicated(1)))
@@ -98,5 +98,5 @@ def largest_anywhere(number: Tensor) -> Tensor:
 
 
 def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank has of the tensors, under plain tensors; call it with interception off."""
+    """Return this rank's parts of the tensors as plain tensors; call it with interception off."""
     return [plain_view(x) for x in tensors if not (isinstance(x, DistTensor) and x._away) and x.numel()]

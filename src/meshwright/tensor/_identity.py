@@ -1,12 +1,12 @@
-"""Numbers that tell what a tensor was computed by, equal on all ranks that run the same program.
+"""Numbers for the computations that made a tensor, equal on all ranks that run the same program.
 
-A tensor that is made of a plain one has the number of the line that made it. The result of a call has a number made of
-those of the function, of its distributed operands and of its plain numbers. Collectives that a call needs have that
-number, in the backward pass as well, so that ranks which run their operators in another order learn of it before they
-exchange wrong values (`comm.identity`). A write to a view, or a result that autograd makes by itself, does not change a
-number: equal programs have equal numbers all the same.
+A tensor made from a plain one has the number of the line that made it. The number of a call's result is a hash of the
+function, its distributed operands and its plain numbers. The collectives of a call have that number too, also in the
+backward pass. So ranks that run their operators in another order detect it before they exchange wrong values
+(`comm.identity`). A write to a view, or a result that autograd makes by itself, does not change a number; equal
+programs still have equal numbers.
 
-Nothing is numbered on simulated ranks, nor on a process that is alone.
+Simulated ranks, and a process that is alone, have no numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Following:
 
 
 class _Made(threading.local):
-    """How many tensors each line has made, and what they are called by their numbers."""
+    """The number of tensors that each line has made, and the names of tensors by their numbers."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -64,10 +64,11 @@ T = TypeVar("T", bound=DistTensor)
 
 
 def born(x: T, whole: Tensor | None = None) -> T:
-    """Return `x`, which was made of a plain tensor, with a number of its own.
+    """Return `x`, which was made from a plain tensor, with a new number.
 
-    It is made of the line of the user's code, and of versions and settings. The values of `whole`, which all ranks
-    have, are a fact that is shown where numbers differ: ranks that hold a part of them may write over them.
+    The number is a hash of the line of the user's code, and of versions and settings. The values of `whole`, which all
+    ranks have, are a fact that is shown if numbers differ; they are not part of the number, since a rank may overwrite
+    them.
     """
     if _Following.on and not isinstance(x, FakeTensor):
         around, line = surroundings(), PurePath(user_frame()).name
@@ -84,21 +85,21 @@ def born(x: T, whole: Tensor | None = None) -> T:
 
 
 def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
-    """Make the state of a generator, which all ranks have alike, part of the number of the call in progress."""
+    """Add the state of a generator, which is equal on all ranks, to the number of the call in progress."""
     if _Following.on:
         number, name = identity.what
         identity.what = hash((number, random_state(device, generator))), name
 
 
 def count_step(optimizer: Optimizer) -> None:
-    """Number the parameters of an optimizer anew, which it is about to change."""
+    """Give new numbers to the parameters that an optimizer is about to change."""
     if _Following.on:
         for at, group in enumerate(optimizer.param_groups):
             _count(group["params"], _hash(_options(optimizer, at)))
 
 
 def made_alike(optimizer: Optimizer | None) -> tuple[object, ...]:
-    """Return what all ranks must have alike for a step of a program: versions, settings, the optimizer's options."""
+    """Return the values that must be equal on all ranks for a step: versions, settings, optimizer options."""
     if not _Following.on:
         return ()
     groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
@@ -106,7 +107,7 @@ def made_alike(optimizer: Optimizer | None) -> tuple[object, ...]:
 
 
 def _options(optimizer: Optimizer, at: int) -> str:
-    """Return the plain options of a group of parameters, which are noted as facts."""
+    """Return the plain options of a group of parameters, and note them as facts."""
     group = optimizer.param_groups[at]
     options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
     for name, value in options.items():
@@ -127,13 +128,13 @@ def pass_number(x: DistTensor, y: DistTensor) -> None:
 
 
 def keep_number(ctx: Any) -> None:
-    """Keep in the context of an autograd function what its forward pass was for."""
+    """Store the purpose of the forward pass in the context of an autograd function."""
     if _Following.on:
         ctx.what = identity.what
 
 
 class called_for:
-    """Inside, this thread's collectives are for what is done to these tensors, or for something with these numbers."""
+    """Context in which this thread's collectives belong to a call on these tensors, or to these numbers."""
 
     def __init__(self, name: str, tensors: Iterable[Tensor] = (), numbers: Iterable[object] = ()) -> None:
         self.name, self.tensors, self.numbers = name, tensors, numbers
@@ -151,7 +152,7 @@ class called_for:
 
 
 class called_back:
-    """Inside, this thread's collectives are for the gradient of what `keep_number` saw."""
+    """Context in which this thread's collectives belong to the gradient of the call that `keep_number` stored."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
@@ -188,7 +189,7 @@ def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
 
 
 def _begins_with_leaf(args: Any) -> bool:
-    """True if the first tensor of a call is no intermediate result: perhaps it is a parameter."""
+    """True if the first tensor of a call is a leaf, and so may be a parameter."""
     target = args[0] if args else None
     first = target[0] if isinstance(target, (list, tuple)) and target else target
     return isinstance(first, Tensor) and first.is_leaf
@@ -217,7 +218,7 @@ def _collect(values: Iterable[Any], parts: list[Any]) -> None:
 
 
 def _number_all(out: Any, number: int) -> None:
-    """Number a result: a tensor of a derived class, or several ones."""
+    """Give numbers to a result that is a tensor of a derived class, or several tensors."""
     if isinstance(out, DistTensor):
         out._number = number
     elif isinstance(out, (tuple, list)):

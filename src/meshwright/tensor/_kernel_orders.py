@@ -1,4 +1,4 @@
-"""Memory orders of results whose kernel decides otherwise than torch's meta kernel.
+"""Memory orders of results whose kernel differs from torch's meta kernel.
 
 The strides of a result follow from the strides of the whole operands. Meta kernels give them, except for the operators
 below: their kernels keep channels-last memory, or return contiguous tensors, where the meta kernels do not. The order
@@ -26,7 +26,7 @@ def _contiguous(out: Tensor, args: tuple[Any, ...]) -> Strides:
 
 
 def _format_of_first(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """Channels-last strides if the first argument is channels-last, else contiguous ones."""
+    """Return channels-last strides if the first argument is channels-last, else contiguous ones."""
     for form, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if args[0].dim() == out.dim() == dims and _is_in(args[0], form):
             return torch.empty(out.shape, device="meta").to(memory_format=form).stride()
@@ -44,22 +44,25 @@ def _of_first(out: Tensor, args: tuple[Any, ...]) -> Strides:
 
 
 def _without_overlap(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """The strides of the first argument, but dense ones if its elements share memory."""
+    """Return the strides of the first argument, or dense ones if its elements share memory."""
     return _of_first(out, args) if 0 in args[0].stride() else args[0].stride()
 
 
 def _of_product(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """The strides of the product of the first two arguments."""
+    """Return the strides of the product of the first two arguments."""
     return (args[0] * args[1]).stride()
 
 
 def _of_roll(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """A roll without dims is one of the flattened tensor."""
+    """Return contiguous strides for a roll without dims, which rolls the flattened tensor."""
     return _format_of_first(out, args) if len(args) > 2 and args[2] else contiguous_strides(out.shape)
 
 
 def _of_padding(out: Tensor, args: tuple[Any, ...]) -> Strides:
-    """Padding of three dims by reflection takes a tensor of four dims for one without a batch."""
+    """Return the strides of a padded tensor.
+
+    Padding of three dims by reflection takes a tensor of four dims for one without a batch.
+    """
     mode = args[2] if len(args) > 2 else "constant"
     return _format_of_first(out, args) if mode in ("reflect", "replicate") else out.stride()
 
@@ -79,7 +82,7 @@ _ORDERS: dict[str, Order] = {
     "index_fill": _of_first,
     "pad": _of_padding,
 }
-"""Name of an operator → the order of its first result. Overloads that have no tensors as operands are left alone."""
+"""Name of an operator → the order of its first result. Overloads without tensor operands are not changed."""
 
 
 def in_kernel_order(op: Operator, args: tuple[Any, ...], out: Any) -> Any:

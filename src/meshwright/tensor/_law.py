@@ -33,14 +33,14 @@ Apply = Callable[[Any, Sequence[Any]], Any]
 
 
 class _Always:
-    """Switch for checks in every call, `on` while these are wanted."""
+    """Switch for checks in every call."""
 
     on = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
 
 
 @contextmanager
 def checked_results() -> Generator[None]:
-    """Check the shapes of local results in every call inside; by default only the first calls are checked.
+    """Check the shapes of local results in every call inside the block; by default only the first calls are checked.
 
     The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans made before are not
     checked, so enter the context before the first call.
@@ -101,7 +101,10 @@ class Law:
             )  # fmt: skip
 
     def _settle(self, rank: int) -> None:
-        """Stop checking once the shapes of this rank, or of all simulated ranks, which share the plan, were seen."""
+        """Stop the checks once all shapes of this rank have been seen.
+
+        Simulated ranks share the plan and count together.
+        """
         if any(spec.is_symbolic for spec in self.outs):
             self.settled = True
             return

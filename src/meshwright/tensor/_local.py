@@ -1,4 +1,4 @@
-"""Local parts of distributed tensors: converted, made whole, written back."""
+"""Conversion, gathering and write-back of local parts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from .torch_hooks import no_interception
 
 
 def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
-    """`x` after `how`; done once and shared by all that use it so, as long as it is not written to.
+    """Return `x` after `how`; computed once and shared by all uses, as long as `x` is not written to.
 
-    `exact` is False if other operators than one device's will use it, and save other tensors for the backward pass.
-
-    Call it with interception off. Only intermediate results that want a gradient are shared: a leaf's reductions are
-    put off and added up, and what `x.data` was taken of may be written to without a trace.
+    `exact` is False if other operators than one device's will use the result, and save other tensors for the backward
+    pass. Call it with interception off. Only intermediate results that need a gradient are shared. The reductions of a
+    leaf are deferred and added up. A tensor whose `.data` was read may be written to without notice.
     """
     if how.is_trivial:
         return x
@@ -47,20 +46,20 @@ def is_empty(x: Tensor) -> bool:
 
 
 def whole_spec(spec: Spec) -> Spec:
-    """The spec of the same tensor when every rank holds it whole."""
+    """Return the spec of the same tensor if every rank holds the whole."""
     return spec.with_layout(replicated(spec.ndim))
 
 
 def linear_spec(spec: Spec) -> Spec:
     """Return `spec` if derivatives can be computed on local parts, else the spec of the whole value.
 
-    Terms of a maximum, a minimum or a product have no derivatives of their own.
+    Single terms of a maximum, a minimum or a product have no derivatives.
     """
     return spec if all(op in ("sum", "avg") for _, op in spec.layout.partial) else whole_spec(spec)
 
 
 def whole_local(x: Tensor) -> Tensor:
-    """The whole value of `x` as a plain local tensor on every rank of its mesh."""
+    """Return the whole value of `x` as a plain local tensor on every rank of its mesh."""
     if not isinstance(x, DistTensor):
         return x
     out = convert_local(x, x._spec, whole_spec(x._spec))
@@ -69,7 +68,7 @@ def whole_local(x: Tensor) -> Tensor:
 
 
 def spec_of(x: Tensor, like: Spec) -> Spec:
-    """The spec of `x`; a plain tensor is replicated over the mesh of `like`."""
+    """Return the spec of `x`; a plain tensor is replicated over the mesh of `like`."""
     return x._spec if isinstance(x, DistTensor) else spec_of_whole(x, like.mesh)
 
 

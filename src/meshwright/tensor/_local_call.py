@@ -1,4 +1,4 @@
-"""What a second form may ask about the part of its call that a rank carries out."""
+"""Information about a rank's part of a call, for second forms of operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._convert import convert_local
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """A form's view of its call: specs of the operands as they are held, of the results, and the rank's carrier."""
+    """A form's view of its call: the specs of the operands and of the results, and the rank's communicator."""
 
     ins: Sequence[Spec | None]
     outs: Sequence[Spec]
@@ -93,7 +93,7 @@ class OnRank:
         return axes_of(self._spec(operand).layout.dims[dim])
 
     def _stacked(self, x: Tensor, operand: int, dim: int) -> Spec:
-        """The spec of what all ranks' `x` are together, stacked along a new first dim, apart along all other axes."""
+        """Return the spec of the `x` of all ranks stacked along a new first dim, varying along all other axes."""
         spec, axes = self._spec(operand), self._axes(operand, dim)
         varying = tuple(a for a in spec.mesh.dim_names if a not in axes)
         layout = Layout((axes, *((),) * x.dim()), varying=varying)
@@ -107,7 +107,7 @@ class OnRank:
 
 
 def recut(spec: Spec, dim: int, to: int) -> Spec:
-    """`spec` with what cuts `dim` behind what cuts `to`."""
+    """Return `spec` with the axes that shard `dim` moved behind those that shard `to`."""
     dims = list(spec.layout.dims)
     dims[to], dims[dim] = (*axes_of(dims[to]), *axes_of(dims[dim])), ()
     return spec.with_layout(Layout(tuple(dims), spec.layout.partial, spec.layout.varying))
@@ -115,7 +115,7 @@ def recut(spec: Spec, dim: int, to: int) -> Spec:
 
 @lru_cache(maxsize=1024)
 def rearranged(mesh: ProcessMesh, axes: tuple[str, ...], sources: tuple[int, ...]) -> ProcessMesh:
-    """The mesh on which the rank at place i along `axes` stands at place `sources[i]`: what lies there comes to it.
+    """Return a mesh on which place `sources[i]` along `axes` has the rank of place i, which then receives its part.
 
     >>> line = ProcessMesh([4, 5, 6], ["cp"])
     >>> rearranged(line, ("cp",), (1, 2, 0))

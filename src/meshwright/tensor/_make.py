@@ -1,4 +1,4 @@
-"""Making distributed tensors, and taking them apart."""
+"""Construction of distributed tensors, their conversion, and the way back to plain tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .torch_hooks import no_interception, outside_transforms, shares_storage, tr
 
 
 def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
-    """`x`, which every rank has whole, laid over `mesh`: each rank keeps its part.
+    """Distribute `x`, which every rank holds whole, over `mesh`; each rank keeps its part.
 
     A leaf that requires a gradient becomes one; an `nn.Parameter` stays one. A distributed `x` is resharded.
     """
@@ -34,7 +34,7 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
 
 
 def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
-    """As `distribute`, for a layout, which also tells in which order axes cut a dim."""
+    """Do the same as `distribute` for a layout, which also determines the order of the axes that shard a dim."""
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout)
     if transforming():
@@ -49,7 +49,7 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 
 
 def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
-    """Return the error about a parameter whose ranks hold terms of it."""
+    """Return the error for a parameter of which ranks hold terms."""
     return PlacementError(
         f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a sum that is not made",
         "an optimizer would update the terms, each by the whole gradient",
@@ -60,7 +60,7 @@ def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
 def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """Return `place` of a plain tensor, called inside a transform of `torch.func`.
 
-    Raises OperationError for a batch of tensors, or a tensor that depends on what is differentiated.
+    Raises OperationError for a batch of tensors, or a tensor that depends on the differentiated variable.
     """
     plain = outside_transforms(x)
     if plain is None:
@@ -116,7 +116,7 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
 def present(local: Tensor, spec: Spec) -> DistTensor:
     """Return the distributed tensor with this local part; differentiable.
 
-    A rank outside the mesh holds no part. A part in another memory format than a new tensor has is copied.
+    A rank outside the mesh holds no part. A part is copied if its memory format differs from that of a new tensor.
     """
     return born(_present(local, spec))
 
@@ -171,7 +171,7 @@ def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]
 
 
 def redistribute(x: DistTensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
-    """`x` on `mesh` under `layout`; differentiable, and outside of the transforms of `torch.func` if inside of any."""
+    """Return `x` on `mesh` under `layout`; differentiable, and outside of any transform of `torch.func`."""
     check_maker(x, "mw.shard_tensor or mw.reshard")
     have = x._spec.new
     return _resharded(x, Spec(mesh, layout, have.shape, have.dtype, have.strides))
@@ -213,25 +213,30 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Arrival(Mark):
-    """A value comes to the stage of a layer: from a mesh with the same axes it comes as it lies, else as said."""
+    """A value arrives at the stage of a layer.
+
+    From a mesh with the same axes it arrives in its own layout, else in the given one.
+    """
 
 
 SPLIT = torch.ops.aten.alias.default
-"""How `pipe_split` stands in a captured program."""
+"""Operator for `pipe_split` in a captured program."""
 
 
 def pipe_split(x: Tensor) -> Tensor:
-    """`x`; in a pipeline, what is made of it belongs to the next chunk of the model, also on the same mesh.
+    """Return `x`.
 
-    Where a value goes to another mesh the next chunk begins by itself. This is for placements in which two chunks that
-    follow each other lie on one mesh, such as the turn of a V.
+    In a pipeline, the values computed from it belong to the next chunk of the model, even on the same mesh.
+
+    When a value moves to another mesh, the next chunk begins without this function. Use it for placements in which two
+    consecutive chunks are on one mesh, such as the turn of a V.
     """
     note = captured_whole(x)
     return x if note is None else note(SPLIT, (x,), lambda: x.view_as(x))
 
 
 def whole(x: Tensor) -> Tensor:
-    """The whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh.
+    """Return the whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh.
 
     It has the memory order of one device.
     """

@@ -1,8 +1,8 @@
-"""Simulated ranks that use a tensor of another rank: refused, since the tensor holds the other rank's part.
+"""Guard against simulated ranks that use a tensor of another rank, which holds the other rank's part.
 
 Simulated ranks are threads of one process and share its caches, so a rank can find a tensor that another rank made. Two
-checks find that, and cost nothing while operations run. Tensors in shared containers have the class `Elsewhere` while
-other ranks run, and tensors that the API makes know their rank, which the API compares.
+checks detect that at no cost while operations run. Tensors in shared containers have the class `Elsewhere` while other
+ranks run. Tensors that the API makes know their rank, which the API compares.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def mark_maker(x: DistTensor) -> None:
-    """Note which simulated rank made `x`."""
+    """Store the simulated rank that made `x`."""
     here = installed()
     if here is not None and here.kind == "simulated":
         vars(x)["_maker"] = here.rank

@@ -1,4 +1,7 @@
-"""Marks on whole tensors while a model is captured: they are noted, and done when the program is recorded per rank."""
+"""Marks on whole tensors in a captured model.
+
+They are noted, and applied when the program is recorded for each rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ._dist_tensor import DistTensor
 from .torch_hooks import FakeTensor
 
 Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
-"""`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` is what it gives, of whole tensors."""
+"""`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` returns its result for whole tensors."""
 
 
 class _Watching(threading.local):
@@ -28,7 +31,10 @@ _watching = _Watching()
 
 @contextmanager
 def capturing(note: Opaque) -> Generator[None]:
-    """Inside, what is done to whole fake tensors as distributed ones is told to `note`, which gives the result."""
+    """Pass calls on whole fake tensors that stand for distributed ones to `note` inside the block.
+
+    It returns the result.
+    """
     before, _watching.note = _watching.note, note
     try:
         yield
@@ -37,24 +43,27 @@ def capturing(note: Opaque) -> Generator[None]:
 
 
 def captured_whole(x: Any) -> Opaque | None:
-    """Whom to tell about `x`, where it is a whole tensor, fake or a constant, of a model that is being captured."""
+    """Return the function to call with marks on `x`, a whole tensor (fake or constant) of a model in capture.
+
+    None outside of a capture, and for other values.
+    """
     whole = isinstance(x, FakeTensor) or (isinstance(x, Tensor) and not isinstance(x, DistTensor))
     return _watching.note if whole else None
 
 
 def note_spec(x: Tensor, spec: Spec | None) -> None:
-    """From now on it is known how `x` lies, a whole tensor of a model that is being captured."""
+    """Store the spec of `x`, a whole tensor of a model in capture."""
     vars(x)["_lies"] = spec
 
 
 def noted_spec(x: Tensor) -> Spec | None:
-    """How a whole tensor of a model that is being captured lies, where that is known."""
+    """Return the spec of a whole tensor of a model in capture; None if it is not known."""
     return vars(x).get("_lies")
 
 
 @contextmanager
 def recording_parts(note: Opaque) -> Generator[None]:
-    """Inside, calls that are one operator of a program, whatever they are made of, are told to `note`."""
+    """Pass calls that are one operator of a program inside the block to `note`."""
     before, _watching.parts = _watching.parts, note
     try:
         yield
@@ -63,10 +72,10 @@ def recording_parts(note: Opaque) -> Generator[None]:
 
 
 def parts_recorded() -> bool:
-    """True while what this thread does to parts is recorded as a program."""
+    """True while the calls of this thread on parts are recorded as a program."""
     return _watching.parts is not None
 
 
 def as_one(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
-    """`op(*args)`; where parts are being recorded, one node that gives what `shown()` looks like."""
+    """Return `op(*args)`; while parts are recorded, return one node whose result looks like `shown()`."""
     return op(*args) if _watching.parts is None else _watching.parts(op, args, shown)

@@ -1,7 +1,7 @@
-"""The memory of the whole tensor, for callers that ask for an address or a storage.
+"""The memory of the whole tensor, for callers that request an address or a storage.
 
 A rank holds only a part, so the whole value is gathered into new memory, which is kept as long as the part's memory.
-Libraries find tied weights by comparing addresses. So tensors on the same memory get addresses in the same gathered
+Libraries detect tied weights by comparing addresses. So tensors on the same memory get addresses in the same gathered
 memory, at the distances of one device. Writes to this memory would be lost, so the storage that users see raises an
 error on a write.
 """
@@ -36,7 +36,7 @@ def holds_whole(x: DistTensor) -> bool:
 
 
 class _Kept:
-    """Gathered memory of a tensor and the number of writes that its content has seen; None means out of date."""
+    """Gathered memory of a tensor, and the number of writes included in its content; None means out of date."""
 
     def __init__(self) -> None:
         self.whole: Tensor | None = None
@@ -62,7 +62,7 @@ def release_memory() -> None:
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """Return the whole value of `x` as a plain tensor, at the same address as long as nobody writes to `x`.
+    """Return the whole value of `x` as a plain tensor, at the same address until `x` is written to.
 
     Every rank of the world makes the call, unless each holds the whole value or made the same call before.
     """
@@ -105,7 +105,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
     table: dict[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
     kept = table.get(key)
     if kept is None:
-        kept = table[key] = _Kept()  # kept with the part's memory, not with `x`: `x.detach()` may be gone already
+        kept = table[key] = _Kept()  # stored on the part's memory, not on `x`: `x.detach()` may be freed already
         _thread.kept.add(kept)
     if kept.whole is None:
         kept.whole, kept.version = _gathered(x, table), version
@@ -130,7 +130,7 @@ def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
 
 
 def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | None:
-    """Return a view for `x` of the gathered memory of another tensor on the same part, or None if `x` is beside it."""
+    """Return a view for `x` of the gathered memory of another tensor on the same part, or None if `x` is outside it."""
     spec, offset, size, strides = key
     if spec.dtype != x._spec.dtype or not whole.numel():
         return None
@@ -159,9 +159,9 @@ def _distance(local: int, size: Sequence[int], strides: Sequence[int], full: Seq
 
 
 def offset_of(x: DistTensor) -> int:
-    """Return the offset of the whole tensor in its storage; raises MemoryAccessError if this rank cannot tell.
+    """Return the offset of the whole tensor in its storage. Raises MemoryAccessError if this rank does not know it.
 
-    A view of the local part is as many steps from its base along each dim as the whole view is.
+    Along each dim, a view of the local part is the same number of steps from its base as the whole view.
     """
     if isinstance(x, DistView):
         if x._outer is x:
@@ -201,7 +201,7 @@ def _writes(name: str) -> bool:
 
 _REFUSED = {name: _refuse(name) for name in dir(torch.UntypedStorage) if _writes(name)}
 WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
-"""The storage of a distributed tensor: a gathered copy, which may only be read."""
+"""The storage of a distributed tensor: a gathered copy, which is read-only."""
 
 
 def _extent(memory: Tensor) -> int:

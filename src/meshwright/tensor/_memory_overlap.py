@@ -1,9 +1,9 @@
-"""Tensors that share memory: the very same elements, or some elements of each other.
+"""Tensors that share memory: all their elements, or some of them.
 
 Tensors are compared by the bytes of their elements, so that two parts of one flat buffer are apart. Only tensors whose
-ranges of bytes overlap are compared by elements: each marks its elements in a map of their common range.
-The cost is O(n log n) for n tensors, plus the size of the maps. One unit of a map is the largest number of bytes that
-divides all runs, strides and offsets of its tensors.
+ranges of bytes overlap are compared by elements: each marks its elements in a map of their common range. The cost is
+O(n log n) for n tensors, plus the size of the maps. One unit of a map is the largest number of bytes that divides all
+runs, strides and offsets of its tensors.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Memory(NamedTuple):
 
 
 def shared_memory(tensors: Sequence[Tensor], count: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Return the groups of tensors with the very same elements, and the pairs that share elements otherwise.
+    """Return the groups of tensors with the same elements, and the pairs that share only some elements.
 
-    The result holds numbers of tensors. Groups and pairs without one of the first `count` tensors are left out. There
-    is at most one pair between two groups. A distributed tensor is compared by this rank's part, and a tensor without
-    memory of its own, as on the meta device, shares none.
+    The result holds indices of tensors. Groups and pairs without one of the first `count` tensors are left out. There
+    is at most one pair between two groups. A distributed tensor is compared by this rank's part. A tensor without its
+    own memory, as on the meta device, shares none.
     """
     found: dict[_Memory, list[int]] = {}
     with no_interception():

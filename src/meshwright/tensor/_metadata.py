@@ -1,4 +1,4 @@
-"""A check of answers from meta tensors: right for shapes and dtypes, not for addresses, storages or devices."""
+"""Check of results from meta tensors: correct for shapes and dtypes, but not for addresses, storages or devices."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NUMBERS: frozenset[Any] = frozenset([
 ])  # fmt: skip
 """C++ functions that return integers which are sizes, not addresses."""
 _OPERATORS = frozenset([*_COUNTS, *_COUNTED, "len", "stride"])
-"""Names of operators that do."""
+"""Names of operators that return sizes."""
 
 
 def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-    """Raise MemoryAccessError if `answer`, which `func` gave for a meta tensor, may be about memory or a device.
+    """Raise MemoryAccessError if `answer`, the result of `func` for a meta tensor, may concern memory or a device.
 
     Raises TypeError for NotImplemented, as torch's own operators do: Python then asks the other operand, or compares
     the objects.

@@ -1,4 +1,4 @@
-"""Names of functions as users know them."""
+"""Names of functions that users know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def name_of(func: Any) -> str:
-    """The name a user knows `func` by."""
+    """Return the name by which a user knows `func`."""
     name = getattr(func, "__name__", None) or str(func)
     if name in ("__get__", "__set__"):
         held = getattr(func, "__self__", None)

@@ -120,7 +120,7 @@ def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor
 
 
 def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Raise torch's own error where one device raises it."""
+    """Raise the error that torch raises on one device."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*targets, *results)):
         raise RuntimeError(
             f"{_name(func)}(): functions with out=... arguments don't support automatic differentiation, but one of "

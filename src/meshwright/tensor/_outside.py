@@ -1,4 +1,4 @@
-"""Carrying a call out on a rank outside the mesh: what it gives is known, its elements are not here."""
+"""Execution of a call on a rank outside the mesh: the specs of its results are known, their elements are not here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .torch_hooks import no_interception, no_modes, operators_recorded, seeded_t
 
 
 def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Run:
-    """Return how `func` is carried out where no operand has elements, for floats of these values.
+    """Return a function that carries out `func` if no operand has elements, for these values of floats.
 
-    Results have the same specs as on the mesh's ranks, and no elements. The dtypes that autocast and the default dtype
-    give to results are part of a plan here: elsewhere local results tell their dtypes.
+    Results have the same specs as on the mesh's ranks, and no elements. The dtypes of results under autocast and the
+    default dtype are part of a plan here; on other ranks the local results have these dtypes.
     """
     plans = {_dtype_settings(args, kwargs): _planned(func, args, kwargs, tensors)}
 
@@ -84,7 +84,7 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
 
 
 def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """What a call gives whose results depend on values; in a pipeline the stage that has them sends them."""
+    """Return the results of a call that depend on values; in a pipeline the stage that holds the values sends them."""
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     if stages_of([mesh]) is None:
         raise AbsentError(
@@ -109,7 +109,10 @@ def _valued(tree: Any, values: Mapping[int, Tensor]) -> Any:
 
 
 def telling(mesh: ProcessMesh, run: Run) -> Run:
-    """Return `run`, a call whose results depend on values; in a pipeline the other stages are sent what it reads."""
+    """Return `run`, a call whose results depend on values.
+
+    In a pipeline it also sends the operands to the other stages.
+    """
     known: list[bool] = []
 
     def told(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -125,9 +128,9 @@ def telling(mesh: ProcessMesh, run: Run) -> Run:
 
 
 def _of_zeros(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives for zeros in the place of what is not here: some shapes torch does not know without numbers.
+    """Return the result of `func` for operands of zeros, for shapes that torch does not know without numbers.
 
-    None where it cannot be carried out either, where shapes depend on numbers, and where it draws or writes.
+    None if that fails too, if shapes depend on numbers, and if the function draws or writes.
     """
     found = [_of_fill(torch.zeros, func, args, kwargs)]
     found += [_of_fill(torch.ones, func, args, kwargs)] if found[0] is not None else []
@@ -155,7 +158,10 @@ def _of_fill(fill: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
-    """Results of these shapes without elements, repeated on the mesh as what comes of whole tensors is."""
+    """Return tensors with the shapes of `out` without elements, replicated on the mesh.
+
+    Results of whole tensors have this layout too.
+    """
     specs = [spec_of_whole(t, like.mesh) for t in tensors_in(out)]
     made = iter(make_absent(specs, tensors))
     return map_tensors(lambda _: next(made), out)
@@ -181,9 +187,10 @@ def _without_elements(
 def _made_behind(
     places: Sequence[int], specs: Sequence[Spec], tensors: Sequence[Tensor], paths: Paths | None
 ) -> list[tuple[int, Tensor]]:
-    """Return the results at `places` without elements, each behind the operands that it has a gradient for.
+    """Return the results at `places` without elements, each computed from the operands that it has a gradient for.
 
-    Results with the same operands have one node of the autograd graph. Without `paths`, all are behind all operands.
+    Results with the same operands have one node of the autograd graph. Without `paths`, all results depend on all
+    operands.
     """
     groups: dict[Any, list[int]] = {}
     for at in places:
@@ -196,7 +203,7 @@ def _made_behind(
 
 
 def _draw_along(captured: Captured) -> None:
-    """Random operators draw here too, so that the generators of all ranks stay in one state."""
+    """Run random operators on this rank too, so that the generators of all ranks have the same state."""
     for node in captured.nodes:
         if seeded_tag in node.op.tags:
             with no_interception(), torch.no_grad():

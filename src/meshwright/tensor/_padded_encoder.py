@@ -1,8 +1,9 @@
-"""`nn.TransformerEncoder` with padded sequences: zeros at the padded positions where one device gives zeros.
+"""`nn.TransformerEncoder` with padded sequences: zeros at the padded positions if one device gives zeros.
 
 In evaluation mode, torch may pack the sequences into a nested tensor and pad the result with zeros. It does so unless
-an argument has `__torch_function__`, as a DistTensor has. Here torch's own code decides on stand-ins for the arguments
-whether it would pack them. If so, the layers run on padded sequences and the padded positions are set to zero after.
+an argument has `__torch_function__`, as a DistTensor has. Here torch's own code runs on stand-ins for the arguments, to
+find out whether it would pack them. If so, the layers run on padded sequences, and then the padded positions are set to
+zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gradients of parameters that are still sums over ranks: kept apart, and reduced together.
+"""Gradients of parameters that are pending sums over ranks: stored separately, and reduced together.
 
-A parameter that is repeated over an axis but used differently on each rank gets its gradient as terms. Reducing each
-at once costs one collective per parameter and per backward pass. Inside `Tensor.backward` they are kept here instead,
-and reduced in buckets when somebody first looks at any `.grad`: the optimizer, clipping, or the user. Gradient
+A parameter that is replicated over an axis but used differently on each rank gets its gradient as terms. Immediate
+reduction costs one collective per parameter and per backward pass. Inside `Tensor.backward` the terms are stored here
+instead. They are reduced in buckets when the optimizer, clipping or the user first reads any `.grad`. Gradient
 accumulation over several passes is then one reduction.
 """
 
@@ -32,7 +32,7 @@ BUCKET_BYTES = 25 * 2**20
 class _Pending:
     """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far.
 
-    `number` tells which backward passes made them (`_identity`).
+    `number` identifies the backward passes that made them (`_identity`).
     """
 
     leaf: Any
@@ -41,7 +41,7 @@ class _Pending:
     number: int
 
     def take(self) -> Tensor:
-        """The terms, which nobody keeps any longer."""
+        """Return the terms and drop the reference to them."""
         terms, self.terms = self.terms, None
         assert terms is not None
         return terms
@@ -57,7 +57,7 @@ _state = _State()
 
 
 class _Deferred(torch.autograd.Function):
-    """Repeated → varying for a leaf: the identity, whose gradient waits to be reduced."""
+    """Replicated → varying for a leaf: the identity, whose gradient waits to be reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
@@ -89,12 +89,12 @@ _deferred: Callable[[Tensor, Move], Tensor] = bare_apply(_Deferred)
 
 
 def defer_reduction(x: Any, how: Move) -> Tensor:
-    """`x`, a leaf, after `how`, which only lets it be used in a varying way; the gradient's reduction is put off."""
+    """Return `x`, a leaf, after `how`, which only makes it varying; the reduction of its gradient is deferred."""
     return _deferred(x, how)
 
 
 def _is_watched(leaf: Any) -> bool:
-    """True when hooks want to see the gradient as it arrives."""
+    """True if hooks need the gradient as soon as it arrives."""
     with no_interception():
         return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
 
@@ -109,7 +109,7 @@ def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
 
 
 class deferring:  # entered in every step: a class is faster than a generator
-    """Inside, backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
+    """Context in which backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
@@ -122,7 +122,7 @@ class deferring:  # entered in every step: a class is faster than a generator
 
 
 def forget(leaf: Any) -> None:
-    """Drops the terms of `leaf`, whose gradient is set anew."""
+    """Drop the terms of `leaf`, whose gradient is replaced."""
     if not _state.waiting:
         return
     for key in [k for k in _state.waiting if k[0] == id(leaf)]:
@@ -130,14 +130,17 @@ def forget(leaf: Any) -> None:
 
 
 def flush() -> None:
-    """Reduce every gradient that waits, in buckets of equal reductions, and add it to `.grad` in place."""
+    """Reduce every pending gradient, in buckets of equal reductions, and add it to `.grad` in place."""
     if _state.waiting:
         waiting, _state.waiting = list(_state.waiting.values()), {}
         _add_up(waiting)
 
 
 def flush_read() -> None:
-    """Reduce the gradients that wait to be added to a `.grad` that is there: the program may hold that tensor."""
+    """Reduce the pending gradients of parameters that already have a `.grad`.
+
+    The program may hold that tensor.
+    """
     with no_interception():
         read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
     if read:
@@ -156,7 +159,7 @@ def _add_up(waiting: Sequence[_Pending]) -> None:
 
 
 def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
-    """Items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
+    """Yield items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
     groups: dict[Any, list[_Pending]] = {}
     filled: dict[Any, int] = {}
     for item in waiting:
@@ -170,14 +173,14 @@ def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
 
 
 def bucket_of(frame: FrameType | None) -> Spec | None:
-    """How the first gradient lies of the bucket that the frame reduces; None where it reduces none."""
+    """Return the spec of the first gradient in the bucket that the frame reduces; None if it reduces none."""
     while frame is not None and frame.f_code is not _reduced.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["first"]
 
 
 def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:
-    """The sums of a bucket's terms, by one all-reduce; the terms are let go."""
+    """Return the sums of a bucket's terms, by one all-reduce; the terms are released."""
     first = bucket[0].spec
     axes = first.layout.partial_axes
     found = [item.take() for item in bucket]

@@ -1,4 +1,4 @@
-"""Settings that hold for a while, each rank's own."""
+"""Settings in a context, separate for each rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Choice = TypeVar("Choice")
 
 
 class PerRank(Generic[Choice]):
-    """What the calling rank has chosen, else `usual`.
+    """The choice of the calling rank, or `usual` if it has made none.
 
-    It is kept by carrier, or by thread where there is none: a process's carrier is that of torch's backward threads
-    too, which recompute checkpointed calls.
+    It is stored by communicator, or by thread if there is none. A process has the same communicator in torch's backward
+    threads, which recompute checkpointed calls.
     """
 
     def __init__(self, usual: Choice) -> None:
@@ -27,7 +27,7 @@ class PerRank(Generic[Choice]):
         self._chosen: WeakKeyDictionary[Any, Choice] = WeakKeyDictionary()
 
     def get(self) -> Choice:
-        """Return the choice that holds now."""
+        """Return the current choice."""
         if not self._chosen:
             return self._usual
         if rank_or_none() is not None and current() in self._chosen:
@@ -36,7 +36,7 @@ class PerRank(Generic[Choice]):
 
     @contextmanager
     def holding(self, choice: Choice) -> Generator[None]:
-        """Inside, `choice` holds."""
+        """Set `choice` inside the block."""
         here = threading.current_thread() if rank_or_none() is None else current()
         before = self._chosen.get(here)
         self._chosen[here] = choice

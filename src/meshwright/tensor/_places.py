@@ -1,6 +1,6 @@
-"""Where in the forward pass a conversion was made, kept for those who ask what its gradient's communication is for.
+"""Places in the forward pass at which conversions were made, to attribute the communication of their gradients.
 
-Nothing is kept while nobody asks.
+Nothing is stored unless a place is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 class _Asking:
-    """How many threads want places to be kept."""
+    """Number of threads that need places."""
 
     count = 0
 
@@ -32,19 +32,19 @@ _backward: set[CodeType] = set()
 
 
 def keep_place(ctx: Any) -> None:
-    """Notes in an autograd function's context where its forward pass was called, if anybody asks."""
+    """Store the place of the forward call in an autograd function's context, if places are needed."""
     if _Asking.count:
         ctx.place = Place(user_frame(), module_path())
 
 
 def is_backward(function: Any) -> None:
-    """The method is one whose `ctx` may have a place."""
+    """Register a `backward` method whose `ctx` may have a place."""
     _backward.add(function.__code__)
 
 
 @contextmanager
 def places_kept() -> Generator[None]:
-    """Inside, conversions of all threads know where they were made."""
+    """Store the places of conversions of all threads inside the block."""
     _Asking.count += 1
     try:
         yield
@@ -53,12 +53,12 @@ def places_kept() -> Generator[None]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass."""
+    """True if this thread is in a backward pass."""
     return backward_running() != -1
 
 
 def place_of_gradient(frame: FrameType | None) -> Place | None:
-    """Where the conversion was made whose backward pass the frame is inside of; None where that is not known."""
+    """Return the place of the conversion whose backward pass contains the frame; None if it is not known."""
     while frame is not None:
         if frame.f_code in _backward:
             return getattr(frame.f_locals["ctx"], "place", None)

@@ -1,4 +1,4 @@
-"""Making the plan of a call: capture it, decide how it lies, and close over what has to be done."""
+"""Planning of a call: capture it, decide its layouts, and close over the remaining work."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .torch_hooks import Operator, no_interception, shares_storage, written_argu
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for the tensor that is the call's `at`-th tensor argument, in order of appearance."""
+    """Placeholder for the call's `at`-th tensor argument, in order of appearance."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator on local tensors: what its operands become first, and what its results are.
+    """One operator on local tensors: the conversions of its operands, and the specs of its results.
 
     Attributes:
         moves: Pairs of the number of a tensor argument and the conversion of this argument.
@@ -60,7 +60,7 @@ class Step:
     context: Context | None = None
 
     def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The operator's arguments with these local tensors, and with sizes that are local ones."""
+        """Return the operator's arguments with these local tensors, and with local sizes."""
         args = tuple(_fill(a, tensors) for a in self.args)
         kwargs = {k: _fill(v, tensors) for k, v in self.kwargs.items()}
         for key in self.sizes:
@@ -72,7 +72,7 @@ class Step:
         return args, kwargs
 
     def call(self, here: Carrier) -> OnRank:
-        """What a second form may ask."""
+        """Return the view of the call for a second form."""
         return OnRank(self.ins, self.outs, here)
 
 
@@ -86,7 +86,7 @@ def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """The call is the python function `parts`, made of operations of which each has its own plan."""
+    """The call is the Python function `parts`, which consists of operations with their own plans."""
 
     parts: Callable[..., Any]
     node: Node
@@ -94,9 +94,9 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The call draws numbers that its operands' values decide: as one device does, for the whole of them.
+    """The call draws numbers that depend on its operands' values: it runs on whole tensors, as on one device.
 
-    Every rank keeps its part of the results, which are as these specs say.
+    Every rank keeps its part of the results, which have these specs.
     """
 
     outs: tuple[Spec, ...]
@@ -105,9 +105,9 @@ class Drawn:
 def plan_node(
     node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
 ) -> Step | Inline | None:
-    """How one captured operator is carried out on `mesh`; None when only the whole tensors will do.
+    """Return the plan of one captured operator on `mesh`; None if it must run on whole tensors.
 
-    `specs` maps ids of meta tensors to the specs of the distributed tensors they stand for; others are replicated.
+    `specs` maps ids of meta tensors to the specs of their distributed tensors; other tensors are replicated.
     """
     ones = any(map(_shards_one, specs.values())) and _is_view(node)
     try:
@@ -152,7 +152,7 @@ def _decided(call: Call, ins: Sequence[Spec | None]) -> Decision | None:
 
 
 def _alternative(node: Node, other: Alternative, ins: Sequence[Spec | None]) -> tuple[Call, Decision] | None:
-    """The call by another rule; None where that has to gather an operand too, or its form cannot do."""
+    """Return the call with another rule; None if that rule gathers an operand too, or its form does not fit."""
     call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), alternative=other.rule)
     decision = _decided(call, ins) if call is not None else None
     if call is None or decision is None or decision.gathers or decision.form is None:
@@ -161,7 +161,7 @@ def _alternative(node: Node, other: Alternative, ins: Sequence[Spec | None]) -> 
 
 
 def _hinted(x: Any) -> Any:
-    """A leaf of arguments with the hints of symbolic sizes in their place: decisions are made for those."""
+    """Return a leaf of the arguments with symbolic sizes replaced by their hints; decisions are made for the hints."""
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         return x.node.hint
     if isinstance(x, Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape):
@@ -170,7 +170,7 @@ def _hinted(x: Any) -> Any:
 
 
 def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | None:
-    """The decision for operands whose sizes may be symbolic."""
+    """Return the decision for operands whose sizes may be symbolic."""
     if decision is None or all(s is None or not s.is_symbolic for s in ins):
         return decision
     found = [s.with_layout(d.layout) if s and d else d for s, d in zip(ins, decision.ins, strict=True)]
@@ -183,7 +183,7 @@ def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
 
 
 def _writes_elsewhere(node: Node, call: Call) -> bool:
-    """True when the operator writes to a tensor that is no operand of the rule."""
+    """True if the operator writes to a tensor that is no operand of the rule."""
     return len(written_arguments(node.op)) > len(call.mutated)
 
 
@@ -245,13 +245,13 @@ def may_alias(op: Operator) -> bool:
 
 
 def _grown(call: Call, results: Sequence[Tensor]) -> bool:
-    """True when a result has a dim that is no factor of an operand: its size comes from elsewhere."""
+    """True if a result has a dim that is no factor of an operand, so that its size comes from elsewhere."""
     pairs = zip(call.bound.outs, results, strict=False)
     return any(not dim and n != 1 for dims, r in pairs for dim, n in zip(dims, r.shape, strict=True))
 
 
 def leaves_nothing(spec: Spec | None) -> bool:
-    """True when the last rank along some dim holds no piece of it."""
+    """True if the last rank along some dim holds no piece of it."""
     if spec is None or spec.is_symbolic:
         return False
     last = {a: n - 1 for a, n in spec.mesh.sizes.items()}
@@ -260,7 +260,7 @@ def leaves_nothing(spec: Spec | None) -> bool:
 
 
 def _is_unsafe(op: Operator) -> bool:
-    """True for operators called unsafe: nobody may count on what they share; to autograd their results are no views."""
+    """True for operators called unsafe: their aliases are not guaranteed, and autograd sees no views."""
     return op.name().startswith(("aten::unsafe_", "aten::_unsafe_"))
 
 
@@ -301,11 +301,11 @@ def _in_one_node(node: Node) -> bool:
 def plan_call(
     captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
 ) -> Step | Inline | Drawn | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
-    """The plan of a captured call.
+    """Return the plan of a captured call.
 
-    One operator: its step, the smaller parts it is made of, or what torch makes of it as another capture. Several: the
-    specs of the results when the caller's own function does right on the local tensors, else the operators, to be
-    carried out one by one. None: run it whole.
+    For one operator: its step, its smaller parts, or its decomposition by torch as another capture. For several: the
+    specs of the results if the caller's own function is correct on the local tensors, else the operators, to be carried
+    out one by one. None: run the call on whole tensors.
     """
     if len(captured.nodes) == 1 and _is_whole_call(captured):
         node = replace(captured.nodes[0], out=captured.out)
@@ -321,7 +321,7 @@ def plan_call(
 
 
 def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | None:
-    """How the results of an operator that draws lie; None for one that does not."""
+    """Return the layouts of the results of an operator that draws; None for other operators."""
     rule = drawn_rule(node.op, node.args, node.kwargs)
     call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
     if call is None or _writes_elsewhere(node, call):
@@ -336,7 +336,7 @@ def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | 
 
 
 def _is_whole_call(captured: Captured) -> bool:
-    """True when the only operator takes the call's tensors and gives the call's results."""
+    """True if the only operator takes the call's tensors and returns the call's results."""
     node = captured.nodes[0]
     known = {id(t) for t in captured.inputs}
     used = {id(t) for t in tensors_in((node.args, node.kwargs))}
@@ -396,14 +396,14 @@ def _written(node: Node) -> list[Tensor]:
 
 
 def makes_views(captured: Captured) -> bool:
-    """True when a result looks at the memory of an argument."""
+    """True if a result shares the memory of an argument."""
     return any(shares_storage(t, r) for t in captured.inputs for r in tensors_in(captured.out))
 
 
 def _is_hidden_view(captured: Captured) -> bool:
-    """True if the only operator returns a view that its schema does not tell of, as `einsum("ij->ji", x)` does.
+    """True if the only operator returns a view that its schema does not declare, as `einsum("ij->ji", x)` does.
 
-    Whether a part gives a view may differ between ranks, and operators with schemas that tell of views give one.
+    Ranks may differ in whether their part gives a view. Operators whose schemas declare views always give one.
     """
     op, inputs = captured.nodes[0].op, {id(t) for t in captured.inputs}
     if may_alias(op) or is_written(op) or _is_unsafe(op) or not makes_views(captured):
@@ -412,7 +412,10 @@ def _is_hidden_view(captured: Captured) -> bool:
 
 
 def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool:
-    """True if each result is memory of a plain argument: the distributed ones then only told a shape or a dtype."""
+    """True if each result shares memory with a plain argument.
+
+    The distributed ones then only provide a shape or a dtype.
+    """
     results, flags = list(tensors_in(captured.out)), list(is_distributed)
     if all(flags) or not results or any(is_written(node.op) for node in captured.nodes):
         return False
@@ -435,10 +438,10 @@ def returns_arguments(captured: Captured, args: Any, kwargs: Any) -> bool:
 
 
 def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
-    """True if a number among the arguments may decide how the operator's results lie.
+    """True if a number among the arguments may affect the layouts of the operator's results.
 
-    Pending sums pass a product with a number that is small enough. An operator that writes leaves the layout of what
-    it writes to as it is.
+    Pending sums pass a product with a number that is small enough. An operator that writes keeps the layout of its
+    target.
     """
     try:
         call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)))
@@ -453,5 +456,5 @@ def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> 
 
 
 def is_constant(captured: Captured) -> bool:
-    """True when the call gave no tensor and wrote to none: it asked for something that shapes and dtypes tell."""
+    """True if the call returned no tensor and wrote to none, so that its result follows from shapes and dtypes."""
     return not any(is_written(n.op) for n in captured.nodes) and not any(True for _ in tensors_in(captured.out))

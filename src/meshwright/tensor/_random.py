@@ -1,9 +1,9 @@
-"""Random operators: by default the same global numbers whatever the layout and the mesh.
+"""Random operators: by default the same global numbers for every layout and every mesh.
 
 "torch"    every rank draws the whole tensor from torch's own generator, which all ranks have in the same state,
-           and keeps its part: the numbers of one device, to the bit; costs the whole drawing on each rank.
-"counter"  every rank computes its part alone, from a key that is drawn from torch's generator once per call: the same
-           global numbers on every mesh, but not those of one device. See `_counter`; what is not there is as "torch".
+           and keeps its part: exactly the numbers of one device; each rank pays for the whole draw.
+"counter"  every rank computes only its part, from a key that is drawn from torch's generator once per call: the same
+           global numbers on every mesh, but not those of one device. See `_counter`; other distributions use "torch".
 "rank"     every rank draws only its part: cheapest, other numbers on every mesh.
 """
 
@@ -40,7 +40,7 @@ drawing_by = _sources.get
 
 
 def random_source(source: Source) -> AbstractContextManager[None]:
-    """Inside, random operators on distributed tensors draw by this source: "torch", "counter" or "rank".
+    """Set the source of random operators on distributed tensors inside the block: "torch", "counter" or "rank".
 
     Raises RandomSourceError for another name.
     """
@@ -55,9 +55,9 @@ def random_source(source: Source) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a call draws: the tensor's method that fills it, or "dropout" for a mask, and its arguments.
+    """One draw: the tensor's method that fills it, or "dropout" for a mask, and its arguments.
 
-    `like` are the arguments by which the result is a new tensor, of another dtype perhaps.
+    With `like`, the result is a new tensor made with these arguments of `empty_like`, perhaps of another dtype.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Draw:
         return x if self.like is None else torch.empty_like(x, **self.like)
 
     def fill(self, x: Tensor) -> Tensor:
-        """`x`, or a new tensor like it, filled by torch."""
+        """Fill `x`, or a new tensor like it, by torch; return it."""
         if self.name == "dropout":
             return torch.dropout(torch.ones_like(x), self.args[0], True)
         out = self.empty(x)
@@ -79,7 +79,7 @@ class Draw:
         return out
 
     def count(self, x: Tensor, spec: Spec) -> Tensor:
-        """`x`, or a new tensor like it, filled by counters as this rank's part under `spec`."""
+        """Fill `x`, or a new tensor like it, by counters as this rank's part under `spec`; return it."""
         out = self.empty(x)
         if self.name != "dropout":
             getattr(out.new_empty(0), self.name)(*self.args, **self.kwargs)  # refuses what torch refuses
@@ -122,7 +122,7 @@ def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dt
 
 
 def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """`x.normal_()` and its like: what `x` held does not matter."""
+    """Fill a tensor by `x.normal_()` and similar methods; its old values do not matter."""
     x, *rest = args
     if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
         return NotImplemented
@@ -138,8 +138,9 @@ _LIKE: dict[Any, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     torch.randn_like: ("normal_", (), ("default",)),
     torch.randint_like: ("random_", ("low", "high"), ("default", "low_dtype")),
 }
-"""Function → the method that fills its result, the parameters that it has before those of `empty_like`, and the
-overloads that it is in captured programs."""
+"""Function → the method that fills its result, its parameters before those of `empty_like`, and its overloads in
+captured programs.
+"""
 
 LIKE = {
     f: (name, parameters)
@@ -150,7 +151,7 @@ LIKE = {
 
 
 def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.rand_like(x)` and its like: only the shape of `x` matters."""
+    """Return the result of `torch.rand_like(x)` and similar functions; only the shape of `x` matters."""
     x, draw = _like_draw(func, args, dict(kwargs))
     if not isinstance(x, DistTensor):
         return NotImplemented
@@ -161,7 +162,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
-    """The tensor that the result is like, and what the call draws."""
+    """Return the tensor that the result is like, and the draw of the call."""
     name, parameters = LIKE[func]
     x = args[0] if args else kwargs.pop("input")
     bounds = [*args[1:], *[kwargs.pop(p) for p in parameters if p in kwargs]]
@@ -172,7 +173,7 @@ def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]
 
 
 def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout by a mask; terms are joined first, since each element is dropped once."""
+    """Apply dropout by a mask; pending terms are reduced first, since each element is dropped once."""
     x = args[0] if args else kwargs.get("input")
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
@@ -192,14 +193,17 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _joined(spec: Spec) -> Spec:
-    """The same cuts and memory order, and no terms that wait to be joined."""
+    """Return the spec with the same sharding and memory order, and no pending terms."""
     if not spec.layout.partial:
         return spec
     return spec.with_layout(replace(spec.layout, partial=())).with_strides(spec.new.strides)
 
 
 def dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:
-    """The share that is dropped, whether anything is, and whether in place; `rest` is behind the first argument."""
+    """Return the dropped fraction, whether the call drops anything, and whether in place.
+
+    `rest` are the positional arguments after the first one.
+    """
     p = rest[0] if rest else kwargs.get("p", 0.5)
     train = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
     inplace = rest[2] if len(rest) > 2 else kwargs.get("inplace", False)

@@ -1,4 +1,4 @@
-"""Turning a plan into a function that carries the call out on local tensors."""
+"""Functions that carry out a planned call on local tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law) -> Run:
-    """Return the run of a call that is right on local tensors: it calls the function and stamps the results.
+    """Return the run of a call that is correct on local tensors: it calls the function and stamps the results.
 
     The function may return a plain argument itself.
     """
@@ -46,7 +46,7 @@ def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law)
 
 
 class _Direct:
-    """The run of a call with one result; `settled` gives a faster run once the first results were checked."""
+    """The run of a call with one result; `settled` is a faster run for use after the first results were checked."""
 
     def __init__(self, run: Run, spec: Spec, law: Law) -> None:
         self.run, self.law, self.simple = run, law, _run_direct_one(spec)
@@ -56,7 +56,7 @@ class _Direct:
 
     @property
     def settled(self) -> Run:
-        """Return the run to keep after the first call."""
+        """The run to keep after the first call."""
         return self.simple if self.law.is_plain else self.run if self.law.settled else self
 
 
@@ -87,7 +87,7 @@ def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
 
 
 def _typed(spec: Spec, t: Tensor) -> Spec:
-    """`spec` with the dtype of a new local tensor, which autocast may have chosen."""
+    """Return `spec` with the dtype of a new local tensor, which autocast may have chosen."""
     return spec if isinstance(t, DistTensor) or t.dtype is spec.dtype else spec.with_dtype(t.dtype)
 
 
@@ -108,13 +108,16 @@ def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
 
 
 def _places(args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """Where the call's tensors stand among its arguments, named ones last; None where one is inside another one."""
+    """Return the indices of the call's tensors among its arguments, keyword arguments last.
+
+    None if a tensor is nested.
+    """
     found = tuple(at for at, a in enumerate((*args, *kwargs.values())) if isinstance(a, Tensor))
     return found if len(found) == len(list(tensors_in((args, kwargs)))) else None
 
 
 def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -> list[Tensor]:
-    """The call's tensor arguments, each as the operator needs it."""
+    """Return the call's tensor arguments, converted as the operator needs them."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = list(tensors_in(values)) if places is None else [values[at] for at in places]
     exact = step.form is None
@@ -138,7 +141,10 @@ def _run_moved(step: Step, law: Law) -> Run:
 
 
 def _run_foreign(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
-    """A user's operator sees plain tensors: what it saves for its backward pass must meet plain gradients there."""
+    """Return the run of a user's operator on plain tensors.
+
+    The tensors that it saves must match the plain gradients of its backward pass.
+    """
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -180,7 +186,7 @@ def _run_named(step: Step, places: tuple[int, ...], law: Law) -> Run:
 
 
 def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
-    """What makes local results distributed ones."""
+    """Return a function that turns local results into distributed ones."""
     specs = step.outs
 
     def many(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,7 +220,10 @@ def _run_local(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
 
 
 def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
-    """What makes operands float32 where autocast wants the operator so: its second form is other operators."""
+    """Return a function that converts operands to float32 if autocast requires that for the operator.
+
+    The operator's second form consists of other operators, to which autocast does not apply this.
+    """
     if step.form is None:
         return lambda tensors: tensors
     known: dict[torch.dtype, bool] = {}
@@ -231,7 +240,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
 
 
 def _computed(step: Step, tensors: Sequence[Tensor]) -> Any:
-    """What the operator, or its second form, makes of this rank's parts."""
+    """Return the result of the operator, or of its second form, for this rank's parts."""
     here = current()
     args, kwargs = step.local_arguments(tensors, here)
     return step.form(step.call(here), *args, **kwargs) if step.form else step.node.op(*args, **kwargs)
@@ -244,7 +253,7 @@ _SIZED = {
     Tensor.expand: Tensor.expand,
     Tensor.unflatten: Tensor.view,
 }
-"""Functions that do, on local tensors, what `f(tensor, local sizes)` does."""
+"""Functions that are equal to `f(tensor, local sizes)` on local tensors."""
 
 
 def _run_sized(step: Step, local: Any, law: Law) -> Run:
@@ -261,7 +270,7 @@ def _run_sized(step: Step, local: Any, law: Law) -> Run:
 
 
 def run_inline(found: Inline, captured: Captured) -> Run:
-    """The operator's smaller parts, each with a plan of its own."""
+    """Return the run of the operator's smaller parts, each with its own plan."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         real = _real(captured, args, kwargs)
@@ -271,7 +280,7 @@ def run_inline(found: Inline, captured: Captured) -> Run:
 
 
 def run_drawn(found: Drawn) -> Run:
-    """The whole results on every rank, of which it keeps its part."""
+    """Return the run that computes the whole results on every rank and keeps the rank's part."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         left = iter(found.outs)
@@ -289,25 +298,25 @@ def _kept(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _like(meta: Any, out: Any) -> Any:
-    """Results in the kind of tuple that the operator returns."""
+    """Return results in the kind of tuple that the operator returns."""
     return out if isinstance(out, Tensor) or not hasattr(type(meta), "n_fields") else type(meta)(tuple(out))
 
 
 def _real(captured: Captured, args: Any, kwargs: Any) -> Callable[[Any], Any]:
-    """Puts the call's tensors in the place of the meta tensors that stood for them."""
+    """Return a function that replaces the meta tensors of a capture by the call's tensors."""
     known = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
     return lambda tree: map_tensors(lambda t: known[id(t)], tree)
 
 
 def run_identity(captured: Captured, args: Any) -> Run:
-    """Return the run of a call that returns arguments of its own."""
+    """Return the run of a call that returns its own arguments."""
     if isinstance(captured.out, Tensor) and captured.inputs[0] is captured.out and args and isinstance(args[0], Tensor):
         return lambda func, types, args, kwargs: args[0]
     return lambda func, types, args, kwargs: _real(captured, args, kwargs)(captured.out)
 
 
 def run_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that returns memory of a plain argument, and asks distributed ones only for shape and dtype."""
+    """Call a function that returns memory of a plain argument, and reads only shape and dtype of distributed ones."""
     with no_interception():
         args, kwargs = map_tensors(_uninitialised, (args, kwargs or _NOTHING))
         return func(*args, **kwargs)
@@ -321,7 +330,7 @@ def _uninitialised(t: Tensor) -> Tensor:
 
 
 def run_graph(captured: Captured) -> Run:
-    """Several operators, carried out one by one on distributed tensors."""
+    """Return the run of several operators, one by one on distributed tensors."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         known: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
@@ -346,7 +355,7 @@ def _run_node(node: Node, known: dict[int, Tensor]) -> None:
 
 
 def in_order_of(given: Captured, run: Run) -> Run:
-    """`run` of an operator that was taken apart, with contiguous results where the operator gives contiguous ones."""
+    """Return `run` of a decomposed operator, with contiguous results where the operator gives contiguous ones."""
     contiguous = [strides_of(x) is None for x in tensors_in(given.out)]
     if not any(contiguous) or all(strides_of(x) is None for x in given.inputs):
         return run
@@ -359,7 +368,10 @@ def in_order_of(given: Captured, run: Run) -> Run:
 
 
 def replaying(run: Run) -> Run:
-    """`run`, whose views autograd repeats as they were made, with gradients in the memory order that kernels want."""
+    """Return `run` with views that autograd repeats as they were made.
+
+    Gradients have the memory order of the kernels.
+    """
 
     def replayed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with view_replay():
@@ -380,15 +392,15 @@ def _reorder_gradients(made: Sequence[Tensor]) -> None:
 
 
 def _reordered(grad: Tensor | None) -> Tensor | None:
-    """Return an empty gradient with contiguous strides: `contiguous()` of an expanded empty tensor changes nothing.
+    """Return an empty gradient with contiguous strides; `contiguous()` would not change an expanded empty tensor.
 
-    The engine has None for a gradient of zeros, such as that of a view whose values were all overwritten.
+    The engine passes None for a gradient of zeros, such as that of a view whose values were all overwritten.
     """
     return None if grad is None else grad.clone(memory_format=torch.contiguous_format)
 
 
 def run_twin(node: Node, captured: Captured) -> Run | None:
-    """An operator that writes to its first argument, as its functional twin (`add` for `add_`) copied into it."""
+    """Return the run of an in-place operator as its functional twin (`add` for `add_`) and a copy."""
     twin = _twin(node)
     if twin is None:
         return None
@@ -407,7 +419,7 @@ def run_twin(node: Node, captured: Captured) -> Run | None:
 
 
 def _is_unseen(node: Node) -> bool:
-    """True if autograd does not see what the operator writes: the gradient passes as if nothing had been written."""
+    """True if autograd does not see the write of the operator: the gradient passes as if nothing had been written."""
     target: Any = node.args[0]
     if not target.is_floating_point() and not target.is_complex():
         return False
@@ -416,7 +428,7 @@ def _is_unseen(node: Node) -> bool:
         before = written.grad_fn
         try:
             node.op(written, *node.args[1:], **node.kwargs)
-        except RuntimeError:  # torch refuses the derivative, which the call itself will say
+        except RuntimeError:  # torch refuses the derivative; the call itself raises that error
             return False
         return written.grad_fn is before
 

@@ -1,6 +1,6 @@
-"""A check, on simulated ranks, that all give parts of one tensor to `from_local`.
+"""Check on simulated ranks that all ranks pass parts of one tensor to `from_local`.
 
-Processes notice it at the first collective, by the number of the tensor (`_identity`).
+Processes detect this at the first collective, by the number of the tensor (`_identity`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Converted operands that autograd saves, kept up with writes to the tensors that they were made from.
+"""Converted operands that autograd saves, kept up to date with writes to the tensors that they were made from.
 
 `y = x @ w` with a sharded `w` gathers `w`, and autograd saves the gathered copy. On one device autograd saves `w`. If
 `w` is written to before the backward pass, torch raises an error there. After a write to `w.data`, the backward pass
-reads the new values. Both must hold for the copy. So each copy is noted here, and each backward pass looks at it first:
+reads the new values. Both must hold for the copy. So each copy is noted here, and each backward pass checks it first:
 
     `w` was written to           the version of the copy moves, so torch raises its own error if the copy was saved
     `w.data` was written to      the copy gets the new values, converted again
     `w` moved to other memory    the copy moves to the converted new values; saved views keep the old values
 
-A copy that nothing saved is gone by then. Nothing is converted again unless somebody wrote to the data of a tensor.
+A copy that nothing saved no longer exists then. Nothing is converted again unless the data of a tensor was written to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Conversion = Callable[[Tensor], Tensor]
 
 _T: Any = Tensor
 _STORAGE, _OFFSET, _STRIDE = _T.untyped_storage, _T.storage_offset, _T.stride
-"""Methods of the local part: those of a distributed tensor first ask what they are called for."""
+"""Methods of the local part; those of a distributed tensor would be dispatched first."""
 
 
 class _State(threading.local):
@@ -46,7 +46,10 @@ _state = _State()
 
 
 class _Note(ref[Tensor]):
-    """A reference to a noted tensor; when the tensor is gone, the note leaves the notes of its thread."""
+    """A weak reference to a noted tensor.
+
+    When the tensor is freed, the note is removed from the notes of its thread.
+    """
 
     __slots__ = ("notes", "source")
     notes: dict[int, _Copy | _Alias]
@@ -58,7 +61,7 @@ def _drop(note: Any) -> None:
 
 
 class _Copy(_Note):
-    """A converted operand, its source, and how often both had been written to.
+    """A converted operand, its source, and the numbers of writes to both.
 
     `exact` is False for an operand of another algorithm than one device runs, which may save other tensors. `follows`
     is False for a copy of a view, which stays a view of the old memory when the source moves to other memory.
@@ -71,7 +74,7 @@ class _Copy(_Note):
     how: Conversion
 
     def look(self, source: Tensor) -> None:
-        """Keep the state of the source. Raises RuntimeError if it has no storage or no version counter."""
+        """Store the state of the source. Raises RuntimeError if it has no storage or no version counter."""
         storage = _STORAGE(source)
         base = source._base  # has the version counter, and is alive when a view such as `w.t()` is gone
         self.source = found = ref(source)
@@ -82,7 +85,7 @@ class _Copy(_Note):
         self.others = other_writes(storage, self.version) if is_anything_shared() else 0
 
     def keep_up(self) -> bool:
-        """Bring the copy up to the source; False if it needs no more looks."""
+        """Update the copy from the source; False if it needs no more checks."""
         copy, counted = self(), self.counted()
         if copy is None or copy._version != self.before:  # written to itself, as a view, which torch notices
             return False
@@ -112,7 +115,7 @@ class _Alias(_Note):
     __slots__ = ()
 
     def keep_up(self) -> bool:
-        """Bring the alias to the memory of the source; False if it needs no more looks."""
+        """Move the alias to the memory of the source; False if it needs no more checks."""
         alias, source = self(), self.source()
         if alias is None or source is None:
             return False
@@ -145,13 +148,13 @@ def note_copy(copy: Tensor, source: Tensor, how: Conversion, exact: bool = True,
     try:
         note.before = copy._version
         note.look(source)
-    except RuntimeError:  # a sparse tensor, or a tensor of inference mode; asking first costs 0.4 µs in each call
+    except RuntimeError:  # a sparse tensor, or one of inference mode; a check before costs 0.4 µs in each call
         return
     _add(note)
 
 
 def drop_notes(copy: Tensor) -> None:
-    """Forget what `copy` was converted from: it holds other values now, or has other memory."""
+    """Remove the notes of `copy`, which now has other values or other memory."""
     for note in getweakrefs(copy):
         if isinstance(note, _Copy):
             _drop(note)
@@ -176,7 +179,10 @@ def note_again(copy: Tensor, of: Tensor, then: Conversion) -> None:
 
 
 def _of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
-    """Return what computes `then(view)` from a source of which `base`, with `view` in its memory, is `how(source)`."""
+    """Return a function that computes `then(view)` from a source.
+
+    `how(source)` is `base`, and `view` is in its memory.
+    """
     like, offset = (local_shape(base), _STRIDE(base)), _OFFSET(view) - _OFFSET(base)
     shape, stride = local_shape(view), _STRIDE(view)
 
@@ -190,7 +196,7 @@ def _of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> C
 
 @contextmanager
 def unnoted() -> Generator[None]:
-    """Note no copies inside the context: for operators whose backward pass reads no operand."""
+    """Note no copies inside the context, for operators whose backward pass reads no operand."""
     _state.is_noting, before = False, _state.is_noting
     try:
         yield
@@ -206,7 +212,7 @@ def note_move(copy: Tensor, source: Tensor, how: Move, exact: bool = True) -> Te
 
 
 def keep_up() -> None:
-    """Bring every noted copy up to its source, before a backward pass reads it; every rank makes the call."""
+    """Update every noted copy from its source, before a backward pass reads it; every rank makes the call."""
     notes = _state.notes
     if not notes or backward_running() != -1:
         return

@@ -1,13 +1,13 @@
 """Memory that a tensor takes over by `x.data = new`.
 
-The layout of `x` stays. Three cases differ by what this rank holds:
+The layout of `x` stays. There are three cases for the parts of this rank:
 
-    `new` is a temporary       `x` gets the converted value: nobody else can read or write the memory of `new`
+    `new` is a temporary       `x` gets the converted value: no other code can read or write the memory of `new`
     the same parts             `x` and `new` share the local memory, as on one device
     other parts                `x` becomes a view of the memory of `new`, which is read again and written back
 
-The view ends with the first write to `x` after everything else that used the memory is gone. All ranks have to agree
-that it is gone, because a write to a view is collective.
+The view ends with the first write to `x` after all other users of the memory are gone. All ranks have to agree on that,
+because a write to a view is collective.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class _State(threading.local):
 _state = _State()
 
 _CALLS = 2
-"""References to an argument that nothing else refers to, beside those of one function: the caller's and a setter's."""
+"""References to an otherwise unreferenced argument, beside those of one function: the caller's and a setter's."""
 
 
 def _references(x: object) -> int:
-    """Return the references to an argument that nothing else refers to: one more while TorchDynamo runs functions."""
+    """Return the references to an otherwise unreferenced argument: one more while TorchDynamo runs functions."""
     return sys.getrefcount(x)
 
 
@@ -66,7 +66,7 @@ def is_temporary(new: Tensor) -> bool:
     if sys.getrefcount(new) > _CALLS + _references(object()) or type(new) is DistView or isinstance(new, FakeTensor):
         return False
     if sys.version_info >= (3, 14) and any(v is new for v in sys._getframe(2).f_locals.values()):
-        return False  # a local variable is passed on without a reference of its own
+        return False  # a local variable is passed without its own reference
     with no_interception():
         return is_dense(new) and tensors_on_storage(new) == 1
 
@@ -115,7 +115,7 @@ def _move_to(x: DistTensor, local: Tensor, spec: Spec, shared: Tensor | None) ->
 
 
 def _base_for(new: Tensor, have: Spec) -> DistTensor:
-    """Return `new.data`, which stays on the memory when `new` moves on."""
+    """Return `new.data`, which keeps the memory when `new` moves to other memory."""
     with no_interception():
         data = _T.data.__get__(new)
         if isinstance(new, DistTensor):
@@ -135,7 +135,10 @@ def _check_mesh(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
 
 
 def _is_alone(view: DistView) -> bool:
-    """True if on no rank anything else uses the memory that `view` took over; every rank of the mesh makes the call."""
+    """True if nothing else uses the memory that `view` took over, on any rank.
+
+    Every rank of the mesh makes the call.
+    """
     base = view._source.base
     with no_interception():
         shared = isinstance(base, DistView) or tensors_on_storage(base) > 1
@@ -154,7 +157,7 @@ def _on_any_rank(flag: bool, mesh: ProcessMesh, device: torch.device) -> bool:
 
 
 def register(view: DistView) -> None:
-    """Have `view` read again before each backward pass, which may have saved it."""
+    """Register `view` to be read again before each backward pass, which may have saved it."""
     views, key = _state.views, id(view)
     views[key] = ref(view, lambda _: views.pop(key, None))
 
@@ -172,7 +175,7 @@ def read_shared() -> None:
 
 
 def sharing_views() -> list[DistView]:
-    """Return the tensors that are views because of `x.data = y`, after ending those that share no more.
+    """Return the tensors that are views because of `x.data = y`, after ending those that no longer share memory.
 
     Every rank makes the call.
     """

@@ -1,8 +1,8 @@
-"""Sparse and nested tensors made of distributed ones: they hold whole values and are plain.
+"""Sparse and nested tensors made from distributed ones: they hold whole values and are plain.
 
 A layout divides dense memory, so a sparse or nested result is a plain tensor with the same value on every rank. Its
-gradient flows back to the distributed tensors that it was made of. The C++ constructors would take a local part for the
-whole tensor and never ask `__torch_function__`, so each constructor is wrapped.
+gradient flows back to the distributed tensors that it was made from. The C++ constructors would take a local part for
+the whole tensor without calling `__torch_function__`, so each constructor is wrapped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Operands from several stages of a pipeline: they are sent to the stage that the program came to last.
+"""Operands from several stages of a pipeline: they are sent to the stage that the program reached last.
 
 A pipeline's stages are meshes without a rank in common. A value that one stage makes and another one reads, such as a
-mask, a skip connection or an auxiliary loss, is sent by itself where an operation meets it.
+mask, a skip connection or an auxiliary loss, is sent automatically when an operation uses it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ._make import redistribute
 from ._tree import map_tensors, tensors_in
 
 _SEVERAL_MESHES = ("backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
-"""How the names of functions begin whose tensors may be on several meshes."""
+"""Prefixes of names of functions whose tensors may be on several meshes."""
 _RENEWING = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
-"""Functions that write to their second tensor without a name that says so."""
+"""Functions that write to their second tensor without a name that shows it."""
 _clock = count(1)
 
 
 class StageOrder:
-    """The meshes of a pipeline's stages, and when the calling rank's program came to each of them last.
+    """The meshes of a pipeline's stages, and the time at which the calling rank's program last reached each of them.
 
-    It is known to the rank that made it for as long as somebody holds it.
+    `stages_of` finds it on the rank that made it, as long as it is referenced.
     """
 
     def __init__(self, meshes: Iterable[ProcessMesh]) -> None:
@@ -45,25 +45,25 @@ class StageOrder:
         return all(mesh in self._came for mesh in meshes)
 
     def come_to(self, mesh: ProcessMesh) -> None:
-        """The program goes on in the stage on `mesh`."""
+        """Record that the program continues in the stage on `mesh`."""
         self._came[mesh] = next(_clock)
 
     def latest(self, meshes: Collection[ProcessMesh]) -> tuple[int, ProcessMesh]:
-        """Return which of `meshes` the program came to last, behind the time at which it did."""
+        """Return the time at which the program last reached one of `meshes`, and that mesh."""
         return max(((self._came[mesh], mesh) for mesh in meshes), key=lambda found: found[0])
 
     def begin(self) -> None:
-        """From now on, a value is sent to a stage once, however many operations and layers there read it."""
+        """Begin a scope in which each value is sent to a stage only once, for all operations and layers there."""
         self._depth += 1
 
     def end(self) -> None:
-        """What `begin` began is over; values that were sent are not kept."""
+        """End the scope of the last `begin`; values that were sent are released."""
         self._depth -= 1
         if self._depth == 0:
             self._sent.clear()
 
     def once(self, x: Tensor, mesh: ProcessMesh, send: Callable[[], Tensor]) -> Tensor:
-        """Return what `send()` gives, which is `x` on `mesh`, or gave before."""
+        """Return `send()`, which is `x` on `mesh`; the result is cached between `begin` and `end`."""
         if self._depth == 0:
             return send()
         version = 0 if x.is_inference() else x._version
@@ -73,7 +73,7 @@ class StageOrder:
         return self._sent[key][1]
 
     def sent(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
-        """Return `x` on the mesh of a stage, as it lies on its own; pending sums are taken."""
+        """Return `x` on the mesh of a stage, in its own layout; pending sums are reduced."""
         return self.once(x, mesh, lambda: redistribute(x, mesh, Layout(x._spec.layout.dims)))
 
 
@@ -81,16 +81,16 @@ _known: WeakSet[StageOrder] = WeakSet()
 
 
 def stages_of(meshes: Collection[ProcessMesh]) -> StageOrder | None:
-    """Return the pipeline of the calling rank whose stages these are, of several the one that ran last."""
+    """Return the pipeline of the calling rank with these stages; of several, the one that ran last."""
     rank = rank_or_none()
     found = [order for order in list(_known) if order.rank == rank and order.has(meshes)]
     return max(found, key=lambda order: order.latest(meshes)[0], default=None)
 
 
 def brought_together(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Return the arguments of a call on one mesh, where they are on several stages of a pipeline; else None.
+    """Return the arguments of a call on one mesh if they are on several stages of a pipeline; else None.
 
-    A function that writes to an argument runs where that is.
+    A function that writes to an argument runs on the mesh of that argument.
     """
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     meshes = dict.fromkeys(t._spec.mesh for t in tensors)
@@ -109,7 +109,7 @@ def brought_together(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 
 def written_by(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
-    """Return the tensor that a function of this name writes to, if it does."""
+    """Return the tensor that a function of this name writes to; None if it writes to none."""
     base = name.partition(".")[0]
     if base in _RENEWING:
         return tensors[1]

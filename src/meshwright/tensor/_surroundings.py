@@ -1,4 +1,4 @@
-"""What all ranks must have alike beside their program: versions, settings, random states, values of whole tensors."""
+"""Conditions that must be equal on all ranks beside their program: versions, settings, random states, whole tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from meshwright.comm import note_fact
 
 _LOOKED_AT = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
-"""Variables of the environment that change what ranks send each other."""
+"""Environment variables that change the messages between ranks."""
 
 
 def surroundings() -> int:
-    """Return a number made of the versions and settings of this process, which are noted as facts."""
+    """Return a hash of the versions and settings of this process, and note them as facts."""
     held = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,7 +33,7 @@ def surroundings() -> int:
 
 
 def random_state(device: torch.device, generator: torch.Generator | None) -> int:
-    """Return a checksum of the state of a generator; of the device's own one if `generator` is None."""
+    """Return a checksum of the state of a generator; of the device's default one if `generator` is None."""
     note_fact("torch.initial_seed()", torch.initial_seed())
     held = generator.get_state() if generator is not None else _own_state(device)
     found = crc32(held.numpy().data)
@@ -47,7 +47,7 @@ def _own_state(device: torch.device) -> Tensor:
 
 
 def checksum(x: Tensor | None) -> int:
-    """Return a checksum of the values of a tensor on the CPU, or of a leaf that is trained; 0 for any other."""
+    """Return a checksum of a tensor on the CPU, or of a leaf that requires a gradient; 0 for any other."""
     if x is None or x.is_meta or (x.device.type != "cpu" and not (x.is_leaf and x.requires_grad)):
         return 0
     plain = x.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -1,8 +1,8 @@
-"""Inside `vmap`, `grad`, `jvp` and what else `torch.func` makes of them, distributed tensors are whole and plain.
+"""Distributed tensors inside `vmap`, `grad`, `jvp` and the other transforms of `torch.func`: whole and plain.
 
-A transform's tensors are torch's own wrappers, of which no part can be sent to another rank. So what comes in, and
-what a transformed function uses beside, is gathered outside of all transforms; what comes out is plain, the same on
-each rank. What a function writes to an argument is written back when the transform ends.
+A transform's tensors are torch's own wrappers, of which no part can be sent to another rank. So the inputs, and the
+other tensors that a transformed function uses, are gathered outside of all transforms. Results are plain, and the same
+on each rank. The writes of a function to an argument are written back when the transform ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_traced(func, args, kwargs)
     if transforming():
         return _inside(func, args, kwargs or {})
-    if func is Tensor.untyped_storage:  # gathers the tensor, which a mode of fake tensors could not send
+    if func is Tensor.untyped_storage:  # this gathers the tensor, and a mode of fake tensors could not send it
         with no_modes():
             return planned(func, types, args, kwargs, signature(func, args, kwargs))
     return planned(func, types, args, kwargs, signature(func, args, kwargs))
@@ -81,7 +81,7 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _entering(x: Any) -> Any:
-    """A tensor as a transform takes it in."""
+    """Return a tensor as the input of a transform."""
     if not isinstance(x, DistTensor):
         return x
     found = _argument(x)
@@ -122,7 +122,7 @@ def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Wholes:
-    """Distributed tensors of a tree that a transformed function uses, beside their whole values."""
+    """Distributed tensors of a tree that a transformed function uses, with their whole values."""
 
     def __init__(self, tree: Any) -> None:
         with transforms_paused():
@@ -140,7 +140,7 @@ class _Wholes:
         return known if known is not None else self.pairs[id(t)][1] if id(t) in self.pairs else t
 
     def check(self, func: Any) -> None:
-        """Raises OperationError where the call wrote into a tensor whose parts lie elsewhere."""
+        """Raise OperationError if the call wrote to a tensor that has parts on other ranks."""
         for key, (t, whole) in self.pairs.items():
             if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
                 raise OperationError(
@@ -174,7 +174,7 @@ class _Call:
         return self.arguments[id(t)]
 
     def write_back(self) -> None:
-        """Write to the arguments what the function wrote to their whole values.
+        """Write to the arguments the values that the function wrote to their whole copies.
 
         Raises OperationError, before it writes anything, if another tensor of the call shares memory with an argument.
         """
@@ -202,7 +202,7 @@ _calls = _Calls()
 
 @contextmanager
 def _in_call() -> Generator[None]:
-    """Inside, a transformed function runs; what it wrote to its arguments is written back at the end."""
+    """Context around a transformed function; its writes to its arguments are written back at the end."""
     call = _Call()
     _calls.open.append(call)
     try:
@@ -220,7 +220,7 @@ def _argument(t: DistTensor) -> StandIn | None:
 
 
 def _may_share(a: DistTensor, b: DistTensor) -> bool:
-    """True if a write to `a` may change `b`; a view with memory of its own counts as all of its base."""
+    """True if a write to `a` may change `b`; a view with its own memory counts as all of its base."""
     if isinstance(a, DistView) or isinstance(b, DistView):
         return shares_storage(base_of(a), base_of(b))
     return share_elements(a, b)

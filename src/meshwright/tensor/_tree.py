@@ -1,6 +1,6 @@
-"""Arguments of a call, batches and results as trees: lists, tuples, mappings and slices, with leaves between them.
+"""Trees of arguments, batches and results: lists, tuples, mappings and slices, with leaves in them.
 
-A dataclass and a module are leaves, as is None; a named tuple is a tuple, and what transformers' models give a mapping.
+A dataclass, a module and None are leaves. A named tuple is a tuple, and an output of a transformers model is a mapping.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types that are leaves for certain: whether something is a mapping is the dearest question of all."""
+"""Types that are certainly leaves, checked first, since the test for a mapping is the slowest one."""
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:
-    """Every leaf of `tree`, in order: tensors, None, and all else.
+    """Return every leaf of `tree`, in order: tensors, None, and all other values.
 
     >>> list(leaves_in(({"a": 1, "b": [None, 2.0]}, slice(3))))
     [1, None, 2.0, None, 3, None]
@@ -27,12 +27,12 @@ def leaves_in(tree: Any) -> Iterator[Any]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in `tree`, in order."""
+    """Return every tensor in `tree`, in order."""
     return (x for x in leaves_in(tree) if isinstance(x, Tensor))
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with every leaf replaced by `fn` of it, asked in order; mappings become dicts.
+    """Return `tree` with every leaf replaced by `fn(leaf)`, in order; mappings become dicts.
 
     >>> map_leaves(str, {"a": (1, None)})
     {'a': ('1', 'None')}
@@ -41,7 +41,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with every tensor replaced by `fn` of it, and other leaves as they are; mappings become dicts."""
+    """Return `tree` with every tensor replaced by `fn(tensor)`, and other leaves unchanged; mappings become dicts."""
     return _mapped(fn, tree, False)
 
 

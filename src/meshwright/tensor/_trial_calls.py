@@ -1,4 +1,4 @@
-"""Trial calls on tensors without the caller's values: dtypes of results, missing kernels, and why a capture failed."""
+"""Trial calls without the caller's values: dtypes of results, missing kernels, and reasons of failed captures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch
 
 
 def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> str:
-    """Return why the capture of a call ended with `error`, without quoting values of its arguments."""
+    """Return the reason why the capture of a call ended with `error`, without quoting values of its arguments."""
     reason = str(error).split("\n")[0]
     is_internal = "meta" in reason.lower().split()  # the user gave no tensors on the meta device
     if not (is_internal or isinstance(error, NotImplementedError) or reason.startswith("Cannot cast ")):
@@ -49,7 +49,7 @@ def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Ex
 
 
 def _imagined(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what `func` gives for fake tensors on the devices of its whole arguments; raises what torch raises."""
+    """Return the result of `func` for fake tensors on the devices of its whole arguments; raises the error of torch."""
 
     def spec_of(x: Tensor) -> Spec | None:
         return getattr(x, "_spec", None)
@@ -63,7 +63,7 @@ def _imagined(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
-    """True when autocast to `lower` runs the operator in float32 also where its operands are in `lower`."""
+    """True if autocast to `lower` runs the operator in float32 even if its operands are in `lower`."""
 
     def stand_in(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=lower if x.dtype in CAST else x.dtype, device=device)
@@ -79,7 +79,7 @@ def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
 def check_kernel(node: Node, device: torch.device) -> None:
     """Raise torch's NotImplementedError if the operator has no kernel for the dtypes of its operands.
 
-    Where a local function takes the operator's place, nothing else would raise it.
+    If a local function replaces the operator, nothing else would raise it.
     """
     dtypes = {x.dtype for x in tensors_in((node.args, node.kwargs, node.out))}
     if seeded_tag in node.op.tags or dtypes <= _USUAL:

@@ -21,7 +21,7 @@ Form = Callable[..., Any]
 
 
 def using_all(form: Form) -> Form:
-    """Return the form, which reads one element of each operand where it is recorded; the values stay the same."""
+    """Return the form with an extra read of one element of each operand while it is recorded; values stay the same."""
 
     def used(call: Any, *args: Any, **kwargs: Any) -> Any:
         out, given = form(call, *args, **kwargs), list(tensors_in((args, kwargs)))

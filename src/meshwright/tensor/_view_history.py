@@ -1,8 +1,8 @@
-"""Questions about the autograd history of a view that has memory of its own.
+"""Autograd history of a view that has its own memory.
 
 On one device, a write to the base gives its views the history of the write at once. A DistView gets that history when
-it is read again. `requires_grad` looks at the base instead, as torch does, which takes no communication. The other
-questions are about nodes of the graph, which exist only after the view was read again.
+it is read again. `requires_grad` checks the base instead, as torch does, which takes no communication. The other
+attributes concern nodes of the graph, which exist only after the view was read again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
 
 
 def _first_base(x: DistTensor) -> DistTensor:
-    """Return the tensor at the base of a chain of views, at which torch looks: not at a view on the way to it."""
+    """Return the tensor at the base of a chain of views, which torch checks; it checks no view in between."""
     while True:
         if isinstance(x, DistView):
             if not may_require_grad(x):
@@ -79,11 +79,11 @@ def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 _CHANGES = ("requires_grad_", "retain_grad")
-"""Methods that change what autograd does with a tensor: they need the history that the view has on one device."""
+"""Methods that change autograd's treatment of a tensor; they need the history that the view has on one device."""
 
 
 def answer_for_views() -> None:
-    """Have views answer questions about their history; call it when DistTensor has its answers."""
+    """Give views their own attributes about history; call it after DistTensor has got its answers."""
     for name, answer in _QUESTIONS.items():
         setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
     for name in _CHANGES:
@@ -95,7 +95,7 @@ def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]
 
 
 def _with_history(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, which first reads a view again that gets a history by that."""
+    """Return the method with a first step that reads a view again if it gains a history."""
 
     @wraps(own)
     def method(view: DistView, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls of a function on whole tensors: slow, and right for every operator.
+"""Calls of a function on whole tensors: slow, but correct for every operator.
 
 Every argument that the function writes to is written back. An argument counts as written if the operator's schema marks
 it, if its version counter moved, or if its values changed. One test is not enough: fused optimizers move no counter,
@@ -28,11 +28,11 @@ from ._tree import map_tensors, tensors_in
 from .torch_hooks import FakeTensor, Operator, no_interception, shares_storage, written_arguments
 
 RAN_WHOLE = Cache[str, str](4096)
-"""Functions that ran on whole tensors for want of a rule, and why; told once each."""
+"""Functions that ran on whole tensors for lack of a rule → the reason; warned once each."""
 
 
 def tell_whole(name: str, why: str) -> None:
-    """Warns, once for each name, from the line that called the function which called this one."""
+    """Warn once per name, with the line that called the caller of this function."""
     if name not in RAN_WHOLE:
         RAN_WHOLE[name] = why
         warnings.warn(f"{name} runs on whole tensors: {why}", RanWholeWarning, stacklevel=5)
@@ -40,13 +40,13 @@ def tell_whole(name: str, why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WholeCall:
-    """The result of a function on whole tensors, and pairs of an argument and the whole tensor in its place."""
+    """The result of a function on whole tensors, and pairs of an argument and its whole tensor."""
 
     out: Any
     pairs: tuple[tuple[Tensor, Tensor], ...]
 
     def gathered(self) -> tuple[tuple[DistTensor, Tensor], ...]:
-        """The arguments whose whole tensor has memory of its own."""
+        """Return the arguments whose whole tensor has its own memory."""
         return tuple((t, w) for t, w in self.pairs if isinstance(t, DistTensor) and whole_spec(t._spec) is not t._spec)
 
 
@@ -84,7 +84,7 @@ def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 class StandIn:
-    """A distributed argument, the whole tensor in its place, and the state of the whole tensor before the call."""
+    """A distributed argument, its whole tensor, and the state of the whole tensor before the call."""
 
     def __init__(self, tensor: DistTensor, whole: Tensor) -> None:
         self.tensor, self.whole = tensor, whole
@@ -170,7 +170,7 @@ def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
 
 
 def _check_no_leaf(written: Any) -> None:
-    """Raise torch's own error where one device raises it, before any argument is written back."""
+    """Raise the error that torch raises on one device, before any argument is written back."""
     if any(t.is_leaf and t.requires_grad for t in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
@@ -199,7 +199,7 @@ def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 class _Overlapping(torch.autograd.Function):
-    """A differentiable copy whose elements may share memory; each element has a gradient of its own."""
+    """A differentiable copy whose elements may share memory; each element has its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: Sequence[int]) -> Tensor:

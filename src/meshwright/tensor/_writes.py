@@ -1,8 +1,8 @@
-"""Count the writes to a memory, also those that no version counter of the tensor shows.
+"""Count of the writes to a memory, including those that no version counter of the tensor shows.
 
-A write to `x` or to a view of `x` moves the version counter of `x`. A write to `x.data` moves another counter, although
-the memory is the same. So the storage keeps a probe for each counter of its memory: a tensor that shares the counter
-and has no memory. The number of writes to a memory is the sum over its probes.
+A write to `x` or to a view of `x` changes the version counter of `x`. A write to `x.data` changes another counter,
+although the memory is the same. So the storage keeps a probe for each counter of its memory: a tensor that shares the
+counter and has no memory. The number of writes to a memory is the sum over its probes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _version: Any = _T._version.__get__
 
 
 class _Life:
-    """An object that lives as long as the tensor that has it: `torch.utils.swap_tensors` allows no other references."""
+    """An object with the lifetime of its tensor; `torch.utils.swap_tensors` allows no other references."""
 
     __slots__ = ("__weakref__",)
 
@@ -38,7 +38,7 @@ def _life_of(x: Tensor) -> ref[_Life]:
 class _Counters:
     """The counters of one memory: the first one and those of other tensors.
 
-    `dropped` corrects the sum: it counts the writes of dropped counters, and leaves out those to other memory.
+    `dropped` corrects the sum: it counts the writes of dropped counters, and excludes writes to other memory.
     """
 
     def __init__(self, first: Tensor) -> None:
@@ -77,7 +77,7 @@ def version_of(x: Tensor) -> int:
 
 
 def writes_to(x: Tensor) -> int:
-    """Return the number of writes to the memory of `x`, also by `x.data`; 0 for a tensor of inference mode."""
+    """Return the number of writes to the memory of `x`, including `x.data`; 0 for a tensor of inference mode."""
     with no_interception():
         if x.is_inference():
             return 0
@@ -93,7 +93,7 @@ class _Shared:
 
 
 def is_anything_shared() -> bool:
-    """True if some tensor of this process got the memory of another one and a counter of its own, as `x.data` does."""
+    """True if some tensor of this process shares memory with another one and has its own counter, as `x.data` does."""
     return _Shared.ever
 
 
@@ -104,7 +104,7 @@ def other_writes(storage: Any, version: int) -> int:
 
 
 def note_counter(x: Tensor, other: Tensor) -> None:
-    """Record that `other` has the memory of `x` and a version counter of its own; call it with interception off."""
+    """Record that `other` has the memory of `x` and its own version counter; call it with interception off."""
     if x.is_inference() or other.is_inference() or isinstance(x, FakeTensor):
         return
     storage: Any = x.untyped_storage()
@@ -115,7 +115,7 @@ def note_counter(x: Tensor, other: Tensor) -> None:
 
 
 def note_sharing(x: Tensor) -> None:
-    """Record that `x` has a version counter of its own, whatever else has its memory; call it with interception off."""
+    """Record that `x` has its own version counter, for any memory; call it with interception off."""
     storage: Any = x.untyped_storage()
     held: dict[str, Any] = storage.__dict__
     if _KEY in held:

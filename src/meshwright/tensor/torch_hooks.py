@@ -1,4 +1,4 @@
-"""The private torch names that this room needs, each with the reason."""
+"""The private torch names that this package needs, each with the reason."""
 
 from __future__ import annotations
 
@@ -44,51 +44,57 @@ OperatorPacket = OpOverloadPacket
 """All overloads of an operator, such as `torch.ops.aten.add`; its class has no public name."""
 
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
-"""A tensor with a shape, a dtype and a device that holds nothing."""
+"""A tensor with a shape, a dtype and a device, but no elements."""
 
 DynamicShapeError: type[Exception] = fake_tensor.DynamicOutputShapeException
-"""Raised on fake tensors by an operator the shape of whose result depends on values."""
+"""Raised on fake tensors by an operator whose result has a shape that depends on values."""
 
 ValueNeededError: type[Exception] = fake_tensor.DataDependentOutputException
-"""Raised on fake tensors by an operator that gives the host a number."""
+"""Raised on fake tensors by an operator that returns a number to the host."""
 
 call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """`call_plain(func, types, args, kwargs)` calls with interception off; cheaper than a `with` block."""
 
 no_interception = torch._C.DisableTorchFunctionSubclass
-"""Context in which DistTensors behave as the local tensors that they are."""
+"""Context in which DistTensors behave as their local tensors."""
 
 interception: Any = getattr(torch._C, "_EnableTorchFunction")  # noqa: B009 - not in torch's stubs
-"""Context in which DistTensors are the whole tensors again, inside of `no_interception`."""
+"""Context in which DistTensors are the whole tensors again, inside `no_interception`."""
 
 interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""False inside `no_interception` and `call_plain`, where a DistTensor is to behave as its local part."""
+"""False inside `no_interception` and `call_plain`, where a DistTensor must behave as its local part."""
 
 backward_running: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, -1 outside of one."""
 
 same_kind: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch, "_has_compatible_shallow_copy_type")  # noqa: B009 - not in torch's stubs
-"""What `nn.Module.to` asks before it puts a parameter's new data in the place of the old."""
+"""Check that `nn.Module.to` makes before it replaces the data of a parameter."""
 
 unscale: Callable[..., None] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_")  # noqa: B009 - not in torch's stubs
-"""What a gradient scaler calls on all gradients at once."""
+"""Function that a gradient scaler calls on all gradients at once."""
 
 seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
 
 
 def unwritten(new: torch.Tensor) -> Any:
-    """Context in which writes to a new tensor do not count: its version stays 0, as if an operator had made it."""
+    """Return a context in which writes to a new tensor do not count.
+
+    Its version stays 0, like that of an operator's result.
+    """
     return nullcontext() if new.is_inference() else _unsafe_preserve_version_counter(new)
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the Python around it that looks for functorch transforms, which run on whole tensors."""
+    """Return `function.apply` without the Python code that looks for functorch transforms.
+
+    Those run on whole tensors.
+    """
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue] - of its base in C
 
 
 def bare_backward(function: type[torch.autograd.Function]) -> None:
-    """Have autograd call `function.backward` itself, without the Python code that looks it up in each call."""
+    """Make autograd call `function.backward` itself, without the Python code that looks it up in each call."""
     node: Any = getattr(function, "_backward_cls", None)
     if node is not None:
         node.apply = function.backward
@@ -97,16 +103,17 @@ def bare_backward(function: type[torch.autograd.Function]) -> None:
 class _Told:
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        told: Any = __class__  # of the function that has this code: torch.autograd.Function
+        told: Any = __class__  # the class of the function with this code: torch.autograd.Function
         return told.meshwright_told(cls, args, kwargs)
 
 
 def tell_functions(apply: Callable[..., Any], untold: Callable[[Any], None]) -> None:
-    """From now on `F.apply(*args, **kwargs)` of an autograd function is `apply(F, its own apply, args, kwargs)`.
+    """Replace `F.apply(*args, **kwargs)` of autograd functions by `apply(F, its own apply, args, kwargs)`, from now on.
 
-    Nothing else tells that operators belong to a function with a backward pass of its own: torch hands that one local
-    gradients, and asks no tensor. Where torch has `apply` in Python its code is exchanged, so that what was named
-    before (`swish = Swish.apply`) tells, too. Where it is in C, calls by such a name are `untold(F)`.
+    This is the only hook that shows which operators belong to a function with its own backward pass. torch passes local
+    gradients to that function without calling `__torch_function__`. If torch has `apply` in Python, its code object is
+    exchanged, so that earlier names (`swish = Swish.apply`) are covered too. If it is in C, calls by such a name run
+    `untold(F)`.
     """
     function: Any = torch.autograd.Function
     member = function.__dict__["apply"]
@@ -134,7 +141,7 @@ _TELLING = local()
 
 
 def _told(member: Any, function: Any) -> Callable[..., Any]:
-    """What `F.apply` is, whose forward function finds that the call was told."""
+    """Return `F.apply` with a flag for the forward function that the call was reported."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before = getattr(_TELLING, "on", False)
@@ -148,7 +155,7 @@ def _told(member: Any, function: Any) -> Callable[..., Any]:
 
 
 def _forward_of(function: Any, own: Callable[..., Any], untold: Callable[[Any], None]) -> Any:
-    """The forward function of a class, which tells of calls that came to it by no name that tells."""
+    """Return the forward function of a class, which calls `untold` if the call was not reported."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not getattr(_TELLING, "on", False):
@@ -159,7 +166,7 @@ def _forward_of(function: Any, own: Callable[..., Any], untold: Callable[[Any], 
 
 
 def _below(function: Any) -> list[Any]:
-    """The classes of that class with a forward function of their own."""
+    """Return the subclasses that define a forward function."""
     below = [c for sub in function.__subclasses__() for c in (sub, *_below(sub))]
     return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
 
@@ -177,10 +184,10 @@ class _Encoder:
 
 
 def tell_encoders(forward: Callable[..., Any]) -> None:
-    """From now on `nn.TransformerEncoder.forward(encoder, src, ...)` is `forward(own, encoder, src, ...)`.
+    """Replace `nn.TransformerEncoder.forward(encoder, src, ...)` by `forward(own, encoder, src, ...)`, from now on.
 
-    The encoder takes another path if a tensor has `__torch_function__`, and calls no function that tells so. Its code
-    is exchanged and keeps its place in torch's source, where `torch.compile` and `torch.jit.script` look for it.
+    The encoder takes another path if a tensor has `__torch_function__`, without calling a function that shows this. Its
+    code is exchanged and keeps its place in torch's source, where `torch.compile` and `torch.jit.script` look for it.
     """
     encoder: Any = torch.nn.TransformerEncoder
     function: Any = encoder.forward
@@ -193,7 +200,7 @@ def tell_encoders(forward: Callable[..., Any]) -> None:
 
 
 GraphError: type[Exception] = exc.UncapturedHigherOrderOpError
-"""The error that `torch.compile` lets through unchanged, also out of operators such as `torch.cond`."""
+"""The error that `torch.compile` passes on unchanged, also out of operators such as `torch.cond`."""
 
 SkipFrame: type[Exception] = exc.SkipFrame
 """The error that stops a trace of `torch.compile`: the function then runs as plain Python."""
@@ -213,24 +220,24 @@ transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def run_uncompiled(code: CodeType) -> None:
-    """Have `torch.compile` compile neither frames of this code nor the frames that they call, from now on."""
+    """Make `torch.compile` skip frames of this code and the frames that they call, from now on."""
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Number of dispatch modes that see the operators of this thread."""
+"""Returns the number of dispatch modes that see the operators of this thread."""
 
 function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009 - not in torch's stubs
-"""Number of function modes that see the calls of this thread."""
+"""Returns the number of function modes that see the calls of this thread."""
 
 jit_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Return True inside `torch.jit.trace`, in this thread."""
+"""Returns True inside `torch.jit.trace`, in this thread."""
 
 graph_tracing: Callable[[], Any] = proxy_tensor.get_proxy_mode
-"""The mode by which `make_fx` records operators, or None outside of it."""
+"""Returns the mode by which `make_fx` records operators, or None outside of it."""
 
 transforms_paused = temporarily_clear_interpreter_stack
-"""Context in which tensors are computed as they are outside of all transforms."""
+"""Context in which tensors are computed as outside of all transforms."""
 
 
 def forward_mode() -> bool:
@@ -272,7 +279,7 @@ _INTO = {
     eager_transforms: ("_wrap_for_grad",),
     functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
 }
-"""What takes a tensor into a transform, or out of it: torch takes the part for the whole there, and asks no tensor."""
+"""Functions that take a tensor into a transform, or out of it; torch treats the part as the whole there."""
 
 _AROUND = {
     eager_transforms: ("_jvp_with_argnums", "_vjp_with_argnums", "grad_and_value_impl"),
@@ -284,7 +291,10 @@ _functorch: Any = vars(torch._C)["_functorch"]
 
 
 def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor in the wrappers of transforms; None if `x` is a batch, or depends on what is differentiated."""
+    """Return the tensor in the wrappers of transforms.
+
+    None for a batch, or a function of the differentiated variable.
+    """
     while _functorch.is_functorch_wrapped_tensor(x):
         if not _functorch.is_gradtrackingtensor(x) or x.requires_grad:
             return None
@@ -295,7 +305,7 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
 def tell_transforms(
     entering: Callable[[Any], Any], check_functional: Callable[[Any], None], around: Callable[[], Any]
 ) -> None:
-    """Have transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
+    """Make transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
 
     Each transform runs inside the context `around()`. Forward mode converts its inputs before it begins.
     `functionalize` calls `check_functional(x)` first.
@@ -348,7 +358,7 @@ def _replace(names: dict[Any, tuple[str, ...]], replaced: Callable[[Any], Any]) 
 
 
 def tell_scripts(check: Callable[[Any], None]) -> None:
-    """Have `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
+    """Make `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
     own = _recursive.create_script_module
 
     def create(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,7 +377,7 @@ SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
 """Functions of TorchScript."""
 
 _META_EXTRACTOR = _default_meta_extractor.__code__
-"""What `torch.utils.checkpoint` compares recomputed tensors by."""
+"""Code of the function by which `torch.utils.checkpoint` compares recomputed tensors."""
 
 
 def savers() -> list[tuple[Any, str]]:
@@ -380,7 +390,7 @@ _ENGINE = _engine_run_backward.__code__
 
 
 def seen_below_autograd() -> bool:
-    """True if the caller runs below autograd, where a question is about the local part.
+    """True if the caller runs below autograd, where attributes are those of the local part.
 
     Two callers do: a `__torch_dispatch__` inside this thread's backward pass, where torch does not keep interception
     off, and the check in `torch.utils.checkpoint` that recomputed tensors have the same shapes.
@@ -413,7 +423,10 @@ def view_replay() -> Any:
 def run_backward(
     outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
 ) -> tuple[Any, ...]:
-    """The autograd engine itself: the public doors would ask the distributed tensors among `inputs` first."""
+    """Run the autograd engine itself.
+
+    Public functions would call `__torch_function__` of distributed `inputs` first.
+    """
     try:
         with view_replay() if create else nullcontext():
             return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
@@ -424,7 +437,10 @@ def run_backward(
 
 
 def tell_backward(context: Callable[[], Any]) -> None:
-    """Have every backward pass of plain tensors run inside `context()`, from now on: it asks no distributed tensor."""
+    """Run every backward pass of plain tensors inside `context()`, from now on.
+
+    It calls no distributed tensor otherwise.
+    """
     own = vars(torch.autograd)["_engine_run_backward"]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -440,7 +456,10 @@ Run = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
 def grouped_product(
     x: torch.Tensor, w: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The product of groups on the meta device: torch's own refuses all dtypes but bfloat16, its kernels do not."""
+    """Return the product of groups on the meta device.
+
+    Torch's own refuses all dtypes but bfloat16, its kernels do not.
+    """
     del bias
     batch = () if x.dim() != w.dim() else (x.shape[0],) if x.dim() == 3 else (offs.shape[0],)
     return torch.empty((*batch, x.shape[-2], w.shape[-1]), dtype=out_dtype or x.dtype, device=x.device)
@@ -456,10 +475,10 @@ def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def as_on(device: torch.device | None) -> Run:
-    """Return how an operator on meta tensors is carried out, with the sizes and strides of its results on a device.
+    """Return a function that runs an operator on meta tensors, with the sizes and strides of its results on a device.
 
-    torch chooses kernels of some operators by device, and they differ in the memory order of their results, or in
-    the sizes of results that only a backward pass reads.
+    torch chooses kernels of some operators by device, and they differ in the memory order of their results, or in the
+    sizes of results that only a backward pass reads.
     """
 
     def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -480,13 +499,13 @@ _CHOSEN_BY_DEVICE = tuple(
     f"aten::{name}"
     for name in ("scaled_dot_product_attention", "embedding_bag", "fft_", "stft", "linalg_eig", "linalg_svd", "svd")
 )
-"""First parts of the names of operators whose results a device decides."""
+"""Prefixes of names of operators whose results depend on the device."""
 
 _ORDERED_BY_DEVICE = tuple(
     f"aten::{name}"
     for name in ("conv", "group_norm", "native_group_norm", "pad", "reflection_pad", "replication_pad", "fake_quantize")
 )
-"""First parts of the names of operators of which a device decides the memory order if an operand is not contiguous."""
+"""Prefixes of names of operators whose memory order depends on the device if an operand is not contiguous."""
 
 is_fake: Callable[[object], bool] = fake_tensor.is_fake
 """True for a fake tensor."""
@@ -507,9 +526,9 @@ def _like_on(device: torch.device, x: Any) -> Any:
 
 
 class _Recorder(SchemaCheckMode):
-    """Sees every operator before autograd and before composite operators are taken apart.
+    """Mode that sees every operator before autograd, and before composite operators are decomposed.
 
-    torch admits three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
+    torch allows three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
     """
 
     def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run) -> None:
@@ -526,9 +545,9 @@ class _Recorder(SchemaCheckMode):
 
 @contextmanager
 def imagining(sizes: Iterable[Any], always: bool = False) -> Generator[None]:
-    """Inside, tensors are fake ones where some of the sizes are symbolic: plain meta tensors would pin those down.
+    """Use fake tensors inside the block if some of the sizes are symbolic; plain meta tensors would fix these sizes.
 
-    With `always`, in any case: fake tensors have a device, and so autocast does to them what it does to real ones.
+    With `always`, use them in any case: fake tensors have a device, so autocast treats them like real ones.
     """
     env = next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None)
     fake = always or env is not None
@@ -540,7 +559,7 @@ def imagining(sizes: Iterable[Any], always: bool = False) -> Generator[None]:
 def operators_recorded(
     note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run = _plainly
 ) -> Generator[None]:
-    """Inside, `note` is told every ATen operator that is called, as it is before autograd; `run` carries it out."""
+    """Call `note` for every ATen operator called inside the block, before autograd; `run` carries the operator out."""
     _set_mode_pre_dispatch(_Recorder(note, run))
     try:
         with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass():
@@ -577,7 +596,7 @@ def written_arguments(op: Operator) -> list[Any]:
 
 
 def composite_kernel(op: Operator) -> Callable[..., Any] | None:
-    """What torch makes a composite operator of, in C++; None for an operator that has kernels of its own."""
+    """Return the C++ decomposition of a composite operator; None for an operator with its own kernels."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     if op.namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
         return None
@@ -599,11 +618,11 @@ def modes_before_dispatch() -> bool:
 
 
 no_modes: Any = _disable_current_modes
-"""Context in which no mode sees what is called: what is done to plan a call is no part of the caller's program."""
+"""Context in which no mode sees the calls, since the planning of a call is not part of the caller's program."""
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True when `a` and `b` look at the same memory."""
+    """True if `a` and `b` have the same storage."""
     return bool(getattr(torch._C, "_is_alias_of")(a, b))  # noqa: B009 - not in torch's stubs
 
 
@@ -613,7 +632,7 @@ def _after(key: Any) -> Any:
 
 
 def tensors_on_storage(x: torch.Tensor) -> int:
-    """Return the number of tensors that use the memory of `x`, with `x`; call it with interception off.
+    """Return the number of tensors that use the memory of `x`, including `x`; call it with interception off.
 
     A base that only its view `x` keeps alive does not count.
     """
@@ -634,7 +653,7 @@ _BELOW_SELECT = _after(_SELECT)
 _AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
 """The dispatch keys of autograd, one for each kind of device."""
 _LIBRARIES: dict[str, torch.library.Library] = {}
-"""Namespace → the library that holds our kernels; torch removes kernels when their library is freed."""
+"""Namespace → the library that holds the kernels of this package; torch removes kernels when their library is freed."""
 
 Guard = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]
 """`guard(op, args, run)`; `run(*args)` is the operator below the guard."""
@@ -643,7 +662,7 @@ Guard = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]
 def guard_operator(op: OpOverload, guard: Guard) -> None:
     """Replace calls of `op` that reach its kernel with interception on by `guard(op, args, run)`, from now on.
 
-    C++ functions that take a number or a process group from a tensor never ask `__torch_function__`, but they all call
+    C++ functions that take a number or a process group from a tensor never call `__torch_function__`, but they all call
     operators. The guard is at the dispatch key BackendSelect, which neither modes nor inference tensors skip.
     """
 
@@ -658,8 +677,8 @@ def guard_operator(op: OpOverload, guard: Guard) -> None:
 def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Call `guard(x, new)` before every `x.data = new` of a plain tensor `x`, from now on.
 
-    torch only asks `x` about the assignment. An operator then checks whether `x` can take over the memory of `new`, and
-    the guard is at this operator.
+    torch calls `__torch_function__` only for `x`. An operator then checks whether `x` can take over the memory of
+    `new`, and the guard is at this operator.
     """
     op = torch.ops.aten._has_compatible_shallow_copy_type.default
 
@@ -727,9 +746,9 @@ Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
-    """Offer every `x.name = new` to `handler(x, new)` first, which returns False to leave the assignment to torch.
+    """Pass every `x.name = new` to `handler(x, new)` first, which returns False to leave the assignment to torch.
 
-    This is for attributes whose C++ setters never ask `__torch_function__`.
+    This is for attributes whose C++ setters never call `__torch_function__`.
     """
     own: Any = getattr(torch.Tensor, name)
 
@@ -741,9 +760,9 @@ def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
 
 
 def offer_call(owner: Any, name: str, handler: Offered) -> None:
-    """Offer every call `owner.name(*args, **kwargs)` to `handler` first.
+    """Pass every call `owner.name(*args, **kwargs)` to `handler` first.
 
-    This is for C++ functions that take tensors and never ask `__torch_function__`. Modules that imported the function
+    This is for C++ functions that take tensors and never call `__torch_function__`. Modules that imported the function
     by `from torch import …` before get the replacement too.
     """
     own = getattr(owner, name)
