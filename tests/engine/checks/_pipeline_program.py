@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
 CASES = [*(("1F1B", name) for name in OPTIMIZERS), ("ZB-H1", "AdamW")]
 STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 from meshwright.comm import launch
 
 SCRIPT = Path(__file__).with_name("_pipeline_program.py")
-CASES = ["1F1B SGD", "1F1B momentum", "1F1B AdamW", "ZB-H1 AdamW"]
+CASES = ["1F1B SGD", "1F1B momentum", "1F1B AdamW", "1F1B Adafactor", "ZB-H1 AdamW"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._effects import draws
+from .._effects import crosses, draws
 from .._infer import Names, stem_of
 from .._node import Node, Value, map_values
 from .._program import Input, Program
@@ -49,7 +49,11 @@ def _owners(program: Program) -> dict[Value, str] | None:
     for (name, _), value in states.items():
         if not _own_back(program, owners, name, value):
             return None
-    return owners if _own_forward(program, owners) else None
+    if not _own_forward(program, owners):
+        return None
+    # an exchange with no owner receives what a parameter of another stage sends; it would be lost without a reader
+    lost = any(crosses(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes)
+    return None if lost else owners
 
 
 def owner_of(given: Input) -> str | None:
