@@ -175,7 +175,7 @@ _MOST_FAKE_RESULTS = 1 << 14
 """Results on fake tensors that torch may remember; it has no bound of its own."""
 
 
-def new_sizes(**options: bool) -> symbolic_shapes.ShapeEnv:
+def new_sizes(**options: Any) -> symbolic_shapes.ShapeEnv:
     """Return a new ShapeEnv for a recording; torch forgets what it remembers of earlier ones.
 
     torch's caches hold every ShapeEnv for ever, and each ShapeEnv holds what was computed with its sizes. They are
