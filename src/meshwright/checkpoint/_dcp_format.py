@@ -10,7 +10,6 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -44,7 +43,7 @@ class DcpFormat:
         """Write this rank's file; return what is known of it, and the offsets of each tensor in it."""
         file, offsets = _file_of(job.ranks.rank), list[Any]()
         path = job.folder / file
-        with write_operation(path, partial(open, path, "xb")) as out:
+        with write_operation(path, lambda: open(path, "xb")) as out:
             written = _Written(out)
             for name, part in job.mine():
                 write_operation(path, written.save, name, job.parts[name]())
