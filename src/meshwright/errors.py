@@ -8,6 +8,7 @@ from meshwright.checkpoint import (
     CheckpointWarning,
     FolderInUseError,
     ReadTimeoutError,
+    WriteTimeoutError,
 )
 from meshwright.comm import (
     CallError,
@@ -121,4 +122,5 @@ __all__ = [
     "TorchDTensorError",
     "TraceError",
     "TrainingError",
+    "WriteTimeoutError",
 ]

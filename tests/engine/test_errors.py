@@ -356,6 +356,7 @@ ELSEWHERE = {
         "ReadTimeoutError",
     ),
     "ReplicaError",
+    "WriteTimeoutError",
 }
 
 

@@ -2,7 +2,14 @@
 
 from ._catalogue import Catalogue, Entry, FileFacts, Piece
 from ._convert import convert
-from ._errors import CheckpointError, CheckpointFileError, CheckpointWarning, FolderInUseError, ReadTimeoutError
+from ._errors import (
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointWarning,
+    FolderInUseError,
+    ReadTimeoutError,
+    WriteTimeoutError,
+)
 from ._fit import LoadReport
 from ._format import Format
 from ._load import load, read_whole
@@ -30,6 +37,7 @@ __all__ = [
     "ReadTimeoutError",
     "Saving",
     "World",
+    "WriteTimeoutError",
     "convert",
     "decoded",
     "encoded",

@@ -19,6 +19,7 @@ from ._catalogue import FileFacts, Range
 from ._checksums import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
 from ._dcp import METADATA
 from ._errors import CheckpointError
+from ._files import write_operation
 from ._format import Job, write_new
 from ._runs import Runs, shape_of
 from ._values import decoded
@@ -41,17 +42,18 @@ class DcpFormat:
     def _write(self, job: Job) -> list[Any]:
         """Write this rank's file; return what is known of it, and the offsets of each tensor in it."""
         file, offsets = _file_of(job.ranks.rank), list[Any]()
-        with open(job.folder / file, "xb") as out:
+        path = job.folder / file
+        with write_operation(path, lambda: open(path, "xb")) as out:
             written = _Written(out)
             for name, part in job.mine():
-                written.save(name, job.parts[name]())
+                write_operation(path, written.save, name, job.parts[name]())
                 offsets.append(_offsets(part.runs))
             if job.ranks.rank == 0:
                 for name, value in job.table.values.items():
-                    written.save(name, decoded(value))
+                    write_operation(path, written.save, name, decoded(value))
                     offsets.append(None)
-            out.flush()
-            os.fsync(out.fileno())
+            write_operation(path, out.flush)
+            write_operation(path, os.fsync, out.fileno())
         return [facts_json({file: written.facts()}), offsets]
 
     def finish(self, job: Job, reports: Sequence[Any]) -> None:

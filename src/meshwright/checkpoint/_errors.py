@@ -4,6 +4,7 @@ MeshwrightError
 └── CheckpointError             a state that cannot be saved, or does not fit what was saved
     ├── CheckpointFileError     a file that is missing, cut short, changed, or of another kind
     │   └── ReadTimeoutError    a file system that does not answer
+    ├── WriteTimeoutError       a file system that does not answer a save
     └── FolderInUseError        a folder into which another job saves
 """
 
@@ -36,6 +37,10 @@ class CheckpointFileError(CheckpointError):
 
 class ReadTimeoutError(CheckpointFileError):
     """A file system that does not answer within the time limit of a read."""
+
+
+class WriteTimeoutError(CheckpointError):
+    """A file system that does not answer within the time limit of a write."""
 
 
 class FolderInUseError(CheckpointError):
@@ -79,5 +84,5 @@ def error_of(text: list[str]) -> CheckpointError:
     """Return the error that another rank has told."""
     kind, *parts = text
     asked, found, why, write = parts
-    kinds = {cls.__name__: cls for cls in (CheckpointFileError, ReadTimeoutError, FolderInUseError)}
+    kinds = {cls.__name__: cls for cls in (CheckpointFileError, ReadTimeoutError, WriteTimeoutError, FolderInUseError)}
     return kinds.get(kind, CheckpointError)(asked, found, why, write)

@@ -1,7 +1,7 @@
-"""File operations of reading, each with a time limit.
+"""File operations, each with a time limit.
 
-A read from a file system that no longer answers never returns, and nothing can interrupt it. So operations run in a
-daemon thread that says which one is under way, and the caller gives up once one of them takes longer than the limit.
+A read or write never returns if the file system no longer answers, and nothing can interrupt it. So operations run in
+a daemon thread that says which one is under way, and the caller gives up once one of them takes longer than the limit.
 The thread is left behind; it ends at its next operation. Time in which the whole process is stopped does not count.
 
 Every file operation of a load is a function of this module; `tests/checkpoint/test_laws.py` checks that.
@@ -15,13 +15,13 @@ import stat
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ._errors import CheckpointError, ReadTimeoutError, bad_file, no_system
+from ._errors import CheckpointError, ReadTimeoutError, WriteTimeoutError, bad_file, no_system
 
 T = TypeVar("T")
-VARIABLE, DEFAULT_LIMIT = "MESHWRIGHT_READ_TIMEOUT", 60.0
 CHUNK = 1 << 24
 """Most bytes that one operation reads."""
 MOST_NAMES = 1_000_000
@@ -29,10 +29,26 @@ MOST_NAMES = 1_000_000
 _here = threading.local()
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of one file operation: its variable and seconds, what is done, and the error with its remedy."""
+
+    variable: str
+    seconds: float
+    verb: str
+    error: type[CheckpointError]
+    fix: str
+
+
+READING = Limit("MESHWRIGHT_READ_TIMEOUT", 60.0, "read", ReadTimeoutError, "check the mount, load from another copy")
+WRITING = Limit("MESHWRIGHT_WRITE_TIMEOUT", 300.0, "save", WriteTimeoutError, "check the mount, save to another folder")
+
+
 class _Watch:
     """The work of a reading thread, and its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
         self.under_way: tuple[Path, object] | None = None
         self.given_up = False
         self.ended = threading.Event()
@@ -49,30 +65,34 @@ class _Watch:
             self.ended.set()
 
 
-def read_limit() -> float:
-    """Return the seconds that one file operation may take: `MESHWRIGHT_READ_TIMEOUT`, or 60.
+def seconds_of(limit: Limit) -> float:
+    """Return the seconds that one file operation may take: those of the variable, or of the limit.
 
     Raises CheckpointError for a variable that is no positive number.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(limit.variable, "")
     try:
-        seconds = float(text) if text else DEFAULT_LIMIT
+        seconds = float(text) if text else limit.seconds
     except ValueError:
         seconds = 0.0
     if seconds > 0:
         return seconds
-    raise CheckpointError(f"{VARIABLE}={text}", "no positive number", "it is the seconds that one read may take",
-                          f"{VARIABLE}=60")  # fmt: skip
+    raise CheckpointError(
+        f"{limit.variable}={text}", "no positive number",
+        f"it is the seconds that one file operation of a {limit.verb} may take",
+        f"{limit.variable}={limit.seconds:g}",
+    )  # fmt: skip
 
 
-def timed(act: Callable[[], T]) -> T:
-    """Return `act()`; raise ReadTimeoutError once one file operation in it takes longer than the limit."""
+def timed(act: Callable[[], T], limit: Limit = READING) -> T:
+    """Return `act()`; raise the limit's error once one file operation in it takes longer than the limit."""
     if getattr(_here, "watch", None) is not None:
         return act()
-    watch, limit = _Watch(), read_limit()
-    threading.Thread(target=watch.run, args=(act,), name="checkpoint reader", daemon=True).start()
+    watch, seconds = _Watch(limit), seconds_of(limit)
+    name = "checkpoint reader" if limit is READING else "checkpoint writer"
+    threading.Thread(target=watch.run, args=(act,), name=name, daemon=True).start()
     try:
-        _wait(watch, limit)
+        _wait(watch, seconds)
     finally:
         watch.given_up = True
     if watch.error is not None:
@@ -88,10 +108,11 @@ def _wait(watch: _Watch, limit: float) -> None:
         waited = waited + tick if now is not None and now is seen else 0.0
         seen = now
         if now is not None and waited >= limit:
-            raise ReadTimeoutError(
-                f"to read {now[0]}", f"no answer of the file system for {limit:g} s",
-                "it is dead, or slower than the time limit of a read",
-                f"check the mount, load from another copy, or set {VARIABLE} to more seconds",
+            kind = watch.limit
+            raise kind.error(
+                f"to {kind.verb} {now[0]}", f"no answer of the file system for {limit:g} s",
+                f"it is dead, or slower than the time limit of a {kind.verb}",
+                f"{kind.fix}, or set {kind.variable} to more seconds",
             )  # fmt: skip
 
 
@@ -102,13 +123,19 @@ def operation(path: Path, call: Callable[..., T], *args: Any) -> T:
         return timed(lambda: operation(path, call, *args))
     if watch.given_up:
         raise CheckpointError(
-            f"to read {path}", "a reader that was given up", "a read before took too long", "load again"
-        )
-    watch.under_way = (path, object())
+            f"to {watch.limit.verb} {path}", "work that was given up", "a file operation before took too long",
+            f"{watch.limit.verb} again",
+        )  # fmt: skip
+    around, watch.under_way = watch.under_way, (path, object())
     try:
         return call(*args)
     finally:
-        watch.under_way = None
+        watch.under_way = around
+
+
+def write_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
+    """Return `call(*args)`, a file operation of a save on `path`, under the time limit of writes. OSError passes."""
+    return timed(lambda: operation(path, call, *args), WRITING)
 
 
 class OpenBytes:

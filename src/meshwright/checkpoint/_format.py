@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ._catalogue import Entry, FileFacts, Piece
+from ._files import write_operation
 from ._manifest import MANIFEST, manifest_text
 from ._runs import shape_of
 from ._safetensors import Item, aligned, write_file
@@ -82,7 +83,7 @@ def _file_of(rank: int) -> str:
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a new file, down to the disk."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with write_operation(path, open, path, "xb") as file:
+        write_operation(path, file.write, data)
+        write_operation(path, file.flush)
+        write_operation(path, os.fsync, file.fileno())

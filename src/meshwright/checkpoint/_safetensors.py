@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._catalogue import Entry, FileFacts, OpenFile, Piece, Range, expected_shape
 from ._errors import CheckpointError, bad_file
-from ._files import CHUNK, OpenBytes, open_bytes
+from ._files import CHUNK, OpenBytes, open_bytes, write_operation
 from ._header import DTYPES, LONGEST_HEADER, NAMED, Stored, read_header
 from ._runs import whole_runs
 from ._slices import read_box
@@ -80,15 +80,15 @@ def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) 
 def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> FileFacts:
     """Write a new file, down to the disk; return its length, its SHA-256, and the range and CRC-32 of each tensor."""
     found, ranges, length = sha256(), dict[str, Range](), 0
-    with open(path, "xb") as file:
+    with write_operation(path, open, path, "xb") as file:
         for key, part in _parts(items, metadata):
             found.update(part)
             if key:
                 before = ranges.get(key, Range(key, length, 0, 0))
                 ranges[key] = Range(key, before.at, before.nbytes + len(part), zlib.crc32(part, before.crc32))
-            length += file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+            length += write_operation(path, file.write, part)
+        write_operation(path, file.flush)
+        write_operation(path, os.fsync, file.fileno())
     return FileFacts(length, found.hexdigest(), tuple(ranges.values()))
 
 

@@ -23,7 +23,16 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ._errors import CheckpointError, CheckpointWarning, FolderInUseError, error_of, not_written, text_of
+from ._errors import (
+    CheckpointError,
+    CheckpointWarning,
+    FolderInUseError,
+    WriteTimeoutError,
+    error_of,
+    not_written,
+    text_of,
+)
+from ._files import WRITING, timed, write_operation
 from ._format import Format, Job, Parts, Shares
 from ._lock import hold_by_first, is_locked, let_go, lock_new
 from ._share import shared_out
@@ -87,18 +96,20 @@ def begun(
     keep: int | None = None,
 ) -> Saving:
     """Return a checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
-    name, _ = ranks.agreed(lambda: _on_disk(final, lambda: _place(final, keep, ranks)) if ranks.rank == 0 else None)
+    name, _ = ranks.agreed(
+        lambda: _on_disk(final, lambda: write_operation(final, _place, final, keep, ranks)) if ranks.rank == 0 else None
+    )
     folder = final.with_name(ranks.gathered(name)[0])
     job = Job(folder, ranks, table, shares, {}, held or {})
     lock = lock_new(folder) if ranks.rank == 0 else None
 
     def prepare() -> None:
-        _check_shared(folder)
+        _on_disk(final, lambda: write_operation(folder, _check_shared, folder))
         job.parts.update(taken([name for name, _ in job.mine()]))
 
     try:
         ranks.agreed(prepare)
-        work = _on_disk(final, lambda: format.prepared(job))
+        work = _told(final, lambda: format.prepared(job))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,6 +145,11 @@ def _tell_at_exit() -> None:
 
 
 def _on_disk(final: Path, act: Callable[[], T]) -> T:
+    """Return `act()`; raise CheckpointError for what the system says of files, or if it does not answer in time."""
+    return _told(final, lambda: timed(act, WRITING))
+
+
+def _told(final: Path, act: Callable[[], T]) -> T:
     """Return `act()`; raise CheckpointError for what the system says of files."""
     try:
         return act()
@@ -252,43 +268,56 @@ class Saving:
         rank, folder = self._job.ranks.rank, self._job.folder
         try:
             report = _on_disk(self.path, self._work)
-            _on_disk(self.path, lambda: _write_json(folder / REPORTS / f"{rank}.json", report))
+            _on_disk(self.path, lambda: write_operation(folder, _write_json, folder / REPORTS / f"{rank}.json", report))
             if rank == 0:
                 _on_disk(self.path, self._commit)
         except BaseException as error:
             self._error = error if isinstance(error, CheckpointError) else error_of(text_of(error))
             _untold[id(self)] = str(self._error)
-            with suppress(OSError):
-                _write_json(folder / REPORTS / f"{rank}.failed", text_of(error))
-            if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, WriteTimeoutError):  # what does not answer now does not answer again
+                said = text_of(error)
+                with suppress(CheckpointError):
+                    _on_disk(self.path, lambda: write_operation(folder, self._clean_up, said))
         finally:
             let_go(self._lock)
             self._work = _nothing
             self._job.parts.clear()  # the copies
 
+    def _clean_up(self, told: list[str]) -> None:
+        """Tell rank 0's thread that this rank failed; remove the folder if this is rank 0."""
+        rank, folder = self._job.ranks.rank, self._job.folder
+        with suppress(OSError):
+            _write_json(folder / REPORTS / f"{rank}.failed", told)
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _commit(self) -> None:
         """Describe the whole and give the folder its name, once all ranks have written."""
         job, final = self._job, self.path
         self._format.finish(job, [self._report(rank) for rank in range(job.ranks.size)])
-        shutil.rmtree(job.folder / REPORTS)
-        sync_folder(job.folder)
+        write_operation(job.folder, self._rename)
+        if self._keep is not None:
+            write_operation(final.parent, prune, final.parent, self._keep)
+
+    def _rename(self) -> None:
+        """Give the folder its name."""
+        folder, final = self._job.folder, self.path
+        shutil.rmtree(folder / REPORTS)
+        sync_folder(folder)
         if os.path.lexists(final):
             raise _taken_name(final)
-        os.rename(job.folder, final)
+        os.rename(folder, final)
         with suppress(OSError):  # the checkpoint is complete under its name
             sync_folder(final.parent)
-        if self._keep is not None:
-            prune(final.parent, self._keep)
 
     def _report(self, rank: int) -> Any:
         """What a rank has written, once it has."""
         path = self._job.folder / REPORTS / f"{rank}.json"
         pause, end = 0.001, None
-        while not path.exists():
+        while not write_operation(path, path.exists):
             failed = path.with_suffix(".failed")
-            if failed.exists():
-                raise error_of(json.loads(failed.read_text()))
+            if write_operation(failed, failed.exists):
+                raise error_of(json.loads(write_operation(failed, failed.read_text)))
             if end is None and not threading.main_thread().is_alive():
                 end = time.monotonic() + GRACE
             if self._told is not None:
@@ -300,7 +329,7 @@ class Saving:
                 )  # fmt: skip
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        return json.loads(path.read_text())
+        return json.loads(write_operation(path, path.read_text))
 
 
 def _nothing() -> None:

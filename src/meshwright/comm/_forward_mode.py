@@ -16,6 +16,14 @@ from ._call import Call
 from .torch_hooks import ForwardState, forward_ad
 
 
+def _no_rank() -> int | None:
+    return None
+
+
+def _never_called(*_: object) -> bool:
+    return True
+
+
 class SharedLevel:
     """The level of forward mode that the ranks of one simulation share.
 
@@ -52,6 +60,8 @@ class SharedLevel:
                 ForwardState(0, before.nesting).set()
                 self._exit()
             before.set()
+            self._rank = _no_rank  # torch's dynamo may remember `enter` for ever, and with it the simulation
+            self._wait = self._release = self._failed = _never_called
 
     def enter(self) -> int:
         """Enter forward mode on the calling rank; the stand-in for `enter_dual_level`."""

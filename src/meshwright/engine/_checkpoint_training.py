@@ -29,6 +29,7 @@ from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, absent, local_parts, stamp
 
 from ._checkpoint import Where, held
+from ._checkpoint_objects import ExtraStates, Options, Restored, Stateful
 from ._checkpoint_random import NAME as RANDOM
 from ._checkpoint_random import check_random, place_for_random, put_back_random, random_of
 from ._loss_scale import LossScale
@@ -120,27 +121,47 @@ def load_checkpoint(
     tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
     random = place_for_random(catalogue, world(), same)
     scopes = (MODEL,) if kept is None else (MODEL, STATE)
-    report = load(
-        catalogue,
-        tensors,
-        strict=strict,
-        others={"optimizer": other} if other else {},
-        whole=lambda name: name in catalogue.entries and name.startswith(scopes),
-        scratch=random,
-        accept=lambda: check_random(random),
-    )
-    if extra := {name: v for name, v in catalogue.values.items() if name.startswith(MODEL)}:
-        network.load_state_dict({name.removeprefix(MODEL): v for name, v in extra.items()}, strict=False)
+    restored = Restored(_objects(catalogue, model, network, kept, {"scheduler": scheduler, "data": data}))
+
+    def accept() -> None:
+        check_random(random)
+        restored.put()
+
+    try:
+        report = load(
+            catalogue,
+            tensors,
+            strict=strict,
+            others={"optimizer": other} if other else {},
+            whole=lambda name: name in catalogue.entries and name.startswith(scopes),
+            scratch=random,
+            accept=accept,
+        )
+    except BaseException:
+        restored.undo()
+        raise
     if kept is not None:
         _put_back(catalogue, kept, [state for state in states if f"{MODEL}{state[0]}" not in report.left_out])
-    for thing, name in ((scheduler, "scheduler"), (data, "data")):
-        if hasattr(thing, "load_state_dict"):
-            thing.load_state_dict(catalogue.values[name])
-    scale = _scale_of(model)
-    if scale is not None and SCALE in catalogue.values:
-        scale.load_state_dict(catalogue.values[SCALE])
     put_back_random(random, world(), same)
     return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder, report)
+
+
+def _objects(
+    catalogue: Catalogue, model: Model, network: nn.Module, optimizer: Optimizer | None, given: Mapping[str, Any]
+) -> dict[str, tuple[Stateful, Any]]:
+    """Return what takes its state back by itself, with the state that was saved."""
+    found: dict[str, tuple[Stateful, Any]] = {}
+    if extra := {name: v for name, v in catalogue.values.items() if name.startswith(MODEL)}:
+        found["extra states"] = ExtraStates(network), {n.removeprefix(MODEL): v for n, v in extra.items()}
+    if optimizer is not None:
+        found["optimizer"] = Options(optimizer), catalogue.values[GROUPS]
+    for name, thing in given.items():
+        if hasattr(thing, "load_state_dict"):
+            found[name] = thing, catalogue.values[name]
+    scale = _scale_of(model)
+    if scale is not None and SCALE in catalogue.values:
+        found["loss scale"] = scale, catalogue.values[SCALE]
+    return found
 
 
 def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
@@ -170,13 +191,8 @@ def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterat
     for name, p in _named(network, optimizer):
         for key, value in optimizer.state.get(p, {}).items():
             yield f"{STATE}{name}.{key}", value
-    yield GROUPS, [_options(group) for group in optimizer.param_groups]
+    yield GROUPS, Options(optimizer).state_dict()
     yield KIND, type(optimizer).__name__
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its parameters; numbers in tensors as numbers."""
-    return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _check_run(catalogue: Catalogue) -> None:
@@ -258,14 +274,8 @@ def _new_state(entry: Entry, p: Tensor) -> Tensor:
 
 
 def _put_back(catalogue: Catalogue, optimizer: Optimizer, states: States) -> None:
-    """States and options."""
+    """Give the optimizer its states; its options are there."""
     for name, p, found in states:
         prefix = f"{STATE}{name}."
         plain = {n.removeprefix(prefix): v for n, v in catalogue.values.items() if n.startswith(prefix)}
         optimizer.state[p] = {**found, **{key: value for key, value in plain.items() if "." not in key}}
-    for group, options in zip(optimizer.param_groups, catalogue.values[GROUPS], strict=True):
-        for key, value in options.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value

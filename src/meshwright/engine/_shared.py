@@ -26,9 +26,11 @@ from meshwright.graph import (
     runner,
     specs_in,
 )
-from meshwright.layout import Spec
+from meshwright.layout import Cache, Spec
 
 T = TypeVar("T")
+MOST_KEPT = 128
+"""Results that are kept for other ranks; a rank that comes too late makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def recorded_once(
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     number = nth_request(here, "program")
-    known: list[_Recorded] = here.shared.setdefault(("programs", number, text, specs, modes, repr(how)), [])
+    known: list[_Recorded] = _kept(here).setdefault(("programs", number, text, specs, modes, repr(how)), [])
     for found in known:
         fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
         if fits_here and is_shared(found.program, found.constants, alike):
@@ -121,9 +123,15 @@ def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
     """Return `make()`, or what it returned to a simulated rank with an equal key."""
     if not isinstance(here, Simulated):
         return make()
-    if key not in here.shared:
-        here.shared[key] = make()
-    return here.shared[key]
+    kept = _kept(here)
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+def _kept(here: Simulated) -> Cache[Any, Any]:
+    """Return what ranks made for each other."""
+    return here.shared.setdefault("made once", Cache[Any, Any](MOST_KEPT))
 
 
 def runner_once(here: Carrier, program: Program) -> Run:

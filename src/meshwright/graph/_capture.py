@@ -31,7 +31,7 @@ from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
 from .guards import Comparison, Executed, code_text, steady
-from .torch_hooks import FakeMode, ShapeEnv
+from .torch_hooks import FakeMode, new_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _captured(
     check_hooks(module)
     slots = slots_of(module)
     recording = Recording(above=True)
-    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
+    sizes = new_sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
     stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]

@@ -27,7 +27,7 @@ from ._node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Start, Va
 from ._numbers import FUNCTIONS
 from ._program import Change, Input, Program, Role
 from ._rank_numbers import Length, Offset, RankPlace
-from .torch_hooks import Operator, ShapeEnv, named_symbol
+from .torch_hooks import Operator, named_symbol, new_sizes
 
 MOST = 2**62
 """Numbers in a file are smaller."""
@@ -82,7 +82,7 @@ class Decoder:
     def _symbols(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         if len(rows) > MOST_SYMBOLS:
             raise DataError(f"it has {len(rows)} symbols")
-        world = ShapeEnv()
+        world = new_sizes()
         return {text(name): named_symbol(world, name, *_symbol(*facts)) for name, facts in rows.items()}
 
     def size(self, n: Any) -> Any:

@@ -50,9 +50,9 @@ from .torch_hooks import (
     FakeMode,
     Modes,
     Operator,
-    ShapeEnv,
     conditions,
     interception_off,
+    new_sizes,
     next_gradient_number,
     running_gradient_number,
     symbolic_count,
@@ -96,7 +96,7 @@ class Recorder(Modes):
     def __init__(self, rank: int, size: int, captured: Capture | None = None) -> None:
         super().__init__()
         fresh = captured is None
-        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) if fresh else captured.mode
+        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=new_sizes()) if fresh else captured.mode
         self._symbols = {} if fresh else captured.symbols
         self.recording = Recording(origin=self._origin)
         self._note = unobserved(self.recording.note)

@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx, nn
@@ -167,6 +168,30 @@ Modes = TorchDispatchMode
 
 ShapeEnv = symbolic_shapes.ShapeEnv
 """Where symbolic numbers live; with one, `.item()` of a fake tensor is a symbol."""
+
+_earlier: WeakSet[symbolic_shapes.ShapeEnv] = WeakSet()
+"""Where symbolic numbers of recordings live, as long as anything holds them."""
+_MOST_FAKE_RESULTS = 1 << 14
+"""Results on fake tensors that torch may remember; it has no bound of its own."""
+
+
+def new_sizes(**options: Any) -> symbolic_shapes.ShapeEnv:
+    """Return a new ShapeEnv for a recording; torch forgets what it remembers of earlier ones.
+
+    torch's caches hold every ShapeEnv for ever, and each ShapeEnv holds what was computed with its sizes. They are
+    caches of methods, by the ShapeEnv itself, so a new ShapeEnv finds nothing in them.
+    """
+    for remembered in (*vars(ShapeEnv).values(), *vars(symbolic_shapes).values()):
+        is_cache = hasattr(remembered, "cache_clear") and hasattr(remembered, "cache_info")
+        if is_cache and remembered.cache_info().currsize > 1:  # one entry: a function without arguments
+            remembered.cache_clear()
+    for earlier in tuple(_earlier):  # plans of eager mode hold some of them by their specs
+        earlier.fake_tensor_cache.clear()
+    if len(FakeTensorMode.cache) > _MOST_FAKE_RESULTS:
+        FakeTensorMode.cache_clear()
+    found = ShapeEnv(**options)
+    _earlier.add(found)
+    return found
 
 
 _numbers = count()

@@ -1,0 +1,81 @@
+"""A file system that stops answering during a save ends the save within the time limit, on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.checkpoint import (
+    CheckpointError,
+    WriteTimeoutError,
+    _dcp_format,  # pyright: ignore[reportPrivateUsage]
+    _files,  # pyright: ignore[reportPrivateUsage]
+    _format,  # pyright: ignore[reportPrivateUsage]
+    _safetensors,  # pyright: ignore[reportPrivateUsage]
+    _save,  # pyright: ignore[reportPrivateUsage]
+)
+
+FORMS = ("meshwright", "safetensors", "dcp")
+
+
+class Dead:
+    """File operations of saves, of which the n-th never returns, and no later one either."""
+
+    def __init__(self, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.n, self.forever = 0, n, threading.Event()
+        self._lock = threading.Lock()
+        for module in (_save, _format, _safetensors, _dcp_format):
+            monkeypatch.setattr(module, "write_operation", self._operation)
+
+    def _operation(self, path: Path, call: Any, *args: Any) -> Any:
+        with self._lock:
+            self.count += getattr(call, "__name__", "") != "exists"  # rank 0 asks as often as it waits
+            is_dead = 0 < self.n <= self.count
+        if is_dead:
+            _files.write_operation(path, self.forever.wait, 60)
+            raise OSError(5, "the file system is gone")
+        return _files.write_operation(path, call, *args)
+
+
+def save(folder: Path, form: str) -> None:
+    mesh = mw.ProcessMesh([0, 1], ["x"])
+    state: dict[str, Any] = {"w": mw.shard_tensor(torch.arange(8.0), mesh, [mw.Shard(0)])}
+    state |= {} if form == "safetensors" else {"n": 3}
+    mw.save_state_dict(state, folder, format=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whichever_operation_hangs_all_ranks_raise_and_a_later_save_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_WRITE_TIMEOUT", "0.2")
+    with pytest.MonkeyPatch.context() as patch:
+        dead = Dead(0, patch)
+        mw.simulate(save, 2, tmp_path / "whole", form)
+    assert dead.count > 6
+
+    def told(name: str) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / name, form)
+        assert str(tmp_path) in str(caught.value)
+        return type(caught.value).__name__
+
+    for n in range(1, dead.count + 1, max(1, dead.count // 6)):
+        with pytest.MonkeyPatch.context() as patch:
+            hanging = Dead(n, patch)
+            names = mw.simulate(told, 2, f"torn{n}")
+            hanging.forever.set()
+        assert names == [WriteTimeoutError.__name__] * 2, f"operation {n}"
+        assert not (tmp_path / f"torn{n}").exists()
+    mw.simulate(save, 2, tmp_path / "later", form)
+
+
+def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_WRITE_TIMEOUT", "soon")
+    with pytest.raises(CheckpointError, match="MESHWRIGHT_WRITE_TIMEOUT"):
+        mw.save_state_dict({"w": torch.ones(2)}, tmp_path / "x")
