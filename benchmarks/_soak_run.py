@@ -136,9 +136,10 @@ def _cut(net: Net, mesh: mw.ProcessMesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long a run is; the rest follows from it."""
+    """Length of a run, and the number of loads between new models; 0 if the model stays."""
 
     steps: int
+    remake: int = 0
     seed: int = 0
 
     @property
@@ -174,7 +175,7 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
         block, inside = divmod(step, LOAD)
         static = block % 2 == 1
         if inside == 0 and block:
-            if block % REMAKE == 0:
+            if plan.remake and block % plan.remake == 0:
                 trainers[static] = Trainer(mesh, static)
             trainers[static].load(folder)
         full = -(-rows // mesh.size) * mesh.size if static else rows  # programs with open sizes have equal parts
@@ -205,7 +206,7 @@ def on_simulated_ranks(folder: str, steps: str) -> None:
     def train() -> list[Any]:
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
         look = sample if mw.get_rank() == 0 else _nothing  # the ranks share one process
-        return soak(Path(folder) / "run", Plan(int(steps)), mesh, look)
+        return soak(Path(folder) / "run", Plan(int(steps), REMAKE), mesh, look)
 
     begin = time.perf_counter()
     found = mw.simulate(train, 4)[0]
