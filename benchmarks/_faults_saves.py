@@ -89,7 +89,7 @@ def killed_while_writing() -> Verdict:
             ended = run_ranks(
                 "benchmarks._faults_saves:dies_while_writing",
                 2,
-                arguments=[run, str(draw.randrange(4300))],
+                arguments=[run, str(draw.randrange(4000))],
                 limit=LIMIT,
             )
             right += _first_step_is_left(Path(run)) and any(e.status == -signal.SIGKILL for e in ended)
