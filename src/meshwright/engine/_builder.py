@@ -58,8 +58,10 @@ from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
 from ._refuse_call import refuse_shared_laid
+from ._setting import form_of
 from ._shared import (
     SteadyCalls,
+    captured_once,
     completed_once,
     constant_numbers,
     constants_of,
@@ -211,15 +213,13 @@ class Builder:
         with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
             called = () if model.loss is None else (model.loss,)
             steady = self._steady_calls()
-            captured = capture(
-                model.network,
-                lambda *leaves: model.call(self.mode, *leaves),
+            captured = captured_once(
+                current(),
                 batch,
-                dynamic,
-                others=called,
-                is_known=steady.__contains__,
+                (self.mode, form_of(tuple(batch)), dynamic),
+                (model.network, called),
+                lambda: self._capture(batch, dynamic, called, steady),
             )
-            steady.add(captured.checksum)
         program = self._on_stages(spread(captured.program))
         check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
@@ -233,6 +233,22 @@ class Builder:
         captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
         refuse_shared_laid(captured)
         return captured, layouts
+
+    def _capture(
+        self, batch: Sequence[Any], dynamic: Dynamic, called: Sequence[Any], steady: SteadyCalls
+    ) -> Capture:
+        """Return the captured call of the model; `called` is what runs beside the network."""
+        model = self.model
+        captured = capture(
+            model.network,
+            lambda *leaves: model.call(self.mode, *leaves),
+            batch,
+            dynamic,
+            others=called,
+            is_known=steady.__contains__,
+        )
+        steady.add(captured.checksum)
+        return captured
 
     def _steady_calls(self) -> SteadyCalls:
         """Return the calls that were captured before for a program that is there."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm import reads_of_rank
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, map_leaves, whole
 
@@ -30,7 +31,7 @@ from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
-from .guards import Comparison, Executed, code_text, steady
+from .guards import Comparison, Executed, Places, code_text, steady
 from .torch_hooks import FakeMode, ShapeEnv
 
 
@@ -65,6 +66,10 @@ class Capture:
     """Of the first pass and the code that ran in it; None where one pass was enough."""
     recording: Recording | None = field(repr=False, default=None)
     """The recording of the pass, which knows the value of each tensor; None after the last pass."""
+    places: Places | None = field(repr=False, default=None)
+    """All places that the code which ran can read; None for a call that is right for these objects alone."""
+    looks: Sequence[Any] = field(repr=False, default=())
+    """What the pass saw of each parameter and buffer."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -104,7 +109,7 @@ def capture(
     captured.
     """
 
-    roots = {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
+    roots, reads = _roots(module, others), reads_of_rank()
     asked = f"to capture the forward pass of {type(module).__name__}"
     checksum: str | None = None
 
@@ -116,10 +121,45 @@ def capture(
     def run() -> Capture:
         return _captured(module, call, batch, dynamic or {}, most)
 
-    found, ran = steady(roots, run, Comparison(_same, known, _numbers_of), asked)
-    ran.asked += found.asked
+    kept = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked)
+    found, ran = kept.gave, kept.ran
     ran.before_update()
-    return replace(found, ran=ran, checksum=checksum, recording=None)
+    own = reads_of_rank() > reads or found.symbols or _holds_objects(found.program)
+    return replace(found, ran=ran, checksum=checksum, recording=None, places=None if own else kept.places)
+
+
+def _asked_by(captured: Capture) -> Sequence[Tensor]:
+    return captured.asked
+
+
+def _roots(module: nn.Module, others: Sequence[Any]) -> dict[str, Any]:
+    return {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
+
+
+def _holds_objects(program: Program) -> bool:
+    """True if the program holds tensors or code of the module that was captured."""
+    return any(i.role == "constant" for i in program.inputs) or meaning_or_none(program) is None
+
+
+def captured_for(captured: Capture, module: nn.Module, others: Sequence[Any] = ()) -> Capture | None:
+    """Return the capture for a module that is alike wherever the code that ran can read; None if it is not.
+
+    The batch, and the state of torch, have to be alike too.
+    """
+    slots = slots_of(module)
+    if captured.places is None or list(map(_look, slots)) != captured.looks:
+        return None
+    tensors = {id(other.tensor): slot.tensor for slot, other in zip(slots, captured.slots, strict=True)}
+    if not captured.places.are_alike(_roots(module, others), tensors):
+        return None
+    return replace(captured, slots=slots, ran=captured.places.ran.copy())
+
+
+def _look(slot: Slot) -> Any:
+    """Return all that a pass can see of a parameter or buffer, without the attributes that users give it."""
+    x = slot.tensor
+    keys = tuple(key for _, key in slot.places)
+    return slot.name, slot.is_parameter, keys, type(x), x.shape, x.dtype, x.device, x.requires_grad, slot.spec
 
 
 def _checksum(program: Program, ran: Executed) -> str | None:
@@ -179,8 +219,8 @@ def _captured(
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
     check_late_writes(program, recording.detached_writes)
-    opened, asked = tuple(stage.sizes.open), tuple(stage.asked)
-    return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording)
+    opened, asked, looks = tuple(stage.sizes.open), tuple(stage.asked), list(map(_look, slots))
+    return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording, looks=looks)
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -57,6 +57,10 @@ class Executed:
         self.outside += other.outside
         self.resumed |= other.resumed
 
+    def copy(self) -> Executed:
+        """Return the same code, and the same tensors whose numbers were read."""
+        return Executed(dict(self.codes), list(self.asked), forward=dict(self.forward))
+
     def before_update(self) -> None:
         """Note that the code that ran up to now does not belong to the optimizer."""
         self.forward = dict(self.codes)

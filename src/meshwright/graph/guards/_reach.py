@@ -81,7 +81,7 @@ APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Tables of a module that are compared apart, as tensors and parts."""
 FOLLOWING = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that torch's recurrent layers renew by themselves when they are called with other parameters."""
-OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number"})
+OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number", "_maker"})
 """Attributes of tensors that this package sets."""
 OPTIMIZER = frozenset(
     {
@@ -120,7 +120,7 @@ class Counts:
     parts: dict[str, None]
     texts: set[str]
     _compared: dict[str, int] = field(default_factory=dict[str, int])
-    """Name → number of parts that it was compared with and contains none of."""
+    """Name → number of parts that it was compared with and contains none of; -1 if it contains one."""
 
     def __call__(self, key: str) -> bool:
         if key in self.names or key in _PROTOCOLS:
@@ -129,10 +129,10 @@ class Counts:
 
     def _contains_part(self, key: str) -> bool:
         done = self._compared.get(key, 0)
-        if any(part in key for part in islice(self.parts, done, None)):
-            return True
-        self._compared[key] = len(self.parts)
-        return False
+        if 0 <= done < len(self.parts):
+            contains = any(part in key for part in islice(self.parts, done, None))
+            done = self._compared[key] = -1 if contains else len(self.parts)
+        return done < 0
 
 
 def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
