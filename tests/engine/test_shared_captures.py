@@ -34,6 +34,10 @@ def _captured(case: Case, model: nn.Module, loss: Any) -> Any:
         return None
 
 
+def _roots(case: Case) -> dict[str, Any]:
+    return {"network": case.model, "call0": case.loss}
+
+
 def _copied(case: Case) -> Any:
     """Return a copy of what the training calls, as another rank has; None if Python cannot copy it."""
     try:
@@ -53,10 +57,10 @@ def _shared_wrongly(kind: Kind) -> tuple[bool, bool]:
         theirs = None if twin is None else _captured(case, *twin)
         if theirs is None:
             return False, False
-        before = captured_for(theirs, case.model, (case.loss,)) is not None
+        before = captured_for(theirs, case.model, _roots(case)) is not None
         case.change(ON)
         with case.around():
-            if captured_for(theirs, case.model, (case.loss,)) is None:
+            if captured_for(theirs, case.model, _roots(case)) is None:
                 return before, False
             mine = _captured(case, case.model, case.loss)
         return before, mine is not None and meaning_or_none(mine.program) != meaning_or_none(theirs.program)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.comm import Carrier, Simulated
 from meshwright.graph import (
@@ -33,7 +33,7 @@ from meshwright.tensor import leaves_in
 
 from ._description import lies_text
 from ._mesh import get_mesh
-from ._setting import torch_state
+from ._setting import Roots, torch_state
 
 T = TypeVar("T")
 
@@ -78,12 +78,11 @@ def recorded_once(
 
 
 def captured_once(
-    here: Carrier, batch: Sequence[Any], how: Any, roots: tuple[nn.Module, Sequence[Any]], make: Callable[[], Capture]
+    here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]
 ) -> Capture:
     """Return `make()`, or what it returned to a simulated rank whose module is alike wherever the code can read.
 
-    `roots` are the module, and what is called beside it. `how` is all else that decides, beside the batch and the state
-    of torch.
+    `how` is all that decides beside the batch, the roots and the state of torch.
     """
     if not isinstance(here, Simulated) or here.size == 1 or not all(map(_is_bare, leaves_in(batch))):
         return make()
@@ -91,11 +90,11 @@ def captured_once(
     key = ("captures", nth_request(here, "capture"), repr((leaves, how, [*torch_state()], get_mesh())))
     known: list[Capture] = here.shared.setdefault(key, [])
     for each in known:
-        found = captured_for(each, *roots)
+        found = captured_for(each, roots.network, roots.named())
         if found is not None:
             return found
     captured = make()
-    if captured.places is not None:
+    if not captured.is_own:
         known.append(captured)
     return captured
 

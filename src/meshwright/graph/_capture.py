@@ -67,7 +67,9 @@ class Capture:
     recording: Recording | None = field(repr=False, default=None)
     """The recording of the pass, which knows the value of each tensor; None after the last pass."""
     places: Places | None = field(repr=False, default=None)
-    """All places that the code which ran can read; None for a call that is right for these objects alone."""
+    """All places that the code which ran can read; None if the call set some."""
+    is_own: bool = True
+    """True if the capture is right for its own module alone, even if another one is alike wherever code can read."""
     looks: Sequence[Any] = field(repr=False, default=())
     """What the pass saw of each parameter and buffer."""
 
@@ -98,6 +100,7 @@ def capture(
     most: int | None = None,
     others: Sequence[Any] = (),
     is_known: Callable[[str], bool] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Capture:
     """The program of `call(*batch)`, which runs `module` and `others`: its parameters, buffers and batch are inputs.
 
@@ -105,11 +108,12 @@ def capture(
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
     part of one program or takes more than `most` operators, and SideEffectError for a forward pass that changes what
     is no tensor. What only the first pass sets may stay: then the second one is captured, if it changes nothing and is
-    the same program. `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
+    the same program. `beside` are objects by name that count for the places of the capture, such as the optimizer.
+    `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
     captured.
     """
 
-    roots, reads = _roots(module, others), reads_of_rank()
+    roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, reads_of_rank()
     asked = f"to capture the forward pass of {type(module).__name__}"
     checksum: str | None = None
 
@@ -121,19 +125,14 @@ def capture(
     def run() -> Capture:
         return _captured(module, call, batch, dynamic or {}, most)
 
-    kept = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked)
-    found, ran = kept.gave, kept.ran
-    ran.before_update()
+    done = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
+    found, ran = done.gave, done.ran
     own = reads_of_rank() > reads or found.symbols or _holds_objects(found.program)
-    return replace(found, ran=ran, checksum=checksum, recording=None, places=None if own else kept.places)
+    return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
 
 
 def _asked_by(captured: Capture) -> Sequence[Tensor]:
     return captured.asked
-
-
-def _roots(module: nn.Module, others: Sequence[Any]) -> dict[str, Any]:
-    return {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
 
 
 def _holds_objects(program: Program) -> bool:
@@ -141,18 +140,17 @@ def _holds_objects(program: Program) -> bool:
     return any(i.role == "constant" for i in program.inputs) or meaning_or_none(program) is None
 
 
-def captured_for(captured: Capture, module: nn.Module, others: Sequence[Any] = ()) -> Capture | None:
+def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any]) -> Capture | None:
     """Return the capture for a module that is alike wherever the code that ran can read; None if it is not.
 
-    The batch, and the state of torch, have to be alike too.
+    `roots` are all objects that count for the places. The batch, and the state of torch, have to be alike too.
     """
     slots = slots_of(module)
-    if captured.places is None or list(map(_look, slots)) != captured.looks:
+    if captured.places is None or captured.is_own or list(map(_look, slots)) != captured.looks:
         return None
     tensors = {id(other.tensor): slot.tensor for slot, other in zip(slots, captured.slots, strict=True)}
-    if not captured.places.are_alike(_roots(module, others), tensors):
-        return None
-    return replace(captured, slots=slots, ran=captured.places.ran.copy())
+    places = captured.places.of_twin(roots, tensors)
+    return None if places is None else replace(captured, slots=slots, ran=places.ran.copy(), places=places)
 
 
 def _look(slot: Slot) -> Any:

@@ -53,7 +53,8 @@ class Executed:
     def update(self, other: Executed) -> None:
         self.codes.update(other.codes)
         self.forward.update(other.forward)
-        self.asked += other.asked
+        known = set(map(id, self.asked))
+        self.asked += [x for x in other.asked if id(x) not in known]
         self.outside += other.outside
         self.resumed |= other.resumed
 

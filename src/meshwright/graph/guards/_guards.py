@@ -27,6 +27,7 @@ from ._slots import Change, Content, Names, Slot
 from ._twins import are_twins
 
 T = TypeVar("T")
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Guards:
@@ -133,9 +134,17 @@ class Places:
     guards: Guards
     ran: Executed
 
-    def are_alike(self, roots: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> bool:
-        """True if the code would read the same from other roots; `tensors` maps the id of each parameter to theirs."""
-        return are_twins(self.guards.slots, Guards.of(roots, self.ran.copy()).slots, tensors)
+    def of_twin(self, roots: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> Places | None:
+        """Return the places of other roots if the code would read the same from these, else None.
+
+        `tensors` maps the id of each parameter and buffer to that of the other roots.
+        """
+        found = Places(Guards.of(roots, self.ran), self.ran)
+        return found if are_twins(self.guards.slots, found.guards.slots, tensors) else None
+
+    def are_of(self, ran: Executed) -> bool:
+        """True if these are all places that the code which `ran` can read."""
+        return ran.codes.keys() == self.ran.codes.keys() and len(ran.asked) == len(self.ran.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +156,12 @@ class Steady(Generic[T]):
     places: Places | None
 
 
-def steady(roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str) -> Steady[T]:
+def steady(
+    roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str, beside: Mapping[str, Any] = _NOTHING
+) -> Steady[T]:
     """Return what `run()` gives, after making sure that every further call would do the same.
+
+    The places are those of the roots, and of roots `beside` them that the call does not run.
 
     A change that only the first call makes may stay; then the result of a second call is returned. There is no second
     call if the first one is known and changed nothing that the roots hold. Raises SideEffectError, after putting
@@ -162,23 +175,27 @@ def steady(roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], a
         _check_outside(ran, asked)
         ran.asked += how.asked_by(first)
         ran.before_update()
-        guards, seen = Guards.of(roots, ran), ran.copy()
+        all_roots = {**roots, **beside}
+        guards, seen = Guards.of(all_roots, ran), ran.copy()
         _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
         if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
             return Steady(first, ran, Places(guards, seen))
-        between = _after_first(roots, ran, first, how, guards)
+        between = _after_first(all_roots, ran, first, how, guards)
         _check_real(between, asked)
-        second = _again(run, ran, between, before, settled, asked)
-        ran.asked += how.asked_by(second)
+        second, again = _again(run, between, before, settled, asked)
         if settled and not how.alike(first, second):
             label, change = next(iter(settled.items()))
             raise side_effect(asked, label, *change)
     except BaseException:
         before.restore()
         raise
-    moved = settled or len(ran.codes) > len(seen.codes)
-    return Steady(second, ran, None if moved else Places(guards, seen))
+    if not settled and again.codes.keys() <= seen.codes.keys():
+        return Steady(second, ran, Places(guards, seen))
+    again.asked += how.asked_by(second)
+    ran.update(again)
+    ran.before_update()
+    return Steady(second, ran, None)
 
 
 def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], found: Guards) -> Guards:
@@ -208,22 +225,16 @@ def _fakes_in(value: Any) -> Iterator[Tensor]:
 
 
 def _again(
-    run: Callable[[], T],
-    ran: Executed,
-    between: Guards,
-    before: _Restored,
-    settled: Mapping[str, Sequence[Any]],
-    asked: str,
-) -> T:
-    """Return what one more call gives; add its code to what `ran`. Raise SideEffectError if it changes something."""
+    run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Sequence[Any]], asked: str
+) -> tuple[T, Executed]:
+    """Return what one more call gives, and the code that ran. Raise SideEffectError if it changes something."""
     with executed_code() as again:
         found = run()
     _check_generators(before, asked)
     change = next(between.changes(), None)
     if change is not None:
         raise side_effect(asked, change[0], *settled.get(change[0], change[1:]))
-    ran.update(again)
-    return found
+    return found, again
 
 
 def _check_generators(before: _Restored, asked: str) -> None:

@@ -155,6 +155,7 @@ class _Space:
         self.held, self.label, self.owner, self.whole = held, label, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
+        self.followed: Any = None
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
     def read(self) -> None:
@@ -251,6 +252,10 @@ class Reach:
     def _follow(self, space: _Space) -> None:
         """Push the entries of a namespace that count by now."""
         held = space.held
+        counted = len(held), len(self.names), len(self.parts), len(self.texts), space.whole, space.apart
+        if counted == space.followed:
+            return
+        space.followed = counted
         names = held.keys() if space.whole or len(held) < len(self.names) or self.parts else self.names & held.keys()
         for key in list(names):
             counts = key in self.names if space.trusted else space.whole or self.counts(key)
