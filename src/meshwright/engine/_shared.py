@@ -77,9 +77,7 @@ def recorded_once(
     return program, fits
 
 
-def captured_once(
-    here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]
-) -> Capture:
+def captured_once(here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]) -> Capture:
     """Return `make()`, or what it returned to a simulated rank whose module is alike wherever the code can read.
 
     `how` is all that decides beside the batch, the roots and the state of torch.

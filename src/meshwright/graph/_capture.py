@@ -127,7 +127,7 @@ def capture(
 
     done = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
     found, ran = done.gave, done.ran
-    own = reads_of_rank() > reads or found.symbols or _holds_objects(found.program)
+    own = reads_of_rank() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
 
 

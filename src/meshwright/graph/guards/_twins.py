@@ -1,8 +1,8 @@
 """Two objects that are alike wherever the code that ran can read: what it did for one, it does for the other.
 
-`Reach` walks from both in the same order, so places are compared in pairs. Two places are alike if they hold one object,
-equal plain values, or a pair of objects of one class whose own places are alike. An object that no place tells all of
-is like no other: a tensor that is no parameter, a generator of random numbers, an object with state in C.
+`Reach` walks from both in the same order, so places are compared in pairs. Two places are alike if they hold one
+object, equal plain values, or a pair of objects of one class whose own places are alike. An object whose state the
+places do not tell whole is like no other: a tensor that is no parameter, a generator of random numbers, state in C.
 """
 
 from __future__ import annotations
