@@ -22,7 +22,7 @@ from ._slots import is_plain
 from ._trusted import is_trusted, is_trusted_call
 
 __all__ = [
-    "OPTIMIZER", "OWN", "STEP_HOOKS", "Comparison", "Executed", "Guards", "Places", "class_text", "code_text", "described",
-    "executed_code", "global_hooks", "is_plain", "is_trusted", "is_trusted_call", "observed", "side_effect", "steady",
-    "unobserved", "unobserved_if_torchs",
+    "OPTIMIZER", "OWN", "STEP_HOOKS", "Comparison", "Executed", "Guards", "Places", "class_text", "code_text",
+    "described", "executed_code", "global_hooks", "is_plain", "is_trusted", "is_trusted_call", "observed",
+    "side_effect", "steady", "unobserved", "unobserved_if_torchs",
 ]  # fmt: skip
