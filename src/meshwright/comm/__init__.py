@@ -3,7 +3,7 @@
 from ._call import Call, Group
 from ._carrier import Arrival, Arrived, Carrier, Receive
 from ._counters import Counters
-from ._current import current, install, installed, use
+from ._current import current, install, installed, reads_of_rank, use
 from ._delayed import Delayed
 from ._errors import (
     CallError,
@@ -70,6 +70,7 @@ __all__ = [
     "launch",
     "note_fact",
     "prefix_prints",
+    "reads_of_rank",
     "simulate",
     "stragglers",
     "use",

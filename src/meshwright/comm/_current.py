@@ -12,6 +12,7 @@ from ._errors import NoCarrierError
 
 class _Here(threading.local):
     carrier: Carrier | None = None
+    reads: int = 0
 
 
 class _Everywhere:
@@ -23,7 +24,13 @@ _here = _Here()
 
 def installed() -> Carrier | None:
     """Return the calling thread's communicator, otherwise the process's; None if there is neither."""
+    _here.reads += 1
     return _here.carrier or _Everywhere.carrier
+
+
+def reads_of_rank() -> int:
+    """Return how often this thread has asked for its carrier, which tells the rank."""
+    return _here.reads
 
 
 def current() -> Carrier:
@@ -32,6 +39,7 @@ def current() -> Carrier:
     Raises:
         NoCarrierError: there is none.
     """
+    _here.reads += 1
     carrier = _here.carrier or _Everywhere.carrier
     if carrier is None:
         raise NoCarrierError(

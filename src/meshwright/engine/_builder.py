@@ -12,7 +12,6 @@ from torch import Tensor
 from meshwright.comm import current, is_compared
 from meshwright.graph import (
     Capture,
-    Executed,
     Fits,
     Input,
     Layouts,
@@ -58,8 +57,10 @@ from ._phases import Phases
 from ._pipeline import Chosen, Piped, Separate, piped, sequences_cut
 from ._program_files import Saved
 from ._refuse_call import refuse_shared_laid
+from ._setting import Roots, form_of
 from ._shared import (
     SteadyCalls,
+    captured_once,
     completed_once,
     constant_numbers,
     constants_of,
@@ -67,6 +68,7 @@ from ._shared import (
     recorded_once,
     runner_once,
 )
+from ._uncollected import uncollected
 from ._variants import Dynamic, sizes_of
 
 
@@ -143,17 +145,18 @@ class Builder:
         """Measure the phases of a new program."""
         self.phases = Phases(f"{self.mode} program of {type(self.model.network).__name__}")
 
-    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
-        """The program for such a batch, which other batches it fits, and the code that ran for it.
+    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
+        """The program for such a batch, which other batches it fits, and the call that was captured for it.
 
         Ranks whose `key` is the same share the program.
         """
         self._begin()
-        found = self._built(batch, dynamic, key)
+        with uncollected():
+            found = self._built(batch, dynamic, key)
         self.phases.tell()
         return found
 
-    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Executed]:
+    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch, key)
         strategy = self.model.strategy
@@ -165,14 +168,14 @@ class Builder:
         saved = self._saved(digest, batch, [captured])
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured
         how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
         program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
         self.recordings += 1
         self._lay(captured, layouts)
         ready = self._with_facts(self._ready(program), [captured], digest)
-        return ready, fits, captured.ran
+        return ready, fits, captured
 
     def _saved(self, digest: str | None, batch: Sequence[Any], captured: Sequence[Capture]) -> Saved | None:
         """Return the loaded or kept program with this digest that takes the batch.
@@ -209,17 +212,16 @@ class Builder:
         """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
         model, strategy = self.model, self.model.strategy
         with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
-            called = () if model.loss is None else (model.loss,)
+            calls = () if model.loss is None else (model.loss,)
+            roots = Roots(model.network, calls, model.optimizer if self.mode == "train" else None)
             steady = self._steady_calls()
-            captured = capture(
-                model.network,
-                lambda *leaves: model.call(self.mode, *leaves),
+            captured = captured_once(
+                current(),
                 batch,
-                dynamic,
-                others=called,
-                is_known=steady.__contains__,
+                (self.mode, form_of(tuple(batch)), dynamic),
+                roots,
+                lambda: self._capture(batch, dynamic, roots, steady),
             )
-            steady.add(captured.checksum)
         program = self._on_stages(spread(captured.program))
         check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
@@ -233,6 +235,21 @@ class Builder:
         captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
         refuse_shared_laid(captured)
         return captured, layouts
+
+    def _capture(self, batch: Sequence[Any], dynamic: Dynamic, roots: Roots, steady: SteadyCalls) -> Capture:
+        """Return the captured call of the model."""
+        model = self.model
+        captured = capture(
+            model.network,
+            lambda *leaves: model.call(self.mode, *leaves),
+            batch,
+            dynamic,
+            others=roots.calls,
+            is_known=steady.__contains__,
+            beside=roots.beside,
+        )
+        steady.add(captured.checksum)
+        return captured
 
     def _steady_calls(self) -> SteadyCalls:
         """Return the calls that were captured before for a program that is there."""
@@ -266,7 +283,7 @@ class Builder:
         self.homes |= _homes(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[Compiled, Fits, Executed]:
+    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[Compiled, Fits, Capture]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
@@ -280,7 +297,7 @@ class Builder:
         saved = self._saved(digest, batch, [captured, *others])
         if saved is not None:
             self._lay(captured, layouts)
-            return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured.ran
+            return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
         self.recordings += 1
         with self.phases.phase("record"):
             found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
@@ -291,7 +308,7 @@ class Builder:
             found = found.after(lambda part: apply_passes(part, passes))
         ready = self._ready_pipeline(found)
         check_stages(ready.program)
-        return self._with_facts(ready, [captured, *others], digest), fits, captured.ran
+        return self._with_facts(ready, [captured, *others], digest), fits, captured
 
     def _constants(self, captured: Sequence[Capture]) -> list[Tensor]:
         """Return the constants of the captured calls, then the optimizer's options that are tensors."""

@@ -198,7 +198,7 @@ class Pieces:
             found = self._made(type(known.network).__name__, captured, form, leaves)
         refuse_shared_laid(captured, self.root)
         lay_as_captured(captured, None)
-        setting = Setting.of(Roots(known.network), captured.ran)
+        setting = Setting.of(Roots(known.network), replace(captured, places=None))  # hooks are back since
         known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
         return found
 

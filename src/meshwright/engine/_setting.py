@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Executed, Guards, backend_flags, modes_on, slots_of
+from meshwright.graph import Capture, Guards, backend_flags, modes_on, slots_of
 from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 from ._description import lies_text
@@ -35,8 +35,12 @@ class Roots:
 
     def named(self) -> dict[str, Any]:
         """Return the roots of `Guards`, by name."""
-        found = {"network": self.network, **{f"call{at}": call for at, call in enumerate(self.calls)}}
-        return found if self.optimizer is None else {**found, "optimizer": self.optimizer}
+        return {"network": self.network, **{f"call{at}": call for at, call in enumerate(self.calls)}, **self.beside}
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The objects that a capture does not run."""
+        return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,15 @@ class Setting:
     facts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, roots: Roots, ran: Executed) -> Setting:
-        """Return the setting of now, for a program that was recorded of the code that `ran`."""
-        return cls(roots, Guards.of(roots.named(), ran), facts_of(roots))
+    def of(cls, roots: Roots, captured: Capture) -> Setting:
+        """Return the setting of now, for a program of a captured call.
+
+        The places of the capture are those of the program if no other code ran since, and nothing changed.
+        """
+        places = captured.places
+        known = places is not None and places.are_of(captured.ran) and places.guards.holds()
+        guards = places.guards if places is not None and known else Guards.of(roots.named(), captured.ran)
+        return cls(roots, guards, facts_of(roots))
 
     def holds(self) -> bool:
         """True if nothing changed that the program depends on."""

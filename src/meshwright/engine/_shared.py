@@ -19,14 +19,21 @@ from meshwright.graph import (
     Program,
     Run,
     are_alike,
+    captured_for,
     complete,
     is_lifted,
+    is_plain,
     meaning_or_none,
     numbered,
     runner,
     specs_in,
 )
 from meshwright.layout import Cache, Spec
+from meshwright.tensor import leaves_in
+
+from ._description import lies_text
+from ._mesh import get_mesh
+from ._setting import Roots, torch_state
 
 T = TypeVar("T")
 MOST_KEPT = 128
@@ -70,6 +77,35 @@ def recorded_once(
     fits = captured.fits()
     known.append(_Recorded(program, fits, here.rank, constants_of(captured), captured.ran))
     return program, fits
+
+
+def captured_once(here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]) -> Capture:
+    """Return `make()`, or what it returned to a simulated rank whose module is alike wherever the code can read.
+
+    `how` is all that decides beside the batch, the roots and the state of torch.
+    """
+    if not isinstance(here, Simulated) or here.size == 1 or not all(map(_is_bare, leaves_in(batch))):
+        return make()
+    leaves = [_look(x) if isinstance(x, Tensor) else x for x in leaves_in(batch)]
+    key = ("captures", nth_request(here, "capture"), repr((leaves, how, [*torch_state()], get_mesh())))
+    known: list[Capture] = here.shared.setdefault(key, [])
+    for each in known:
+        found = captured_for(each, roots.network, roots.named())
+        if found is not None:
+            return found
+    captured = make()
+    if not captured.is_own:
+        known.append(captured)
+    return captured
+
+
+def _is_bare(x: Any) -> bool:
+    """True for a plain value, and for a tensor without attributes that a forward pass sees."""
+    return all(name.startswith("_") for name in vars(x)) if isinstance(x, Tensor) else is_plain(x)
+
+
+def _look(x: Tensor) -> Any:
+    return type(x), lies_text(x), x.device, x.requires_grad
 
 
 class SteadyCalls:

@@ -201,14 +201,14 @@ class DistModel:
         self._marks = self._marks or first_marks(self.network)
         before = self.recordings
         try:
-            found, fits, ran = self._builder.build(batch, dynamic, key)
+            found, fits, captured = self._builder.build(batch, dynamic, key)
         except (SideEffectError, TypeError):
             if not dynamic:
                 raise
             dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
-            found, fits, ran = self._builder.build(batch, dynamic, key)
+            found, fits, captured = self._builder.build(batch, dynamic, key)
             self._variants.fixed.add(key)
-        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, ran), found.digest)
+        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, captured), found.digest)
         self._variants.add(key, leaves, variant)
         if self.recordings > before:
             self._builder.kept.add(self._builder.model, self._marks, variant)

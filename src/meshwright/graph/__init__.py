@@ -3,7 +3,7 @@
 from ._admitted import is_admitted, libraries_of
 from ._alike import are_alike, first_alike, specs_data, specs_in, specs_of
 from ._brought import Sent, brought, meshes_of
-from ._capture import Capture, Slot, capture, slots_of
+from ._capture import Capture, Slot, capture, captured_for, slots_of
 from ._cells import overwriting
 from ._complete import complete, with_layouts
 from ._draft import Draft, Spot
@@ -75,6 +75,7 @@ from .guards import (
     class_text,
     described,
     executed_code,
+    is_plain,
     observed,
 )
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
@@ -144,6 +145,7 @@ __all__ = [
     "backend_flags",
     "brought",
     "capture",
+    "captured_for",
     "carry",
     "check_rule",
     "check_stages",
@@ -165,6 +167,7 @@ __all__ = [
     "is_admitted",
     "is_drawing",
     "is_lifted",
+    "is_plain",
     "is_pure",
     "is_view",
     "joined",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm import reads_of_rank
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, map_leaves, whole
 
@@ -30,7 +31,7 @@ from ._program import Program
 from ._recording import Recording
 from ._stage import Stage, called
 from ._text import numbered
-from .guards import Comparison, Executed, code_text, steady
+from .guards import Comparison, Executed, Places, code_text, steady
 from .torch_hooks import FakeMode, new_sizes
 
 
@@ -65,6 +66,12 @@ class Capture:
     """Of the first pass and the code that ran in it; None where one pass was enough."""
     recording: Recording | None = field(repr=False, default=None)
     """The recording of the pass, which knows the value of each tensor; None after the last pass."""
+    places: Places | None = field(repr=False, default=None)
+    """All places that the code which ran can read; None if the call set some."""
+    is_own: bool = True
+    """True if the capture is right for its own module alone, even if another one is alike wherever code can read."""
+    looks: Sequence[Any] = field(repr=False, default=())
+    """What the pass saw of each parameter and buffer."""
 
     def fits(self) -> Fits:
         """Tells whether a batch has sizes that what was recorded so far is right for."""
@@ -93,6 +100,7 @@ def capture(
     most: int | None = None,
     others: Sequence[Any] = (),
     is_known: Callable[[str], bool] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Capture:
     """The program of `call(*batch)`, which runs `module` and `others`: its parameters, buffers and batch are inputs.
 
@@ -100,11 +108,12 @@ def capture(
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
     part of one program or takes more than `most` operators, and SideEffectError for a forward pass that changes what
     is no tensor. What only the first pass sets may stay: then the second one is captured, if it changes nothing and is
-    the same program. `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
+    the same program. `beside` are objects by name that count for the places of the capture, such as the optimizer.
+    `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
     captured.
     """
 
-    roots = {"network": module, **{f"call{at}": other for at, other in enumerate(others)}}
+    roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, reads_of_rank()
     asked = f"to capture the forward pass of {type(module).__name__}"
     checksum: str | None = None
 
@@ -116,10 +125,39 @@ def capture(
     def run() -> Capture:
         return _captured(module, call, batch, dynamic or {}, most)
 
-    found, ran = steady(roots, run, Comparison(_same, known, _numbers_of), asked)
-    ran.asked += found.asked
-    ran.before_update()
-    return replace(found, ran=ran, checksum=checksum, recording=None)
+    done = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
+    found, ran = done.gave, done.ran
+    own = reads_of_rank() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
+    return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
+
+
+def _asked_by(captured: Capture) -> Sequence[Tensor]:
+    return captured.asked
+
+
+def _holds_objects(program: Program) -> bool:
+    """True if the program holds tensors or code of the module that was captured."""
+    return any(i.role == "constant" for i in program.inputs) or meaning_or_none(program) is None
+
+
+def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any]) -> Capture | None:
+    """Return the capture for a module that is alike wherever the code that ran can read; None if it is not.
+
+    `roots` are all objects that count for the places. The batch, and the state of torch, have to be alike too.
+    """
+    slots = slots_of(module)
+    if captured.places is None or captured.is_own or list(map(_look, slots)) != captured.looks:
+        return None
+    tensors = {id(other.tensor): slot.tensor for slot, other in zip(slots, captured.slots, strict=True)}
+    places = captured.places.of_twin(roots, tensors)
+    return None if places is None else replace(captured, slots=slots, ran=places.ran.copy(), places=places)
+
+
+def _look(slot: Slot) -> Any:
+    """Return all that a pass can see of a parameter or buffer, without the attributes that users give it."""
+    x = slot.tensor
+    keys = tuple(key for _, key in slot.places)
+    return slot.name, slot.is_parameter, keys, type(x), x.shape, x.dtype, x.device, x.requires_grad, slot.spec
 
 
 def _checksum(program: Program, ran: Executed) -> str | None:
@@ -179,8 +217,8 @@ def _captured(
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
     check_late_writes(program, recording.detached_writes)
-    opened, asked = tuple(stage.sizes.open), tuple(stage.asked)
-    return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording)
+    opened, asked, looks = tuple(stage.sizes.open), tuple(stage.asked), list(map(_look, slots))
+    return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording, looks=looks)
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

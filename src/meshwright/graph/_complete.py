@@ -63,6 +63,8 @@ class _State:
     reasons: dict[Value, str] = field(default_factory=dict[Value, str])
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
     stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    decided: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """What `_described` returned, by all that decides it; operands are places in `node.ins`. Equal layers ask once."""
 
     @classmethod
     def of(cls, program: Program, marks: Mapping[str, Spec], reasons: Mapping[str, str]) -> _State:
@@ -229,6 +231,33 @@ class _State:
         """The operands of an operator, and how it lies when those in `free` take any layout; None without a rule."""
         if not isinstance(node.op, Operator):
             return None
+        ins = list(dict.fromkeys(node.ins))
+        key = self._key(node, ins, free, wish)
+        if key is None or key not in self.decided:
+            found = self._described_anew(node, free, wish)
+            places = None if found is None else ([None if v is None else ins.index(v) for v in found[0]], found[1])
+            if key is None:
+                return found
+            self.decided[key] = places
+        known = self.decided[key]
+        return None if known is None else ([None if at is None else ins[at] for at in known[0]], known[1])
+
+    def _key(self, node: Node, ins: Sequence[Value], free: frozenset[Value], wish: Layout | None) -> Any:
+        """Return all that decides how an operator lies; None for symbolic sizes."""
+        if not all(type(n) is int for v in ins for n in v.shape):
+            return None
+        names = {v: f"%{at}" for at, v in enumerate(ins)}
+        specs = [self.known.get(v) for v in (*ins, *node.outs)]
+        near = next((spec.mesh for spec in specs if spec is not None), None)
+        looks = tuple((v.shape, v.dtype, v in free) for v in ins)
+        call = repr(map_values(names.__getitem__, (node.args, dict(node.kwargs))))
+        return node.op, call, looks, tuple(specs[: len(ins)]), id(near), wish
+
+    def _described_anew(
+        self, node: Node, free: frozenset[Value], wish: Layout | None
+    ) -> tuple[list[Value | None], Decision] | None:
+        """Return what `_described` returns, and remember nothing."""
+        assert isinstance(node.op, Operator)
         args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
         try:
             call = describe_passing(node.op, args, kwargs)

@@ -28,13 +28,14 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     the view, and of what is made of it.
     """
     known: dict[Value, Any] = {}
+    ran: dict[Any, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
             known[given.value] = _stand_in(given, program)
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
-                    bind_values(node.out, _run(node, known, program.rank), known)
+                    bind_values(node.out, _run_once(node, known, program.rank, ran), known)
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 
@@ -50,6 +51,21 @@ def _stand_in(given: Input, program: Program) -> Any:
 
 def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(map(hint, shape))
+
+
+def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> Any:
+    """Return the results of a node; what an operator `ran` on tensors that lie the same is taken from there."""
+    if not isinstance(node.op, Operator):
+        return _run(node, known, rank)
+    given = map_values(lambda v: _look(known[v]), (node.args, dict(node.kwargs)))
+    key = node.op, repr(given), *(v.device for v in node.outs if v.is_tensor)
+    if key not in ran:
+        ran[key] = _run(node, known, rank)
+    return ran[key]
+
+
+def _look(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:

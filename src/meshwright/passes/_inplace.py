@@ -76,6 +76,10 @@ class _Reuse:
     """Memory → the last node that reads it; results are read at the end."""
     whole: set[Value] = field(init=False)
     """Inputs that are written back, and what was written over them: values that fill an input exactly."""
+    homes: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    """Memory → the first input there that is written back."""
+    ends: dict[Value, list[tuple[Value | None, Value]]] = field(default_factory=dict[Value, Any])
+    """Memory → the results there, each with the input that it is written to; None for an output."""
 
     def __post_init__(self) -> None:
         self.found = memories(self.program)
@@ -88,6 +92,11 @@ class _Reuse:
                 self.last[self.found.of(v)] = at
         for v in self.program.results:
             self.last[self.found.of(v)] = len(self.program.nodes)
+        for x, v in self.program.writes:
+            self.homes.setdefault(self.found.of(x), x)
+            self.ends.setdefault(self.found.of(v), []).append((x, v))
+        for v in values_in(self.program.outputs):
+            self.ends.setdefault(self.found.of(v), []).append((None, v))
 
     def at(self, at: int, node: Node) -> tuple[Op, tuple[Any, ...]] | None:
         """The writing operator and its arguments, where node number `at` may write over its first operand."""
@@ -133,11 +142,8 @@ class _Reuse:
 
     def _goes_home(self, old: Value, root: Value, new: Value) -> bool:
         """True where no result lies in the memory of `new` but `new` itself, for the input that it is written to."""
-        home = next((x for x, _ in self.program.writes if self.found.of(x) is root), None)
-        made = self.found.of(new)
-        outside = [v for v in values_in(self.program.outputs) if self.found.of(v) is made]
-        written = [(x, v) for x, v in self.program.writes if self.found.of(v) is made]
-        return not outside and all(x is home and v is new for x, v in written)
+        home = self.homes.get(root)
+        return all(x is not None and x is home and v is new for x, v in self.ends.get(self.found.of(new), ()))
 
     def _write(self, olds: Sequence[Value], news: Sequence[Value]) -> None:
         for old, new in zip(olds, news, strict=True):
@@ -146,7 +152,11 @@ class _Reuse:
             if old in self.whole:
                 self.whole.add(new)
             self.found.join(old, new)
-            self.last[self.found.of(new)] = max(self.last[mine], self.last[other])
+            root = self.found.of(new)
+            self.last[root] = max(self.last[mine], self.last[other])
+            self.ends[root] = [end for memory in dict.fromkeys((mine, other)) for end in self.ends.pop(memory, ())]
+            if (home := self.homes.pop(mine, None) or self.homes.pop(other, None)) is not None:
+                self.homes[root] = home
             self.saved.append(new.nbytes)
 
 

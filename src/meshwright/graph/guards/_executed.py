@@ -43,6 +43,8 @@ class Executed:
     """The code that ran before the update: of the forward pass, the loss, and hooks of tensors."""
     outside: list[str] = field(default_factory=list[str])
     """Calls whose results depend on what no guard can compare: the clock, files, generators that were begun before."""
+    asks_thread: bool = False
+    """True if the code asked for the number of its thread, which tells a simulated rank."""
 
     def __contains__(self, code: CodeType) -> bool:
         return id(code) in self.codes
@@ -53,9 +55,14 @@ class Executed:
     def update(self, other: Executed) -> None:
         self.codes.update(other.codes)
         self.forward.update(other.forward)
-        self.asked += other.asked
+        known = set(map(id, self.asked))
+        self.asked += [x for x in other.asked if id(x) not in known]
         self.outside += other.outside
         self.resumed |= other.resumed
+
+    def copy(self) -> Executed:
+        """Return the same code, and the same tensors whose numbers were read."""
+        return Executed(dict(self.codes), list(self.asked), forward=dict(self.forward))
 
     def before_update(self) -> None:
         """Note that the code that ran up to now does not belong to the optimizer."""
@@ -125,8 +132,9 @@ _FILES = frozenset({"open", "stat", "lstat", "listdir", "scandir", "access", "re
 _SEEDS = frozenset({"initial_seed", "seed", "urandom", "getrandbits"})
 _MEMORIES = frozenset({"frombuffer", "_from_dlpack"})
 """Functions of torch that return a tensor in memory of another object, and call no operator that can be recorded."""
+_THREAD = frozenset({"get_ident", "get_native_id"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"})
-_WATCHED = _CLOCK | _FILES | _SEEDS | _MEMORIES | _NUMBERS
+_WATCHED = _CLOCK | _FILES | _SEEDS | _MEMORIES | _NUMBERS | _THREAD
 _BETWEEN = (
     *("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py"),
     *("random.py", "secrets.py", "uuid.py", "dlpack.py"),
@@ -135,11 +143,14 @@ _BETWEEN = (
 
 
 def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
-    """Note a call of a function in C that reads numbers of a tensor, a clock, a file, a seed or foreign memory."""
+    """Note a call of a function in C that reads numbers of a tensor, a clock, a file, a seed, memory, or a thread."""
     name, owner = function.__name__, getattr(function, "__self__", None)
     if isinstance(owner, Tensor):
         if name in _NUMBERS and type(owner) is Tensor:
             found.asked.append(owner)
+        return
+    if name in _THREAD:
+        found.asks_thread = True
         return
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.endswith(_BETWEEN):

@@ -24,8 +24,10 @@ from ._executed import Executed, executed_code, writes
 from ._fast import Fast
 from ._reach import LAYER_HOOKS, Reach, any_name
 from ._slots import Change, Content, Names, Slot
+from ._twins import are_twins
 
 T = TypeVar("T")
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Guards:
@@ -33,7 +35,7 @@ class Guards:
 
     def __init__(self, slots: Iterable[Slot], names: Collection[str] = (), parts: Collection[str] = ()) -> None:
         self.slots, self.names, self.parts = tuple(slots), names, parts
-        self._fast = Fast(self.slots)
+        self._fast: Fast | None = None
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
@@ -48,11 +50,11 @@ class Guards:
 
     def holds(self) -> bool:
         """True if nothing changed: all values are the same objects, or equal plain values."""
-        if self._fast.holds():
+        if self._fast is not None and self._fast.holds():
             return True
         if next(self.changes(), None) is not None:
             return False
-        self._fast = Fast(self.slots)  # equal values, but other objects
+        self._fast = Fast(self.slots)  # of the objects that are there now
         return True
 
     def changes(self) -> Iterator[Change]:
@@ -116,16 +118,50 @@ class Comparison(Generic[T]):
 
     `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
     the same as this pass. `numbers_of` returns real tensors for the fake ones that Python keeps of a pass, or None if
-    these have no numbers.
+    these have no numbers. `asked_by` returns the tensors whose numbers Python read through what a pass gave.
     """
 
     alike: Callable[[T, T], bool]
     known: Callable[[T, Executed], bool]
     numbers_of: Callable[[T, Sequence[Tensor]], Sequence[Tensor] | None]
+    asked_by: Callable[[T], Sequence[Tensor]] = lambda _: ()
 
 
-def steady(roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str) -> tuple[T, Executed]:
-    """Return `run()`, and the code that ran, after making sure that every further call would do the same.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """All places that the code which `ran` can read, with what they held."""
+
+    guards: Guards
+    ran: Executed
+
+    def of_twin(self, roots: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> Places | None:
+        """Return the places of other roots if the code would read the same from these, else None.
+
+        `tensors` maps the id of each parameter and buffer to that of the other roots.
+        """
+        found = Places(Guards.of(roots, self.ran), self.ran)
+        return found if are_twins(self.guards.slots, found.guards.slots, tensors) else None
+
+    def are_of(self, ran: Executed) -> bool:
+        """True if these are all places that the code which `ran` can read."""
+        return ran.codes.keys() == self.ran.codes.keys() and len(ran.asked) == len(self.ran.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Steady(Generic[T]):
+    """What a call gave, and the code that ran. `places` are None if the call set some."""
+
+    gave: T
+    ran: Executed
+    places: Places | None
+
+
+def steady(
+    roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str, beside: Mapping[str, Any] = _NOTHING
+) -> Steady[T]:
+    """Return what `run()` gives, after making sure that every further call would do the same.
+
+    The places are those of the roots, and of roots `beside` them that the call does not run.
 
     A change that only the first call makes may stay; then the result of a second call is returned. There is no second
     call if the first one is known and changed nothing that the roots hold. Raises SideEffectError, after putting
@@ -137,39 +173,45 @@ def steady(roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], a
             first = run()
         _check_generators(before, asked)
         _check_outside(ran, asked)
-        if ran.resumed:
-            Guards.of(roots, ran)
-            _check_outside(ran, asked)
+        ran.asked += how.asked_by(first)
+        ran.before_update()
+        all_roots = {**roots, **beside}
+        guards, seen = Guards.of(all_roots, ran), ran.copy()
+        _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
         if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
-            return first, ran
-        between = _after_first(roots, ran, first, how, asked)
-        second = _again(run, ran, between, before, settled, asked)
+            return Steady(first, ran, Places(guards, seen))
+        between = _after_first(all_roots, ran, first, how, guards)
+        _check_real(between, asked)
+        second, again = _again(run, between, before, settled, asked)
         if settled and not how.alike(first, second):
             label, change = next(iter(settled.items()))
             raise side_effect(asked, label, *change)
     except BaseException:
         before.restore()
         raise
-    return second, ran
+    if not settled and again.codes.keys() <= seen.codes.keys():
+        return Steady(second, ran, Places(guards, seen))
+    again.asked += how.asked_by(second)
+    ran.update(again)
+    ran.before_update()
+    return Steady(second, ran, None)
 
 
-def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], asked: str) -> Guards:
-    """Replace fake tensors that Python keeps of the first pass by real ones; return the guards after it.
+def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], found: Guards) -> Guards:
+    """Replace fake tensors that Python keeps of the first pass, in the places `found`, by real ones.
 
-    Raises SideEffectError for a kept tensor without numbers.
+    Return the guards after that.
     """
-    found = Guards.of(roots, ran)
     places = [(slot, key, value) for slot in found.slots for key, value in slot.values() if _has_fakes(value)]
     kept = {id(x): x for _, _, value in places for x in _fakes_in(value)}
     numbers = how.numbers_of(first, list(kept.values())) if kept else None
-    if numbers is not None:
-        real = dict(zip(kept, numbers, strict=True))
-        for slot, key, value in places:
-            slot.put(key, map_tensors(lambda x: real.get(id(x), x), value))
-        found = Guards.of(roots, ran)
-    _check_real(found, asked)
-    return found
+    if numbers is None:
+        return found
+    real = dict(zip(kept, numbers, strict=True))
+    for slot, key, value in places:
+        slot.put(key, map_tensors(lambda x: real.get(id(x), x), value))
+    return Guards.of(roots, ran)
 
 
 def _has_fakes(value: Any) -> bool:
@@ -183,22 +225,16 @@ def _fakes_in(value: Any) -> Iterator[Tensor]:
 
 
 def _again(
-    run: Callable[[], T],
-    ran: Executed,
-    between: Guards,
-    before: _Restored,
-    settled: Mapping[str, Sequence[Any]],
-    asked: str,
-) -> T:
-    """Return what one more call gives; add its code to what `ran`. Raise SideEffectError if it changes something."""
+    run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Sequence[Any]], asked: str
+) -> tuple[T, Executed]:
+    """Return what one more call gives, and the code that ran. Raise SideEffectError if it changes something."""
     with executed_code() as again:
         found = run()
     _check_generators(before, asked)
     change = next(between.changes(), None)
     if change is not None:
         raise side_effect(asked, change[0], *settled.get(change[0], change[1:]))
-    ran.update(again)
-    return found
+    return found, again
 
 
 def _check_generators(before: _Restored, asked: str) -> None:

@@ -70,6 +70,7 @@ def _of_context(value: ContextVar[Any]) -> Any:
 
 
 MRO = attrgetter("__mro__")
+_CACHE = type(lru_cache(len))
 
 
 def getter_of(value: Any) -> Callable[[Any], Any] | None:
@@ -82,7 +83,7 @@ def getter_of(value: Any) -> Callable[[Any], Any] | None:
         return _drawn
     if isinstance(value, torch.Generator):
         return _drawn_by_torch
-    if isinstance(value, type(lru_cache(len))):
+    if isinstance(value, _CACHE):
         return cached_results
     return _progress if is_iterator(value) else None
 

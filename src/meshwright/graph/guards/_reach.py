@@ -81,7 +81,7 @@ APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Tables of a module that are compared apart, as tensors and parts."""
 FOLLOWING = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that torch's recurrent layers renew by themselves when they are called with other parameters."""
-OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number"})
+OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number", "_maker"})
 """Attributes of tensors that this package sets."""
 OPTIMIZER = frozenset(
     {
@@ -120,7 +120,7 @@ class Counts:
     parts: dict[str, None]
     texts: set[str]
     _compared: dict[str, int] = field(default_factory=dict[str, int])
-    """Name → number of parts that it was compared with and contains none of."""
+    """Name → number of parts that it was compared with and contains none of; -1 if it contains one."""
 
     def __call__(self, key: str) -> bool:
         if key in self.names or key in _PROTOCOLS:
@@ -129,10 +129,10 @@ class Counts:
 
     def _contains_part(self, key: str) -> bool:
         done = self._compared.get(key, 0)
-        if any(part in key for part in islice(self.parts, done, None)):
-            return True
-        self._compared[key] = len(self.parts)
-        return False
+        if 0 <= done < len(self.parts):
+            contains = any(part in key for part in islice(self.parts, done, None))
+            done = self._compared[key] = -1 if contains else len(self.parts)
+        return done < 0
 
 
 def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
@@ -155,6 +155,7 @@ class _Space:
         self.held, self.label, self.owner, self.whole = held, label, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
+        self.followed: Any = None
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
     def read(self) -> None:
@@ -251,6 +252,10 @@ class Reach:
     def _follow(self, space: _Space) -> None:
         """Push the entries of a namespace that count by now."""
         held = space.held
+        counted = len(held), len(self.names), len(self.parts), len(self.texts), space.whole, space.apart
+        if counted == space.followed:
+            return
+        space.followed = counted
         names = held.keys() if space.whole or len(held) < len(self.names) or self.parts else self.names & held.keys()
         for key in list(names):
             counts = key in self.names if space.trusted else space.whole or self.counts(key)
