@@ -60,5 +60,5 @@ def _described(given: Input) -> str:
 
 
 def without_inputs(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes for inputs that overlap: none of them is written over."""
+    """Return the passes for inputs that overlap in memory: no input is written over."""
     return tuple(replace(p, inputs=False) if isinstance(p, InPlace) else p for p in passes)
