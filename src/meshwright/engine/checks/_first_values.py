@@ -1,4 +1,4 @@
-"""Parameters of which each rank has laid a whole of its own: compared before the first update."""
+"""Compare, before the first update, the whole parameters that each rank has distributed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
 
 
 def compare_first_values(tensors: Sequence[Named], step: str) -> None:
-    """Compare the whole tensors that the ranks have laid; every rank of every mesh makes the call.
+    """Compare the whole tensors that the ranks have distributed; every rank of every mesh makes the call.
 
     Raises:
         ReplicaError: ranks have laid other values, and no rank has written over its part since.

@@ -1,4 +1,4 @@
-"""Sums and products whose results are known: they tell whether a fault is still there."""
+"""Sums and products with known results, which show whether a fault persists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: all ranks tell each other of them before an update."""
+"""Gradients that are not finite: all ranks exchange their findings before an update."""
 
 from __future__ import annotations
 

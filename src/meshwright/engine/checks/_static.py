@@ -1,4 +1,4 @@
-"""The checks around a step of a static program, which writes parameters only after it was found right."""
+"""The checks around a step of a static program; parameters are written only after the step was found right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHY = (
 
 
 class StepLike(Protocol):
-    """A training step as a program; `apart` has the update as a part of its own, where that can be had."""
+    """A training step as a program; `apart` has the update as a separate part, if there is one."""
 
     @property
     def run(self) -> Callable[..., Result]: ...
@@ -41,7 +41,7 @@ class StepLike(Protocol):
 
 
 class StaticChecks:
-    """The checks of the steps of one static model; `tensors` gives its parameters and states by name."""
+    """The checks of the steps of one static model; `tensors` returns its parameters and states by name."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Any]]) -> None:
         self.tensors = tensors
