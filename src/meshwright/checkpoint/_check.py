@@ -1,4 +1,4 @@
-"""A check that the files of a checkpoint hold what was written, which names the tensor that was changed."""
+"""Check that the files of a checkpoint are unchanged, and name the tensor that was changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._safetensors import bytes_of, digest_of
 
 
 def check_files(catalogue: Catalogue, files: list[str]) -> None:
-    """Raises CheckpointFileError where a file is not what was written, naming the tensor where that can be said."""
+    """Raise CheckpointFileError if a file was changed; it names the tensor if possible."""
     for file in files:
         facts = catalogue.files.get(file, FileFacts())
         if facts.sha256 is None:
