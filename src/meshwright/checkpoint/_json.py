@@ -70,6 +70,6 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def has_seal(data: bytes) -> bool:
-    """True if the bytes are what `sealed` wrote."""
+    """True if the bytes end with the seal that `sealed` writes, and it is right."""
     found = _SEAL.search(data, max(len(data) - 100, 0))
     return found is not None and sha256(memoryview(data)[: found.start()]).hexdigest().encode() == found[1]

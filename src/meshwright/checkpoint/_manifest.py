@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Own:
                        "the version of Meshwright that wrote it, or a newer one")  # fmt: skip
     try:
         said = content.pop("sha256", None)
-        if not has_seal(data) and said != _digest(content):  # an older one: of the content, not of its text
+        if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
             raise bad_file(path, "another SHA-256 than it says", "the manifest was changed")
         return _checked(folder, content)
     except CheckpointFileError:

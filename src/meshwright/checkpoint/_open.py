@@ -94,7 +94,7 @@ def open_together(path: str | os.PathLike[str]) -> Catalogue:
     folder, folders = ranks.agreed(act)
     if folder == folders[0]:
         return found[0]
-    return open_checkpoint(folders[0])  # a step that was completed while some ranks looked
+    return open_checkpoint(folders[0])  # rank 0 found another step: one was completed in the meantime
 
 
 def verify(path: str | os.PathLike[str]) -> Catalogue:

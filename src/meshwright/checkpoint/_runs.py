@@ -102,7 +102,7 @@ def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
             f"a tensor of shape {tuple(shape)} in {len(parts)} parts, whose edges make {prod(cells)} cells"
         )
     at = [{edge: n for n, edge in enumerate(found)} for found in ends]
-    count = np.zeros(cells, dtype=np.int32)  # of the parts that hold each cell
+    count = np.zeros(cells, dtype=np.int32)  # number of parts that hold each cell
     for part in parts:
         for box in product(*part):
             count[tuple(slice(where[s], where[s + m]) for where, (s, m) in zip(at, box, strict=True))] += 1

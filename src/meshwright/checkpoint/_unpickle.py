@@ -121,7 +121,7 @@ def _put(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 
 def _pack(count: int) -> Callable[[_Machine], None]:
-    """Make a tuple of the last `count` values."""
+    """Return an action that makes a tuple of the last `count` values."""
 
     def act(m: _Machine) -> None:
         values = tuple(m.stack[-count:])

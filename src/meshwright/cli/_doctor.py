@@ -57,7 +57,7 @@ def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def told(findings: list[Finding]) -> str:
-    """Return the findings for people: one line each, and what to do about those that are missing."""
+    """Return the findings for people: one line each, and instructions for the missing parts."""
     width = max(len(f.name) for f in findings)
     lines = [f"{f.state:<8} {f.name:<{width}}  {f.found}" for f in findings]
     missing = [f for f in findings if not f.good]

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except SystemExit as end:
         return code_of(end)
-    except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end
+    except BrokenPipeError:  # the reader closed the pipe; the rest must not raise an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:

@@ -33,7 +33,7 @@ def _nothing(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def defined_once(rank: Callable[[], int]) -> Generator[None]:
-    """Let, inside the block, only the first rank that defines a name by `torch.library.custom_op` define it."""
+    """Define each name by `torch.library.custom_op` only once inside the block, on the first rank that does so."""
     define: Any = torch.library.custom_op
     known: dict[str, tuple[int, Any]] = {}
 

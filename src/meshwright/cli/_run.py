@@ -33,7 +33,7 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
 
 @contextmanager
 def planned() -> Generator[None]:
-    """Plan, inside the block, the modules of scripts when they are called."""
+    """Plan the modules of scripts inside the block, when they are called."""
     from meshwright.engine import unmarked
 
     with unmarked():

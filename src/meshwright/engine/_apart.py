@@ -36,7 +36,7 @@ def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collecti
 
 
 def _is_unclear(inputs: Sequence[Input], written: Collection[int], one: int, other: int) -> bool:
-    """True if a write to one of two overlapping inputs may change what the step reads or writes in the other.
+    """True if a write to one of two overlapping inputs may change the result of the step.
 
     The stages of a pipeline have inputs of their own for one buffer.
     """

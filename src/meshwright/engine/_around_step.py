@@ -104,7 +104,7 @@ class AroundStep:
         kind: Any = type(of)
         for bucket in others:
             self._enter(of, bucket)
-            kind.step.__wrapped__(of)  # without hooks like these
+            kind.step.__wrapped__(of)  # without hooks, such as those that call this method
             self._leave(of)
         self._enter(of, last)
 
@@ -222,7 +222,7 @@ def _laid(x: Tensor, p: Tensor) -> Tensor:
 
 
 def _moves(p: Tensor, x: Any) -> bool:
-    """True for states as large as their parameter; a counter stays where the optimizer wants it."""
+    """True for a state as large as its parameter; counters stay where the optimizer has put them."""
     return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
 
 

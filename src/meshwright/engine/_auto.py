@@ -74,7 +74,7 @@ def states_of(optimizer: Optimizer | None) -> float:
     try:
         twin: Any = kind([weight], **optimizer.defaults)
         twin.step()
-    except (TypeError, ValueError, RuntimeError):  # made or called in another way: as large as most
+    except (TypeError, ValueError, RuntimeError):  # created or called in another way: assume Adam's
         return ADAM
     return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
 

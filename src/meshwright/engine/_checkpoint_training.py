@@ -190,7 +190,7 @@ def _check_run(catalogue: Catalogue) -> None:
 
 
 def _is_run(catalogue: Catalogue) -> bool:
-    """True if a checkpoint holds what `save_checkpoint` writes."""
+    """True if a checkpoint has the entries that `save_checkpoint` writes."""
     values, entry = catalogue.values, catalogue.entries.get(RANDOM)
     groups = values.get(GROUPS, [])
     return (

@@ -83,7 +83,7 @@ class ShardDataLoader:
                 yield self._laid(batch, None)
             return
         steps = sampler.steps(sampler.place)
-        with torch.random.fork_rng(devices=[]):  # a loader draws a seed here: a run that goes on would draw it again
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed, and a resumed run draws it again
             batches = iter(self.dataloader)
         for rows, batch in zip(steps, batches, strict=False):
             sampler.place = rows.behind  # the loader may have fetched more
@@ -121,7 +121,7 @@ class ShardDataLoader:
 
     @property
     def _part(self) -> tuple[int, int]:
-        """The number of the part that this rank reads, and how many there are."""
+        """Return the number of the part that this rank reads, and the number of parts."""
         mesh, placements = self._targets[0]
         axes = [axis for axis, placed in zip(mesh.dim_names, placements, strict=True) if placed.is_shard()]
         here = current()

@@ -28,7 +28,7 @@ def lies_text(x: Any) -> str:
 
 
 def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[str, str]:
-    """Return the code behind a model's programs as text: classes of its modules, the loss, the optimizer."""
+    """Return the code of a model's programs as text: the classes of its modules, the loss, the optimizer."""
     found = {f"module {path or '.'}": class_text(type(part)) for path, part in network.named_modules()}
     return {**found, "loss": described(loss), "optimizer": "none" if optimizer is None else class_text(type(optimizer))}
 

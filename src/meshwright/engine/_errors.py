@@ -1,15 +1,18 @@
 """The errors of the engine's public functions.
 
 MeshwrightError
-├── LocalMapError       a function of local parts, and what it was said to take or give, do not fit
-├── ExpertsError        tokens, what was routed, and a function of experts, do not fit
-├── BatchError          a batch of data, and the meshes it is to be laid over, do not fit
-├── TrainingError       a training run that cannot be as it was asked for
-├── DifferenceError     a model on a mesh does not give the numbers of one device
-├── NonFiniteGradientError   gradients of which no update can be made
-├── MaterializeError    a tensor on the meta device that nothing gives values to
-├── SharedMemoryError   tensors of a model share memory, but their parts on a mesh cannot
-└── TorchDTensorError   a layout that torch's DTensor cannot say, or no torch.distributed to say it to
+├── LocalMapError            a function of local parts does not fit the given placements
+├── ExpertsError             tokens, indices, weights, or the function of experts do not fit together
+├── BatchError               a batch of data does not fit the meshes
+├── TrainingError            a training run that is not possible with the given arguments
+├── DifferenceError          a model on a mesh gives other numbers than one device
+├── NonFiniteGradientError   gradients with infinite or NaN elements
+├── ReplicaError             ranks that should hold equal numbers hold different ones
+├── MaterializeError         a tensor on the meta device that no initialiser gives values to
+├── SharedMemoryError        tensors of a model share memory, but their parts on a mesh cannot
+├── StaticError              a call of a static model that is not possible
+├── StrategyError            an option that is unknown, invalid, or in conflict with another one
+└── TorchDTensorError        a layout that torch's DTensor cannot express, or torch.distributed is missing
 """
 
 from __future__ import annotations

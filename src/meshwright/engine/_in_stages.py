@@ -1,4 +1,4 @@
-"""Distribute a model as the plan of a pipeline says: layers on the meshes of stages, parameters in their layouts."""
+"""Distribute a model by the plan of a pipeline: layers on the meshes of stages, parameters in their layouts."""
 
 from __future__ import annotations
 

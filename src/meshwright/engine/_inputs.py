@@ -67,7 +67,7 @@ def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetc
 
 
 def states_fit(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> bool:
-    """True if the optimizer's states are those that a program takes; missing ones may be made before the first step."""
+    """True if a program can take the optimizer's states; missing ones may be created before the first step."""
     if optimizer is None:
         return True
     taken = {i.source: i for i in inputs if i.role in ("state", "scalar") and isinstance(i.source, tuple)}
@@ -125,12 +125,12 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
 
 
 def lay_as_captured(captured: Capture, optimizer: Optimizer | None) -> None:
-    """Distribute parameters, buffers and their states as the captured program's inputs say."""
+    """Give parameters, buffers and their states the layouts of the captured program's inputs."""
     lay_as(captured.program.inputs, captured.slots, optimizer)
 
 
 def lay_as(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
-    """Distribute parameters, buffers and their states as the inputs say."""
+    """Give parameters, buffers and their states the layouts of the inputs."""
     held = {i.name: i for i in inputs if i.role in ("parameter", "buffer")}
     for slot in slots:
         given = held[slot.name]

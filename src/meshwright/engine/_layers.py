@@ -56,7 +56,7 @@ def shard_layer(
 
 
 def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
-    """Lay the parameters and buffers of every module; a tensor that several modules share stays shared."""
+    """Distribute the parameters and buffers of every module; a tensor that several modules share stays shared."""
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
         _follow(module, became)
@@ -91,7 +91,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def _follow(module: nn.Module, became: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Replace tensors by what they have become elsewhere; `became` keeps the old tensors, so that ids stay unique."""
+    """Replace tensors by their distributed successors; `became` keeps the old tensors, so that ids stay unique."""
     for table, name, value in _slots(module):
         latest = value
         while id(latest) in became:

@@ -24,7 +24,7 @@ def note_laid(old: Tensor, new: Tensor) -> None:
 
 
 def watch_left_behind() -> None:
-    """Refuse, from now on, a step that would leave out the distributed successors of its parameters."""
+    """Refuse, from now on, steps of optimizers that would leave out distributed successors of their parameters."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -34,8 +34,8 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         return
     laid = [p for group in optimizer.param_groups for p in group["params"] if p in _became and p.grad is None]
     if laid:
-        flush()  # gradients that are still to be added up
-    with local_parts():  # whether there is a gradient, not what it is
+        flush()  # flush gradients whose reduction is pending
+    with local_parts():  # only the existence of gradients is checked, not their values
         left = [p for p in laid if _has_gradient(p)]
     if left:
         raise TrainingError(

@@ -43,7 +43,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def watch_steps() -> None:
-    """Run, from now on, the steps of torch's optimizers on local parts if that gives the same numbers."""
+    """Run the steps of torch's optimizers on local parts from now on, if that gives the same numbers."""
     register_optimizer_step_pre_hook(_meet)
 
 
@@ -127,7 +127,7 @@ def _lies_alike(optimizer: Optimizer) -> bool:
     """
     flush()
     found = False
-    with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
+    with local_parts():  # avoids the conversion of pending gradients to distributed tensors
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False

@@ -62,12 +62,12 @@ def materialize(model: nn.Module, init: Init | None = None, device: torch.device
 
 
 class _Work:
-    """The tensors that were allocated, and the modules that give them their values."""
+    """The tensors that were allocated, and the modules that initialise them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.first: dict[int, nn.Module] = {}
-        """Tensor (by id) that was allocated here → the module that gives it its values."""
+        """Tensor (by id) that was allocated here → the module that initialises it."""
         self.kept: list[Tensor] = []
 
     def fill(self, path: str, module: nn.Module, init: Init | None) -> None:
@@ -193,7 +193,7 @@ def _real_device() -> torch.device:
     return torch.device("cpu") if default.type == "meta" else default
 
 
-# --- transformers, which gives values by a function of the whole model -----------------------------------------------
+# --- transformers, whose models have an initialisation function for the whole model --------------------------------
 
 
 def _initialisers(model: nn.Module) -> Mapping[nn.Module, Mapping[nn.Module, Init]]:

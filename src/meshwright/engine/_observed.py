@@ -79,7 +79,7 @@ def _watch(seen: Observed, path: str, module: nn.Module) -> None:
             seen.note(INPUT, path, x)
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
-            own = x.view_as(x)  # a node of its own: the gradient that this module gives, and not that of others
+            own = x.view_as(x)  # a node of its own: its gradient excludes other uses of x
             own.register_hook(lambda grad: seen.note(OF_INPUT, path, grad))
             return own
 

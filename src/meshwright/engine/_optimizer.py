@@ -21,7 +21,7 @@ from ._tensors import shard_tensor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
-"""`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
+"""`shard_fn(key, parameter, accumulator)` returns placements for the accumulator, another accumulator, or None."""
 _LAYS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
 """Optimizer → the function that lays out its states."""
 _AROUND: WeakKeyDictionary[Optimizer, AroundStep] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ def shard_optimizer(
     asked: set[tuple[int, str]] = set()
 
     def lay(of: Optimizer, *_: Any) -> None:
-        known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of it, whose step is recorded
+        known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of the optimizer, whose step is recorded
         for parameter, state in of.state.items():
             if isinstance(parameter, DistTensor):
                 _lay_state(parameter, state, shard_fn, known)

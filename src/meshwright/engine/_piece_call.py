@@ -41,7 +41,7 @@ class Form:
 
 @dataclass(slots=True)
 class Compiled:
-    """A piece, the functions that run it, and where the inputs of its forward pass come from."""
+    """A piece, the functions that run it, and the functions that fetch the inputs of its forward pass."""
 
     name: str
     piece: Piece

@@ -97,7 +97,7 @@ class Pieces:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Run, inside the block, the modules that can be captured as programs."""
+        """Run the modules that can be captured as programs, inside the block."""
         try:
             self._put("", self.root)
             with self._autocast():
@@ -109,7 +109,7 @@ class Pieces:
 
     @contextmanager
     def _autocast(self) -> Generator[None]:
-        """Compute, inside the block, programs and Python in the dtypes of mixed precision."""
+        """Run programs and Python in the dtypes of mixed precision, inside the block."""
         held = [*self.root.parameters(), *self.root.buffers()]
         device = held[0].device.type if held else "cpu"
         with torch.autocast(device, torch.bfloat16) if self.amp.enable else nullcontext():
@@ -145,7 +145,7 @@ class Pieces:
 
     @contextmanager
     def _bare(self, modules: Iterable[nn.Module]) -> Generator[None]:
-        """Restore, inside the block, the modules' own `forward`."""
+        """Restore the modules' own `forward` inside the block."""
         taken = [m for m in modules if m in self._placed and "forward" in m.__dict__]
         for m in taken:
             del m.__dict__["forward"]
@@ -181,7 +181,7 @@ class Pieces:
         found = known.variants.find(key, leaves)
         if found is None:
             dynamic = known.variants.open_sizes(key, leaves)
-            dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are made for known sizes
+            dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are compiled for fixed sizes
             try:
                 found = self._made_for(known, key, args, leaves, dynamic)
             except (SideEffectError, TypeError):
@@ -222,7 +222,7 @@ class Pieces:
 
         try:
             captured = capture(module, call, args, dynamic)
-        except RuntimeError as error:  # Python says the same, or can do what fake tensors cannot
+        except RuntimeError as error:  # Python raises it too, or runs operators that fake tensors do not support
             raise CaptureError(
                 f"to capture {type(module).__name__}", str(error).split("\n")[0],
                 "torch refuses it on tensors that hold nothing", "operators that torch.compile takes",

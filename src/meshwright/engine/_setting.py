@@ -27,7 +27,7 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """The objects that a program was recorded of: a network, functions beside it such as the loss, an optimizer."""
+    """The objects from which a program was recorded: a network, functions beside it such as the loss, an optimizer."""
 
     network: nn.Module
     calls: tuple[Any, ...] = ()
@@ -106,7 +106,7 @@ def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
 
 
 def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
-    """Return the hooks of a parameter or an optimizer but our `own`, by the numbers that torch gives out once."""
+    """Return the ids of the hooks of a parameter or an optimizer other than our `own`; torch never reuses an id."""
     held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
     return tuple(held) if any(held) else ()
 

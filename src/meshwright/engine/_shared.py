@@ -87,7 +87,7 @@ class SteadyCalls:
 
 
 def nth_request(here: Carrier, what: str) -> int:
-    """Return how many requests for `what` this rank made before; simulated ranks make them in the same order."""
+    """Return the number of earlier requests for `what` on this rank; simulated ranks make them in the same order."""
     if not isinstance(here, Simulated):
         return 0
     return next(here.shared.setdefault((what, here.rank), count()))
@@ -118,7 +118,7 @@ def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[]
 
 
 def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
-    """Return `make()`, or what it returned to a simulated rank with an equal key."""
+    """Return `make()`, or its result on a simulated rank with an equal key."""
     if not isinstance(here, Simulated):
         return make()
     if key not in here.shared:
@@ -133,7 +133,7 @@ def runner_once(here: Carrier, program: Program) -> Run:
 
 
 def is_shared(program: Program, constants: Iterable[Tensor], alike: bool) -> bool:
-    """True if the program holds no constants of its rank's own, which are none of those that were captured.
+    """True if each constant of the program is one of the captured call's `constants`, or equal on all ranks.
 
     `alike` is True if each rank makes the same tensors of Python numbers while it records.
     """

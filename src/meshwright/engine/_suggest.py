@@ -1,4 +1,4 @@
-"""From a searched plan to code for a person: styles by patterns of module names, and what they leave out."""
+"""From a searched plan to code for a person: styles by patterns of module names, and the remainder of the plan."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _styles(model: nn.Module, layouts: Mapping[str, Spec]) -> Iterator[tuple[str
         where = spec.layout.on("tp") if spec is not None and "tp" in spec.mesh.sizes else None
         if not isinstance(where, Shard) or not isinstance(getattr(module, "weight", None), Tensor):
             continue
-        transposed = type(module).__name__ == "Conv1D"  # transformers' linear layer, which takes first
+        transposed = type(module).__name__ == "Conv1D"  # stores its weight as (in, out)
         over_results = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
         style = ColwiseParallel if where.dim == (1 if over_results else 0) else RowwiseParallel
         if where.dim < 2:

@@ -65,7 +65,10 @@ def shard_tensor(
 
 
 def _take_gradient(old: Tensor, new: DistTensor) -> None:
-    """Give the leaf `new` the gradient of the leaf `old`, laid as a gradient of `new`; a captured tensor has none."""
+    """Give the leaf `new` the gradient of the leaf `old`, in the layout of a gradient of `new`.
+
+    A captured tensor has no gradient.
+    """
     if captured_whole(old) is not None:
         return
     if isinstance(old, DistTensor) and old.requires_grad:
@@ -78,7 +81,7 @@ def _take_gradient(old: Tensor, new: DistTensor) -> None:
 
 
 def _take_over(old: nn.Parameter, new: Tensor) -> None:
-    """Give a parameter the attributes and the hooks of the one that it stands for."""
+    """Give a parameter the attributes and the hooks of the parameter that it replaces."""
     for name, value in vars(old).items():
         if name not in OWN and name not in vars(new):
             setattr(new, name, value)

@@ -57,7 +57,7 @@ class Works:
 
     @contextmanager
     def of_modules(self) -> Generator[None]:
-        """Record, inside the block, passes of modules and updates of optimizers."""
+        """Record passes of modules and updates of optimizers inside the block."""
         updates: list[Callable[[], None]] = []
 
         def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -80,7 +80,7 @@ class Works:
             self._end_of_backward()
 
     def _before(self, module: nn.Module, _: Any) -> None:
-        if isinstance(module, fx.GraphModule) or not self._is_here():  # a program's own code is no user's module
+        if isinstance(module, fx.GraphModule) or not self._is_here():  # the code of a program is no module of the user
             return
         if not self._forward:
             self._end_of_backward()
@@ -101,7 +101,7 @@ class Works:
 
         If several modules return the same tensor, the innermost one counts. Fake tensors of a capture get no hook.
         """
-        with local_parts():  # the node itself, which computes this rank's part
+        with local_parts():  # the node of the plain tensor, which computes this rank's part
             node = x.grad_fn if type(x) in PLAIN else None
         if node is None:
             return

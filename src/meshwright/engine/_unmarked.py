@@ -27,7 +27,7 @@ CUTS_ALONE = "a script is laid out in cuts alone, without ZeRO, recomputation or
 
 @contextmanager
 def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
-    """Distribute, inside the block, modules without distributed parameters by the best plan for their first inputs.
+    """Distribute modules without distributed parameters, inside the block, by the best plan for their first inputs.
 
     The outermost module of a call is planned, and its inputs are distributed from then on. Parameters stay the same
     objects, so that existing optimizers go on. The script's loop and optimizer are not changed, so a plan consists of

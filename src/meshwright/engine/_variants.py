@@ -24,7 +24,7 @@ Dynamic = Mapping[int, frozenset[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant(Generic[T]):
-    """A program, the sizes it was recorded for, the dims that may have others, when it takes those, and its setting.
+    """A program, the sizes it was recorded for, the dims with open sizes, its test of other sizes, and its setting.
 
     Variants with one `digest` have the same program, in other settings.
     """
@@ -42,7 +42,7 @@ class Variant(Generic[T]):
 
 @dataclass(slots=True)
 class Variants(Generic[T]):
-    """The programs recorded so far, at most `most`; a batch of new sizes makes the sizes that changed symbolic."""
+    """The programs recorded so far, at most `most`. For a batch of new sizes, the changed sizes become symbolic."""
 
     most: int
     exact: dict[Any, list[Variant[T]]] = field(default_factory=lambda: Cache[Any, "list[Variant[T]]"](1024))
@@ -52,7 +52,7 @@ class Variants(Generic[T]):
 
     @property
     def count(self) -> int:
-        """The number of different programs that were recorded."""
+        """Return the number of different programs that were recorded."""
         without = sum(v.digest is None for variants in self.known.values() for v in variants)
         return len(self._digests() - {None}) + without
 

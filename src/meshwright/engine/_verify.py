@@ -70,7 +70,7 @@ class Verified:
 
     @property
     def equal(self) -> bool:
-        """True if all tensors equal those of one device."""
+        """True if all tensors equal those on one device."""
         return not self.differences
 
     @property

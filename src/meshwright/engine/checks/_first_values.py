@@ -13,7 +13,7 @@ from .._errors import ReplicaError
 from ._tensors import Named
 
 _NONE = -1
-"""Stands for a part that was written to, or is of no whole tensor; checksums are not negative."""
+"""The value for a part that was written to, or is of no whole tensor; checksums are not negative."""
 _SHOWN = 4
 
 
@@ -31,7 +31,7 @@ def compare_first_values(tensors: Sequence[Named], step: str) -> None:
     """Compare the whole tensors that the ranks have distributed; every rank of every mesh makes the call.
 
     Raises:
-        ReplicaError: ranks have laid other values, and no rank has written over its part since.
+        ReplicaError: ranks have distributed different values, and no rank has written to its part since.
     """
     for group, laid in by_mesh(tensors).items():
         own = [first_of(each.tensor) for each in laid]

@@ -15,19 +15,19 @@ from .._errors import NonFiniteGradientError
 from ._settings import StepChecks
 
 NONE = 2**31
-"""Stands for no tensor; larger than the place of any."""
+"""The index for no tensor; larger than any index."""
 _BYTES = 4
 """Numbers of fewer bytes are added up as float32: their own sums would overflow."""
 
 
 def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
-    """Return True if an update is to be left out, because a tensor of some rank has numbers that are not finite.
+    """True if an update is to be left out, because a tensor of some rank has elements that are not finite.
 
-    Every rank of the group makes the call, with tensors of the same names in the same order. All calls are compared by
-    then: no result of another rank's call reaches a parameter.
+    Every rank of the group makes the call, with tensors of the same names in the same order. All pending comparisons of
+    calls are settled first, so no result of a mismatched call reaches a parameter.
 
     Raises:
-        NonFiniteGradientError: there is such a tensor, and the checks say "stop"; raised on all ranks.
+        NonFiniteGradientError: there is such a tensor, and `bad_numbers` is "stop"; raised on all ranks.
     """
     current().settle()
     if checks.bad_numbers == "off":
@@ -45,7 +45,7 @@ def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: s
 
 
 def first_bad(tensors: Sequence[Tensor | None]) -> int:
-    """Return the place of the first tensor whose local part has a number that is not finite; NONE if none has."""
+    """Return the index of the first tensor with an element in its local part that is not finite, or NONE."""
     with local_parts():
         held = {at: x for at, x in enumerate(tensors) if x is not None and x.numel() and _has_fractions(x)}
         if _sums_are_finite(held.values()):
@@ -58,7 +58,7 @@ def _has_fractions(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor with numbers for which every operator is there; those of one byte have few."""
+    """Return a tensor of a dtype with all operators; dtypes of one byte have few."""
     return x if x.dtype.itemsize > 1 else x.float()
 
 

@@ -49,7 +49,7 @@ class Rhythm:
         return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * (now - before)))))
 
     def advance(self, every: int) -> None:
-        """Go on to the next step, with comparisons after so many steps."""
+        """Advance to the next step, with a comparison every `every` steps once that is known."""
         if every and not self.every:
             self.every, self.next = every, max(every, self.step + 1)
         elif self.every and self.step == self.next:
@@ -60,7 +60,7 @@ class Rhythm:
 def compare_replicas(
     rhythm: Rhythm, checks: StepChecks, tensors: Callable[[], Iterable[Named]], step: str, group: Group
 ) -> None:
-    """Compare replicas if it is time for that, and go on to the next step; every rank of the group makes the call.
+    """Compare replicas if a comparison is due, and advance to the next step; every rank of the group makes the call.
 
     Raises:
         ReplicaError: ranks that should hold the same numbers do not; raised on all ranks.
