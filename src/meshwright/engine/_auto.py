@@ -26,8 +26,7 @@ from ._static import DistModel
 from ._strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 
 ADAM, SMALL = 2.0, 64
-"""Adam's states, in multiples of the parameter's size; and the size of the parameter in a trial step of an optimizer.
-"""
+"""Adam's states, in multiples of the parameter's size; and the size of the parameter of an optimizer's trial step."""
 MOST = 20_000
 """Most operators of a forward pass that a search accepts; a layer has about a hundred."""
 

@@ -118,7 +118,7 @@ class _Shared:
 
     @contextmanager
     def kept(self, part: nn.Module) -> Generator[None]:
-        """After the block, replace parameters of `part` that an earlier layer has too by that layer's tensors."""
+        """Replace, after the block, parameters of `part` that an earlier layer shares by that layer's tensors."""
         slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
         yield
         for module, name, old in slots:
