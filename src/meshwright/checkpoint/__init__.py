@@ -1,4 +1,4 @@
-"""Checkpoints: files, and the names and layouts of the tensors in them. Loaded into any other layout or mesh."""
+"""Checkpoints: files with tensors, their names and layouts, which can be loaded into any other layout or mesh."""
 
 from ._catalogue import Catalogue, Entry, FileFacts, Piece
 from ._convert import convert

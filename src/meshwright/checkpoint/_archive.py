@@ -1,6 +1,6 @@
-"""An archive of `torch.save`, found in a part of a file: a zip archive of a pickle and the bytes of its tensors.
+"""Read an archive of `torch.save` in a part of a file: a zip archive of a pickle and the bytes of its tensors.
 
-The pickle is read by the interpreter of `_unpickle.py`. A tensor is found as its place in the file, so that boxes of it
+The pickle is read by the interpreter of `_unpickle.py`. A tensor is read as its position in the file, so boxes of it
 can be read without the rest. Archives with compressed members are refused: torch writes none.
 """
 
@@ -26,7 +26,7 @@ from ._unpickle import Meaning, checked_key, unpickled
 from ._values import DEEPEST
 
 LARGEST_MEMBER = 1 << 26
-"""Bytes of the largest pickle, and of the largest list of members."""
+"""Most bytes of the pickle, and of the list of members."""
 _DTYPES = {name: dtype for name in sorted(vars(torch)) if isinstance(dtype := getattr(torch, name), torch.dtype)}
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
@@ -37,7 +37,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """The bytes of a storage: first byte in the file, their number, and the CRC-32 that the archive tells."""
+    """The bytes of a storage: first byte in the file, number of bytes, and the CRC-32 in the archive."""
 
     at: int
     nbytes: int
@@ -56,11 +56,11 @@ class SavedTensor:
 
     @property
     def extent(self) -> int:
-        """Number of elements from the first to the last one."""
+        """Return the number of elements from the first to the last one in memory."""
         return 0 if 0 in self.shape else 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def check(self, file: OpenBytes) -> None:
-        """Raise CheckpointFileError where the bytes are not those that were written, if the archive tells."""
+        """Raise CheckpointFileError if the bytes do not have the CRC-32 of the archive, if it has one."""
         found = 0
         for at in range(0, self.storage.nbytes, CHUNK):
             part = file.read(self.storage.at + at, min(CHUNK, self.storage.nbytes - at))
@@ -81,7 +81,7 @@ class SavedTensor:
 
 
 def read_archive(file: OpenBytes, name: str, span: tuple[int, int]) -> Any:
-    """Return what a part of a file holds; tensors are SavedTensor. Raises CheckpointFileError for anything else."""
+    """Return the value in a part of a file; tensors are SavedTensor. Raises CheckpointFileError for anything else."""
     try:
         if span[0] + span[1] > file.size:
             raise ValueError(f"it lies in bytes {span[0]} to {sum(span)} of a file of {file.size}")
@@ -110,7 +110,7 @@ class _Archive:
         return _data(found)
 
     def _place(self, info: zipfile.ZipInfo) -> Bytes:
-        """Return where the bytes of a member are."""
+        """Return the position of a member's bytes. Raises ValueError if it is compressed or has no header."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its member {info.filename[:80]} is compressed")
         at = self.start + info.header_offset
@@ -129,7 +129,7 @@ class _Archive:
         return data
 
     def _storage(self, about: Any) -> tuple[Bytes, torch.dtype]:
-        """Return the bytes of a storage, and the dtype of its elements."""
+        """Return the position of a storage's bytes, and the dtype of its elements."""
         kind, dtype, key, _, count = about
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not is_count(count):
             raise ValueError("it refers to something that is no storage")
@@ -140,7 +140,7 @@ class _Archive:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own, for the list of an archive's members."""
+    """A part of a file as a file of its own, from which the list of an archive's members is read."""
 
     def __init__(self, file: OpenBytes, span: tuple[int, int], budget: Budget) -> None:
         self._file, self._start, self._length = file, *span
@@ -172,7 +172,7 @@ class _Part(io.RawIOBase):
 
 
 def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> SavedTensor:
-    """Return the tensor that `_rebuild_tensor_v2` would make, or `v3` with a dtype."""
+    """Return the tensor that `_rebuild_tensor_v2` would create, or `_rebuild_tensor_v3`, which has a dtype."""
     place, dtype = storage
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
     tensor = SavedTensor(place, dtype, offset, tuple(shape), tuple(strides))

@@ -1,7 +1,7 @@
-"""A bound on the memory that the description of a checkpoint may take.
+"""A bound on the memory for the description of a checkpoint.
 
-A few bytes of a description can ask for gigabytes. So a reader counts what it is about to make: at most 64 MiB, and
-more only as far as the folder's files take up room on the disk, since a description of much data may be long.
+A few bytes of a description can ask for gigabytes. So a reader counts the memory before it allocates it. The bound is
+64 MiB, plus a multiple of the disk space of the folder's files, since the description of much data may be long.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from ._errors import bad_file
 from ._files import names_in, status
 
 LARGEST = 64 << 20
-"""Bytes of memory that any description may take."""
+"""Most bytes of memory for any description, whatever the size of the files."""
 PER_BYTE = 4
-"""Bytes of memory beyond that for each byte of the folder's files."""
+"""Further bytes of memory for each byte of the folder's files."""
 
 
 class Budget:
-    """Bytes of memory that are left for the description in a file."""
+    """The memory left for the description in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._spent, self._bound = path, 0, LARGEST
 
     def spend(self, nbytes: int, what: str) -> None:
-        """Count `nbytes` for `what`. Raises CheckpointFileError beyond the bound."""
+        """Count `nbytes` for `what`. Raises CheckpointFileError if that exceeds the bound."""
         self._spent += nbytes
         if self._spent <= self._bound:
             return
@@ -37,6 +37,6 @@ class Budget:
 
 
 def _on_disk(folder: Path) -> int:
-    """Return the bytes that the files of a folder take up on the disk: holes of sparse files count nothing."""
+    """Return the disk space of a folder's files in bytes, without the holes of sparse files."""
     found = [status(folder / name) for name in names_in(folder)]
     return sum(min(s.st_size, 512 * s.st_blocks) for s in found if s is not None)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: tensors by name, each in pieces that lie in files, and values."""
+"""The content of a checkpoint in any format: tensors by name, each in pieces in files, and values."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _NAME = re.compile(r"\.?[\w-][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, and where it is: under which key of which file."""
+    """A part of a tensor, and its position: the file and the key in it."""
 
     file: str
     key: str
     runs: Runs
     crc32: int | None = None
     span: tuple[int, int] | None = None
-    """First byte and number of bytes, where files are no safetensors."""
+    """First byte and number of bytes, for files that are not safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint, and how it lay when it was saved, where that is known."""
+    """A tensor of a checkpoint, with its layout and mesh at the time of saving, if known."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Length of a file, and its SHA-256 and the ranges of its tensors where those were written down."""
+    """The length of a file, and its SHA-256 and the ranges of its tensors, if they were written down."""
 
     nbytes: int | None = None
     sha256: str | None = None
@@ -68,37 +68,37 @@ class FileFacts:
 
 
 class OpenFile(ABC):
-    """A file whose tensors can be read."""
+    """An open file whose tensors can be read."""
 
     @abstractmethod
     def check(self, piece: Piece, dtype: torch.dtype) -> None:
-        """Raises CheckpointFileError where the file does not hold this piece."""
+        """Raise CheckpointFileError if the file does not hold this piece."""
 
     @abstractmethod
     def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        """The elements of a box of the piece."""
+        """Return the elements of a box of the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue(ABC):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     folder: Path
     entries: Mapping[str, Entry]
     values: Mapping[str, Any]
     files: Mapping[str, FileFacts]
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Who wrote it, and what else is known of the whole."""
+    """Facts about the whole checkpoint, such as its format and the versions that wrote it."""
     described_in: tuple[str, ...] = ()
-    """Files that say what there is, or hold values: checked whichever tensors are read."""
+    """Files that describe the checkpoint, or hold values; they are checked whichever tensors are read."""
     alone: bool = False
-    """True if the path of one file was given: others may lie beside it."""
+    """True if the path of a single file was given; other files may be beside it."""
 
     kind = ""
     links = False
     """True if a file may be a symbolic link, as in the cache of a model hub."""
     suffix = ".safetensors"
-    """The end of the names of files with tensors."""
+    """The suffix of files with tensors."""
 
     @property
     def is_closed(self) -> bool:
@@ -107,10 +107,10 @@ class Catalogue(ABC):
 
     @abstractmethod
     def opened(self, file: str) -> AbstractContextManager[OpenFile]:
-        """A file of the checkpoint. Raises CheckpointFileError where it cannot be read."""
+        """Open a file of the checkpoint. Raises CheckpointFileError if it cannot be read."""
 
     def held_in(self, file: str) -> str:
-        """The tensors that lie in a file, in words."""
+        """Return the tensors of a file, in words."""
         names = [name for name, entry in self.entries.items() if any(p.file == file for p in entry.pieces)]
         if not names:
             return "no tensor"
@@ -126,6 +126,6 @@ def file_name(folder: Path, name: object) -> str:
 
 
 def expected_shape(piece: Piece, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, ...]:
-    """Shape of a piece in a file: complex numbers may be pairs of real ones."""
+    """Return the shape of a piece in a file; complex numbers may be stored as pairs of real ones."""
     shape = shape_of(piece.runs)
     return (*shape, 2) if dtype.is_complex and not stored.is_complex else shape

@@ -1,4 +1,4 @@
-"""A check that the files of a checkpoint hold what was written, which names the tensor that was changed."""
+"""Check that the files of a checkpoint are unchanged, and name the tensor that was changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._safetensors import bytes_of, digest_of
 
 
 def check_files(catalogue: Catalogue, files: list[str]) -> None:
-    """Raises CheckpointFileError where a file is not what was written, naming the tensor where that can be said."""
+    """Raise CheckpointFileError if a file was changed; it names the tensor if possible."""
     for file in files:
         facts = catalogue.files.get(file, FileFacts())
         if facts.sha256 is None:
@@ -34,7 +34,7 @@ def _changed(catalogue: Catalogue, file: str) -> str:
 
 
 def _changed_range(catalogue: Catalogue, file: str) -> str | None:
-    """Return the first tensor or value whose bytes have another CRC-32 than was written down beside the file."""
+    """Return the first tensor or value whose bytes have another CRC-32 than the checksum file."""
     with open_bytes(catalogue.folder / file, catalogue.links) as opened:
         for r in catalogue.files[file].ranges:
             found = 0
@@ -46,7 +46,7 @@ def _changed_range(catalogue: Catalogue, file: str) -> str | None:
 
 
 def _changed_piece(catalogue: Catalogue, file: str) -> str | None:
-    """Return the first tensor whose piece has another CRC-32 than the manifest says."""
+    """Return the first tensor with a piece whose CRC-32 differs from the manifest."""
     with catalogue.opened(file) as opened:
         for name, entry in catalogue.entries.items():
             for piece in entry.pieces:
@@ -63,7 +63,7 @@ def _all_of(piece: Piece) -> tuple[slice, ...]:
 
 
 def check_pieces(catalogue: Catalogue, pieces: Iterable[tuple[str, Piece]]) -> None:
-    """Raise CheckpointFileError where a file does not hold a piece of a tensor."""
+    """Raise CheckpointFileError if a file does not hold a piece of a tensor."""
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for name, piece in pieces:
         by_file.setdefault(piece.file, []).append((name, piece))

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints whose own format has none, in a file beside theirs; they are checked if it is there.
+"""Checksums for formats that have none, in an additional file; they are checked if the file exists.
 
     {"kind", "format",
      "files": {file: {"bytes", "sha256", "ranges": [[name of a tensor, first byte, bytes, CRC-32], …]}},
@@ -33,7 +33,7 @@ def checksums_text(files: Mapping[str, FileFacts]) -> bytes:
 
 
 def facts_json(files: Mapping[str, FileFacts]) -> dict[str, Any]:
-    """Return what is known of files, as JSON."""
+    """Return the facts about files, as JSON."""
     return {
         name: {"bytes": f.nbytes, "sha256": f.sha256, "ranges": [[r.name, r.at, r.nbytes, r.crc32] for r in f.ranges]}
         for name, f in sorted(files.items())
@@ -41,17 +41,17 @@ def facts_json(files: Mapping[str, FileFacts]) -> dict[str, Any]:
 
 
 def facts_from(folder: Path, told: Mapping[str, Any]) -> dict[str, FileFacts]:
-    """Return what `facts_json` told of files in a folder. Raises an error for anything else."""
+    """Return the facts about files in a folder from JSON of `facts_json`. Raises an error for anything else."""
     return {file_name(folder, name): _facts(facts) for name, facts in told.items()}
 
 
 def facts_of_bytes(data: bytes) -> FileFacts:
-    """Return what is said of a file with these bytes."""
+    """Return the facts about a file with these bytes."""
     return FileFacts(len(data), sha256(data).hexdigest())
 
 
 def checksums_in(folder: Path) -> dict[str, FileFacts]:
-    """Return the checksums beside the files of a checkpoint, or none. Raises CheckpointFileError for changed ones."""
+    """Return the checksums of a checkpoint's additional file, or none. Raises CheckpointFileError if it was changed."""
     path = folder / CHECKSUMS
     if status(path) is None:
         return {}
@@ -69,7 +69,7 @@ def checksums_in(folder: Path) -> dict[str, FileFacts]:
 
 
 def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], links: bool = False) -> None:
-    """Raise CheckpointFileError if the file that describes a checkpoint is not the one that was written."""
+    """Raise CheckpointFileError if the file that describes a checkpoint was changed."""
     said = known.get(name)
     if said is None:
         return
@@ -81,7 +81,7 @@ def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], l
 
 
 def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
-    """Return a catalogue with the checksums that are known. Raises CheckpointFileError for a file that has none."""
+    """Return a catalogue with the known checksums. Raises CheckpointFileError for a file without one."""
     if not known:
         return catalogue
     if strange := sorted(catalogue.files.keys() - known.keys()):

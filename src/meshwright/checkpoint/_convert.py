@@ -1,4 +1,4 @@
-"""One format of checkpoint made of another, by one process: tensor by tensor, so that no model is held whole."""
+"""Convert a checkpoint to another format in one process, tensor by tensor: the model need not fit into memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from ._world import World
 
 
 def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, only: str = "") -> Path:
-    """Write what `source` holds in another format, into the new folder `path`.
+    """Write the content of `source` in another format, into the new folder `path`.
 
-    With `only`, it is the tensors whose names begin with that, and their names without it. Raises CheckpointError for
-    what the format cannot hold, CheckpointFileError for a damaged source.
+    With `only`, convert the tensors whose names have that prefix, which is removed, and no values.
+
+    Raises:
+        CheckpointError: the format cannot hold the content, or no name has the prefix.
+        CheckpointFileError: the source is damaged.
     """
     timed(lambda: check_sizes(source))
     timed(lambda: check_files(source, sorted(source.files)))

@@ -1,7 +1,7 @@
-"""torch's distributed checkpoints, read without running what is in them.
+"""Read torch's distributed checkpoints without running the code in them.
 
-Their `.metadata` is a pickle, which the interpreter of `_unpickle.py` reads: records of our own stand for the objects
-of torch, and any name but those of such metadata is refused. Tensors and values are read by `_archive.py`.
+Their `.metadata` is a pickle, which the interpreter of `_unpickle.py` reads. Records of this package replace the
+objects of torch, and names that such metadata does not need are refused. Tensors and values are read by `_archive.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASSES = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
 }  # fmt: skip
-"""Module → the classes for which a record stands."""
+"""Module → its classes that are read as records."""
 
 
 def _sizes(dims: Any = ()) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def _sizes(dims: Any = ()) -> tuple[int, ...]:
 
 
 def _nothing(*_: Any) -> None:
-    """Return None, which stands for a value that is not needed: a path, a memory format, a layout."""
+    """Return None, for a value that is not needed: a path, a memory format, a layout."""
 
 
 _NAMES: dict[tuple[str, str], Any] = {
@@ -58,7 +58,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{(module, "PurePosixPath"): Meaning(_nothing) for module in ("pathlib", "pathlib._local")},
     ("collections", "OrderedDict"): Meaning(dict),
 }
-"""Name → what stands for it."""
+"""Name in a pickle → its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Dcp(Catalogue):
 def read_dcp(folder: Path) -> Dcp:
     """Return the checkpoint in a folder.
 
-    Raises CheckpointFileError for metadata that is none, names what it must not, or describes what cannot be.
+    Raises:
+        CheckpointFileError: the metadata is damaged, uses a forbidden name, or describes an impossible checkpoint.
     """
     path = folder / METADATA
     try:
@@ -89,7 +90,7 @@ def read_dcp(folder: Path) -> Dcp:
 
 
 Place = tuple[str, tuple[int, int]]
-"""A file, and the first byte and the number of bytes in it."""
+"""A file, with the first byte and the number of bytes in it."""
 
 
 def _catalogue(folder: Path, found: Record) -> Dcp:
@@ -150,7 +151,7 @@ def _place(folder: Path, name: str, info: Record) -> Place:
 
 
 def _check_apart(folder: Path, places: list[Place]) -> None:
-    """Raise CheckpointFileError where two tensors or values share bytes of a file."""
+    """Raise CheckpointFileError if two tensors or values share bytes of a file."""
     end, last = 0, ""
     for file, (start, length) in sorted(places):
         if file == last and start < end and length:
@@ -166,20 +167,20 @@ def _value(folder: Path, name: str, place: Place) -> Any:
 
 
 class DcpFile(OpenFile):
-    """An open file; what was found last is kept, for the next box of it."""
+    """An open file. The latest value that was found is kept, for the next box of it."""
 
     def __init__(self, file: OpenBytes, is_checked: bool) -> None:
         self._file, self._is_checked = file, is_checked
         self._latest: tuple[tuple[int, int], Any] | None = None
 
     def found(self, name: str, span: tuple[int, int]) -> Any:
-        """Return what a range of bytes holds; tensors as their places in it."""
+        """Return the value in a range of bytes; tensors as their positions in it."""
         if self._latest is None or self._latest[0] != span:
             self._latest = (span, read_archive(self._file, name, span))
         return self._latest[1]
 
     def value(self, name: str, span: tuple[int, int]) -> Any:
-        """Return a value, with the tensors in it."""
+        """Return a value, with its tensors read."""
         return self._read_all(self.found(name, span))
 
     def _read_all(self, value: Any) -> Any:

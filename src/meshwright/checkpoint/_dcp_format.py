@@ -1,6 +1,6 @@
-"""Writing what `torch.distributed.checkpoint` loads: per rank one file of saved tensors, and the metadata.
+"""Write checkpoints for `torch.distributed.checkpoint`: one file of saved tensors per rank, and the metadata.
 
-The metadata is a pickle because the format is one. Nothing here reads it.
+The metadata is a pickle because the format demands it. Nothing here reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DcpFormat:
         return lambda: self._write(job)
 
     def _write(self, job: Job) -> list[Any]:
-        """Write this rank's file; return what is known of it, and the offsets of each tensor in it."""
+        """Write this rank's file; return the facts about it, and the offsets of each tensor in it."""
         file, offsets = _file_of(job.ranks.rank), list[Any]()
         path = job.folder / file
         with write_operation(path, lambda: open(path, "xb")) as out:
@@ -87,13 +87,13 @@ def _offsets(runs: Runs) -> list[int]:
 
 
 class _Written:
-    """A file to which saved tensors and values are added, and what is known of it."""
+    """A file to which saved tensors and values are appended, with its checksums."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self._digest, self._ranges = file, sha256(), list[Range]()
 
     def save(self, name: str, value: Any) -> None:
-        """Write what `torch.save` makes of a tensor or value."""
+        """Append the bytes that `torch.save` writes for a tensor or value."""
         data = io.BytesIO()
         torch.save(value.clone() if isinstance(value, torch.Tensor) else value, data)
         written = data.getbuffer()
@@ -102,6 +102,6 @@ class _Written:
         self._file.write(written)
 
     def facts(self) -> FileFacts:
-        """Return length, SHA-256 and ranges."""
+        """Return the length, the SHA-256 and the ranges."""
         length = sum(r.nbytes for r in self._ranges)
         return FileFacts(length, self._digest.hexdigest(), tuple(self._ranges))

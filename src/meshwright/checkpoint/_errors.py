@@ -1,4 +1,4 @@
-"""What can go wrong between tensors and files.
+"""The errors of saving and loading.
 
 MeshwrightError
 └── CheckpointError             a state that cannot be saved, or does not fit what was saved
@@ -48,23 +48,23 @@ class FolderInUseError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that was not written, or not guarded, where the program goes on."""
+    """A checkpoint that was not written, or not protected by a lock, while the program goes on."""
 
 
 def bad_file(path: str | os.PathLike[str], found: str, why: str, write: str = "") -> CheckpointFileError:
-    """The error that names a file."""
+    """Return the error that names a file."""
     return CheckpointFileError(
         f"to read {os.fspath(path)}", found, why, write or "the path of an older checkpoint, or a new copy of this one"
     )
 
 
 def no_system(path: str | os.PathLike[str], error: OSError) -> CheckpointFileError:
-    """The error for what the system says of a file."""
+    """Return the error for an OSError of a file."""
     return bad_file(path, error.strerror or str(error), "the system does not give the file")
 
 
 def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """Return the error for what the system says when a checkpoint is written."""
+    """Return the error for an OSError while a checkpoint is written."""
     where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
     return CheckpointError(
         f"to save {os.fspath(path)}", f"{error.strerror or error}{where}", "the file system does not take the files",
@@ -73,7 +73,7 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError
 
 
 def text_of(error: BaseException) -> list[str]:
-    """Return class and four parts of an error, for other ranks."""
+    """Return the class and the four parts of an error, for other ranks."""
     if isinstance(error, MeshwrightError):
         return [type(error).__name__, error.asked, error.found, error.why, error.write]
     said = str(error) or type(error).__name__
@@ -81,7 +81,7 @@ def text_of(error: BaseException) -> list[str]:
 
 
 def error_of(text: list[str]) -> CheckpointError:
-    """Return the error that another rank has told."""
+    """Return the error that another rank has sent as text."""
     kind, *parts = text
     asked, found, why, write = parts
     kinds = {cls.__name__: cls for cls in (CheckpointFileError, ReadTimeoutError, WriteTimeoutError, FolderInUseError)}

@@ -101,7 +101,7 @@ def timed(act: Callable[[], T], limit: Limit = READING) -> T:
 
 
 def _wait(watch: _Watch, limit: float) -> None:
-    """Wait for the end; count the ticks in which the same operation was under way."""
+    """Wait for the end, and raise ReadTimeoutError when one operation has been in progress for the limit."""
     tick, waited, seen = min(0.25, limit / 8), 0.0, None
     while not watch.ended.wait(tick):
         now = watch.under_way
@@ -117,7 +117,7 @@ def _wait(watch: _Watch, limit: float) -> None:
 
 
 def operation(path: Path, call: Callable[..., T], *args: Any) -> T:
-    """Return `call(*args)`, a file operation on `path`, under the time limit. OSError passes."""
+    """Return `call(*args)`, a file operation on `path`, under the time limit. OSErrors are passed on."""
     watch: _Watch | None = getattr(_here, "watch", None)
     if watch is None:
         return timed(lambda: operation(path, call, *args))
@@ -139,13 +139,13 @@ def write_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
 
 
 class OpenBytes:
-    """An open regular file: its path, and its length when it was opened."""
+    """An open regular file: its path, and its length at the time of opening."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path, self.size, self._descriptor = path, size, descriptor
 
     def read(self, at: int, count: int) -> bytes:
-        """Return `count` bytes from byte `at` on. Raises CheckpointFileError where the file is shorter."""
+        """Return `count` bytes from byte `at` on. Raises CheckpointFileError if the file is shorter."""
         self._check(at, count)
         parts: list[bytes] = []
         while count:
@@ -160,7 +160,7 @@ class OpenBytes:
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
     def read_into(self, at: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from byte `at` on. Raises CheckpointFileError where the file is shorter."""
+        """Fill `out` with the bytes from byte `at` on. Raises CheckpointFileError if the file is shorter."""
         self._check(at, out.nbytes)
         done = 0
         while done < out.nbytes:
@@ -210,7 +210,7 @@ def _kind(mode: int) -> str:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """Return what the system knows of a path, links followed; None if there is nothing."""
+    """Return the system's status of a path, following links; None if it does not exist."""
     try:
         return operation(path, os.stat, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -220,7 +220,7 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """True if there is something that is no folder: reading it says what it is."""
+    """True if the path exists and is no folder; reading it reports other kinds of files."""
     found = status(path)
     return found is not None and not stat.S_ISDIR(found.st_mode)
 
@@ -232,7 +232,7 @@ def is_folder(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no folder."""
+    """Return the names in a folder, sorted; none if there is no folder."""
     try:
         found = operation(folder, _listed, folder)
     except (FileNotFoundError, NotADirectoryError):

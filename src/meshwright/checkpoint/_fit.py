@@ -17,16 +17,17 @@ from ._state import Held, check_whole
 from ._world import World
 
 MOST_LINES = 200
-"""Lines of a message for each kind of mismatch."""
+"""Most lines of a message for each kind of mismatch."""
 MOST_RENAMED = 100
-"""Names for which a similar one is looked for."""
+"""Most names for which a similar one is searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The part of a state that was not loaded: names that were not saved, names that were not asked for, and misfits.
+    """The part of a state that was not loaded.
 
-    The first two are what `torch.nn.Module.load_state_dict` calls them.
+    `missing_keys` were not saved, `unexpected_keys` were saved but are not in the state, both as in
+    `torch.nn.Module.load_state_dict`. `mismatched` maps names to the difference.
     """
 
     missing_keys: tuple[str, ...] = ()
@@ -35,13 +36,13 @@ class LoadReport:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Names of the state that keep what they had."""
+        """Return the names of the state that keep their values."""
         return frozenset((*self.missing_keys, *self.mismatched))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What does not fit, the shapes of missing tensors (None for a value), and the first rank that met something."""
+    """The differences, the shapes of missing tensors (None for a value), and the first rank with a difference."""
 
     report: LoadReport
     shapes: Mapping[str, Sequence[int] | None]
@@ -56,9 +57,9 @@ def compared(
     others: Mapping[str, str],
     expected: Callable[[str], bool] = lambda name: True,
 ) -> Comparison:
-    """Return what does not fit on any rank.
+    """Return the differences on all ranks.
 
-    `expected` selects the names of the checkpoint of which all should be asked for. Every rank makes the call.
+    `expected` selects the names of the checkpoint that the state should have. Every rank makes the call.
     """
     _, everyone = ranks.agreed(lambda: _differences(catalogue, tensors, values, others))
     missing: dict[str, Any] = {name: shape for one in everyone for name, shape in one["missing"].items()}
@@ -75,7 +76,7 @@ def compared(
 def _differences(
     catalogue: Catalogue, tensors: Mapping[str, Held], values: Iterable[str], others: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what does not fit on this rank. Raises CheckpointError for terms that are not joined."""
+    """Return the differences on this rank. Raises CheckpointError for a tensor with a pending reduction."""
     missing: dict[str, list[int] | None] = {}
     mismatched = dict(others)
     for name, held in tensors.items():
@@ -97,7 +98,7 @@ def _differences(
 
 
 def _apart(catalogue: Catalogue, name: str, held: Held) -> str:
-    """Return how a tensor differs from the one that was saved, or nothing."""
+    """Return the difference of a tensor from the saved one as text; "" if there is none."""
     shape, dtype = _shape(held), held.part.dtype if held.spec is None else held.spec.dtype
     entry = catalogue.entries[name]
     if shape == entry.shape and widens(entry.dtype, dtype):
@@ -110,7 +111,7 @@ def _shape(held: Held) -> tuple[int, ...]:
 
 
 def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """True if a dtype holds every number of another one of its kind.
+    """True if a dtype holds every number of another dtype of its kind.
 
     >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
     (True, False)
@@ -123,7 +124,7 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def mismatch(catalogue: Catalogue, found: Comparison) -> CheckpointError:
-    """Return the error that lists everything that does not fit."""
+    """Return the error that lists all differences."""
     report = found.report
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
@@ -152,7 +153,7 @@ def _on_one_line(name: str) -> str:
 
 
 def _not_there(catalogue: Catalogue, found: Comparison, name: str) -> str:
-    """Return that a name is not there, with the one under which it may have been saved."""
+    """Return the text for a missing name, with a name of the same shape under which it may have been saved."""
     shape, report = found.shapes[name], found.report
     if shape is None:
         return f"no such value among {len(catalogue.values)}"

@@ -1,4 +1,4 @@
-"""The format that a checkpoint's files have: what each rank writes, and what one rank writes at the end."""
+"""The interface of checkpoint formats: the files that each rank writes, and those that one rank writes at the end."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ._state import Held, Table
 from ._world import World
 
 Shares = Mapping[str, Sequence[tuple[Part, int]]]
-"""Every part of every tensor, and the rank that writes it."""
+"""Each part of each tensor, with the rank that writes it."""
 Parts = dict[str, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be written into a folder, and this rank's share of it."""
+    """A save into a folder: everything to be written, and this rank's share of it."""
 
     folder: Path
     ranks: World
     table: Table
     shares: Shares
     parts: Parts
-    """Name → what gives this rank's part, where this rank writes it."""
+    """Name → the function that returns this rank's part, if this rank writes it."""
     held: Mapping[str, Held]
 
     def mine(self) -> list[tuple[str, Part]]:
-        """What this rank writes."""
+        """Return the names and parts that this rank writes."""
         return [(name, p) for name, parts in self.shares.items() for p, rank in parts if rank == self.ranks.rank]
 
 
@@ -45,16 +45,19 @@ class Format(Protocol):
     """A format of checkpoints."""
 
     def prepared(self, job: Job) -> Callable[[], Any]:
-        """What this rank's thread has to do; it gives a report, which JSON can say. Ranks may talk until it returns."""
+        """Return the work of this rank's thread, a function that returns a JSON report.
+
+        Ranks may communicate until `prepared` returns, but not in the thread.
+        """
         ...
 
     def finish(self, job: Job, reports: Sequence[Any]) -> None:
-        """What rank 0 writes once all have; `reports` are those of the ranks, in order."""
+        """Write the files of rank 0 once all ranks have written theirs; `reports` are in the order of the ranks."""
         ...
 
 
 class Manifested:
-    """Our own format: a safetensors file per rank, and a manifest."""
+    """The format of this package: a safetensors file per rank, and a manifest."""
 
     def prepared(self, job: Job) -> Callable[[], Any]:
         return lambda: self._write(job)

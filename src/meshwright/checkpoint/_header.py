@@ -24,10 +24,10 @@ DTYPES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""The format's names of dtypes."""
+"""dtype → its name in the format."""
 NAMED = {name: dtype for dtype, name in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
-"""Bytes of the longest header that safetensors reads."""
+"""Most bytes of a header that safetensors reads."""
 _KIND = re.compile(r"[A-Z][A-Z0-9_]{0,15}")
 
 
@@ -41,12 +41,12 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None for a dtype that torch does not have."""
+        """Return the dtype, or None if torch does not have it."""
         return NAMED.get(self.kind)
 
 
 def read_header(file: OpenBytes) -> dict[str, Stored]:
-    """Return every tensor of a file. Raises CheckpointFileError for one that is none, or was cut short."""
+    """Return every tensor of a file. Raises CheckpointFileError for a file of another kind, or one cut short."""
     try:
         return _read(file)
     except CheckpointFileError:
@@ -78,7 +78,7 @@ def _read(file: OpenBytes) -> dict[str, Stored]:
 
 
 def _stored(name: str, field: Any) -> tuple[Stored, int]:
-    """Return a tensor, its first byte counted from the header's end, and the byte behind it."""
+    """Return a tensor, with its first byte counted from the header's end, and the index after its last byte."""
     if set(field) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name} has the fields {', '.join(map(str, field))[:80]}")
     kind, shape, (start, stop) = field["dtype"], field["shape"], field["data_offsets"]
@@ -93,5 +93,5 @@ def _stored(name: str, field: Any) -> tuple[Stored, int]:
 
 
 def is_count(value: Any) -> bool:
-    """True for a whole number from 0 on that files and tensors can have."""
+    """True for an integer from 0 on that a file or a tensor can have as a size."""
     return type(value) is int and 0 <= value < 1 << 63

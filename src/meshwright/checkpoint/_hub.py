@@ -1,7 +1,7 @@
-"""Safetensors files as model hubs hold them: whole tensors, in one file or in several with an index.
+"""Safetensors files in the form of model hubs: whole tensors, in one file or in several with an index.
 
-Reading takes slices of them. Writing gives every file to one rank, which asks the others for one tensor at a time: no
-rank has more than one tensor whole, and its own parts.
+Reading takes slices of the tensors. For writing, each file belongs to one rank, which gathers one tensor at a time. So
+a rank holds at most one whole tensor beside its own parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ._safetensors import Item, aligned, entries_of, open_file, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST = 5 << 30
-"""Bytes of tensors in a file, if no tensor alone has more."""
+"""Most bytes of tensors in a file, unless a single tensor has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Hub(Catalogue):
 
 
 def read_single(path: Path) -> Hub:
-    """Return what one file holds."""
+    """Return the checkpoint in one file."""
     with open_bytes(path, links=True) as file:
         facts = FileFacts(file.size)
     return Hub(path.parent, entries_of(path), {}, {path.name: facts})
 
 
 def read_index(path: Path) -> Hub:
-    """Return what several files hold; an index says where each tensor is."""
+    """Return the checkpoint in several files, by an index that has the file of each tensor."""
     content, _ = read_json(path, "no index of safetensors files", links=True)
     try:
         placed = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
@@ -72,7 +72,7 @@ def read_index(path: Path) -> Hub:
 
 @dataclass(frozen=True, slots=True)
 class HubFormat:
-    """The format that hubs want: `model.safetensors`, or several files and an index."""
+    """The format of model hubs: `model.safetensors`, or several files and an index."""
 
     largest: int = LARGEST
 
@@ -101,7 +101,7 @@ class HubFormat:
 
 
 def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tuple[str, list[str], int]]:
-    """Every file: its name, its tensors, and the rank that writes it.
+    """Return every file: its name, its tensors, and the rank that writes it.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> spec = parse_spec("f32[4]", ProcessMesh([0]))
@@ -124,9 +124,9 @@ def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tu
 
 
 def _write(job: Job, file: str, names: Sequence[str], rank: int) -> FileFacts | Exception | None:
-    """Write one file, by one rank; return what is known of it there, or what went wrong.
+    """Write one file, by one rank; return the facts about it there, or the error.
 
-    All ranks bring its tensors, one after the other, also when writing them has failed.
+    All ranks take part in gathering its tensors one after the other, also after writing has failed.
     """
     specs = job.table.specs
     items = aligned(Item(n, specs[n].dtype, tuple(specs[n].shape), lambda n=n: bring(n)) for n in names)
@@ -148,7 +148,7 @@ def _write(job: Job, file: str, names: Sequence[str], rank: int) -> FileFacts | 
 
 
 def _whole_on(rank: int, name: str, job: Job) -> Tensor:
-    """The whole tensor, on one rank; elsewhere nothing of use."""
+    """Return the whole tensor on the given rank; other ranks get an arbitrary tensor."""
     ranks, spec, held = job.ranks, job.table.specs[name], job.held.get(name)
     if ranks.carrier is None:
         return job.parts[name]()
@@ -169,7 +169,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def hub_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """Return the index of a folder with these names, or its only file of tensors; None if there is no such."""
+    """Return the index of a folder with these names, or its only file of tensors; None if it has neither."""
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     for found, usual in ((indexes, INDEX), (files, SINGLE)):

@@ -1,4 +1,4 @@
-"""JSON texts of checkpoints: read within a bound, and sealed by the SHA-256 of their own bytes."""
+"""JSON texts of checkpoints: read under the memory bound, and sealed by the SHA-256 of their own bytes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from ._errors import bad_file
 from ._files import open_bytes
 
 COSTS = {b"{": 240, b"[": 64, b",": 72, b":": 72}
-"""Bytes of memory that a character of JSON can stand for, at most."""
+"""Most bytes of memory per occurrence of a JSON character."""
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\Z')
 
 
 def cost_of(data: bytes) -> int:
-    """Return an upper bound of the bytes that parsing a JSON text takes."""
+    """Return an upper bound of the bytes of memory for parsing a JSON text."""
     return 2 * len(data) + sum(cost * data.count(character) for character, cost in COSTS.items())
 
 
 def fits(data: bytes) -> bool:
-    """True if a text is read whatever lies beside it."""
+    """True if a text is within the bound for any description, whatever files are beside it."""
     return cost_of(data) <= LARGEST
 
 
 def parsed(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
-    """Return the value of a JSON text. Raises ValueError for anything else, CheckpointFileError beyond the bound."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+        CheckpointFileError: it exceeds the memory bound.
+    """
     budget.spend(cost_of(data), what)
     try:
         return json.loads(data.decode(), parse_constant=_no_number)
@@ -65,6 +70,6 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def has_seal(data: bytes) -> bool:
-    """True if the bytes are what `sealed` wrote."""
+    """True if the bytes end with the seal that `sealed` writes, and it is right."""
     found = _SEAL.search(data, max(len(data) - 100, 0))
     return found is not None and sha256(memoryview(data)[: found.start()]).hexdigest().encode() == found[1]

@@ -1,8 +1,8 @@
-"""Reading a checkpoint into tensors that are there: each rank reads the slices that it holds.
+"""Load a checkpoint into existing tensors: each rank reads the slices that it holds.
 
-Nothing is written before everything has been looked at, on all ranks: that each tensor is there and fits, that each
-file has the SHA-256 that was written down (each file is read for that by one rank), that it holds what it should, and
-that all slices have been read. So a rank has memory for its part of the state once more while it loads.
+Before the first tensor is written, all ranks make all checks. Each tensor exists and fits. Each file has the recorded
+SHA-256; one rank reads the file for that. Each file holds the tensors that it should, and all slices have been read. So
+a rank needs memory for a second copy of its part of the state while it loads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ._state import Held
 from ._world import World, world
 
 Reads = dict[str, list[tuple[str, Piece, list[Meeting]]]]
-"""File → the tensors that are read from it: name, piece, and the boxes, there and here."""
+"""File → the tensors that are read from it: name, piece, and pairs of boxes (in the piece, in this rank's part)."""
 Read = tuple[str, tuple[slice, ...], Tensor]
-"""A tensor, a box of this rank's part, and what was read for it."""
+"""The name of a tensor, a box of this rank's part, and the elements read for it."""
 
 
 def load(
@@ -39,13 +39,15 @@ def load(
     scratch: Mapping[str, Held] | None = None,
     accept: Callable[[], None] | None = None,
 ) -> LoadReport:
-    """Fill the tensors in place, and return what does not fit; every rank calls it, each with what it holds.
+    """Fill the tensors in place, and return the differences; every rank calls it with its own tensors.
 
-    `values` are the names of the values that are wanted. With `strict`, whatever does not fit is an error; a name of
-    the checkpoint that nobody asks for is one where `whole` says so. `others` are things of the caller that do not fit,
-    and how. `scratch` is filled before; then `accept` may
-    raise. Raises CheckpointError, on every rank and before the first tensor is written; CheckpointFileError for files
-    that are not what they were.
+    `values` are the names of the wanted values. With `strict`, any missing or mismatched name is an error. With
+    `whole`, so is a name of the checkpoint that is not asked for and for which `whole(name)` is true. `others` are
+    further mismatches that the caller found, by name. `scratch` is filled first; then `accept` may raise an error.
+
+    Raises:
+        CheckpointError: the state does not fit; raised on every rank, before the first tensor is written.
+        CheckpointFileError: files are missing or were changed.
     """
     ranks, scratch = world(), scratch or {}
     found = compared(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
@@ -70,14 +72,14 @@ def load(
 
 
 def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:
-    """Return the error, with a note where only another rank met it."""
+    """Return the error, with a note about the rank if only another rank has the difference."""
     if found.rank is not None and not found.report.left_out & mine:
         error.add_note(f"raised on rank {found.rank}")
     return error
 
 
 def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
-    """The files that this rank checks: of those that some rank reads, shared out by their length."""
+    """Return the files that this rank checks: the files that ranks read are divided by their length."""
     load = [0] * ranks.size
     mine: list[str] = []
     for file in sorted({file for some in files for file in some}):
@@ -89,7 +91,7 @@ def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[st
 
 
 def _reads(catalogue: Catalogue, tensors: Mapping[str, Held], rank: int) -> Reads:
-    """What this rank reads from every file."""
+    """Return the slices that this rank reads, by file."""
     found: Reads = {}
     for name, held in tensors.items():
         runs = _runs(held, rank)
@@ -101,7 +103,7 @@ def _reads(catalogue: Catalogue, tensors: Mapping[str, Held], rank: int) -> Read
 
 
 def _runs(held: Held, rank: int) -> Runs | None:
-    """What this rank holds; None outside of the tensor's mesh."""
+    """Return the runs of this rank's part; None outside the tensor's mesh."""
     if held.spec is None:
         return whole_runs(held.part.shape)
     return runs_of(held.spec, rank) if rank in held.spec.mesh else None
@@ -123,7 +125,7 @@ def _fill(tensors: Mapping[str, Held], reads: Iterable[Read]) -> None:
 
 
 def read_whole(catalogue: Catalogue, name: str) -> Tensor:
-    """Return a tensor of the checkpoint, whole, without looking at checksums."""
+    """Return a whole tensor of the checkpoint, without a check of its checksum."""
     return timed(lambda: _read_whole(catalogue, name))
 
 

@@ -1,8 +1,8 @@
-"""One job at a time saves into a folder of steps.
+"""A lock that lets only one job at a time save into a folder of steps.
 
-Rank 0 of the job holds a lock on the folder from its first save on: `flock` on the folder itself, or on a file in it
-where the file system does not lock folders. The system releases such a lock when the process ends, however it ends.
-Reading needs none.
+Rank 0 of the job holds the lock from its first save on: `flock` on the folder itself, or on a file in it if the file
+system does not lock folders. The system releases the lock when the process ends, however it ends. Reading needs no
+lock.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from ._world import World
 
 LOCK_FILE = ".meshwright.lock"
 PATIENCE = 2.0
-"""Seconds in which a job that ends may still hold the lock."""
+"""Seconds in which a job that is ending may still hold the lock."""
 _held: dict[tuple[int, int], int] = {}
 """Device and inode of a folder → the descriptor that holds its lock."""
 _writing: set[int] = set()
 """Descriptors that hold the locks of folders in which checkpoints are written."""
 _one_by_one = threading.Lock()
 _users: dict[tuple[int, int], set[int]] = {}
-"""Device and inode of a folder → the jobs of this process that save there."""
+"""Device and inode of a folder → ids of the jobs of this process that save there."""
 _NOT_HERE = {errno.EBADF, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM}
-"""Errors of file systems that lock files alone."""
+"""Errors of file systems that lock only files."""
 
 
 def hold_folder(folder: str | os.PathLike[str], ranks: World) -> None:
     """Hold the lock of a folder until the job ends; every rank calls it.
 
-    Raises FolderInUseError, on every rank, while another job holds it. A file system without locks is told by a
-    CheckpointWarning.
+    If the file system has no locks, a CheckpointWarning says so.
+
+    Raises:
+        FolderInUseError: another job holds the lock; raised on every rank.
     """
     ranks.agreed(lambda: hold_by_first(Path(folder).absolute(), ranks) if ranks.rank == 0 else None)
 
 
 def hold_by_first(folder: Path, ranks: World) -> None:
-    """Hold the lock of a folder until the job ends; rank 0 alone calls it. Raises what `hold_folder` raises."""
+    """Hold the lock of a folder until the job ends; only rank 0 calls it. Raises the errors of `hold_folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         facts = os.stat(folder)
@@ -70,7 +72,7 @@ def _release(key: tuple[int, int], user: int) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor that holds the lock, or one without it where there are no locks."""
+    """Return a descriptor that holds the lock, or one without it if the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _take(descriptor, folder)
@@ -95,7 +97,7 @@ def _locked(folder: Path) -> int:
 
 
 def _take(descriptor: int, folder: Path) -> None:
-    """Take the lock. Raises FolderInUseError while another process holds it, OSError where there are no locks."""
+    """Take the lock. Raises FolderInUseError if another process holds it, OSError if there are no locks."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
@@ -112,7 +114,7 @@ def _take(descriptor: int, folder: Path) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Return the process that holds the lock, in words, where the system tells."""
+    """Return the process that holds the lock, in words, if the system says so."""
     inode = str(os.fstat(descriptor).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -123,7 +125,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _without(folder: Path, error: OSError) -> int:
-    """Tell that there are no locks; return a descriptor that holds none."""
+    """Warn that there are no locks; return a descriptor that holds none."""
     warnings.warn(
         f"{folder}: the file system has no locks ({error.strerror}), so a second job that saves there is not noticed",
         CheckpointWarning, stacklevel=2,
@@ -149,7 +151,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock_new(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder that was just made; None where there are no locks."""
+    """Return a descriptor that holds the lock of a new folder; None if there are no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

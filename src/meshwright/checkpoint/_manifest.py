@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON text that says what is where, and that its own SHA-256 covers.
+"""The manifest of a checkpoint: a JSON text with the positions of all tensors, covered by its own SHA-256.
 
     {"kind", "format", "versions", "world",
      "meshes":  [{"shape", "names", "ranks"}],
@@ -7,8 +7,8 @@
      "values":  {name: value},
      "sha256": of the bytes of the text before it}
 
-The parts of a tensor, and so their shapes and places, follow from its spec; `files` says where each is, in the order of
-`parts_of`. The manifest is written last. A folder without a valid one is no checkpoint.
+The parts of a tensor, with their shapes and positions, follow from its spec; `files` has the file of each part, in the
+order of `parts_of`. The manifest is written last. A folder without a valid one is no checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ._values import decoded
 KIND, FORMAT, MANIFEST = "meshwright checkpoint", 1, "manifest.json"
 MOST_DIMS = 32
 RUN_COST = 200
-"""Bytes of memory that a run of indices of a part takes, at most."""
+"""Most bytes of memory of one run of indices of a part."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -60,7 +60,7 @@ class Own(Catalogue):
 def manifest_text(
     tensors: Mapping[str, Entry], values: Mapping[str, Any], files: Mapping[str, FileFacts], world: int
 ) -> bytes:
-    """Return the manifest; `values` are JSON already. Raises CheckpointError for values that no reader would take."""
+    """Return the manifest; `values` are JSON already. Raises CheckpointError for values beyond a reader's bound."""
     meshes = list(dict.fromkeys(entry.mesh for entry in tensors.values() if entry.mesh is not None))
     content: dict[str, Any] = {
         "kind": KIND,
@@ -84,7 +84,7 @@ def mesh_json(mesh: ProcessMesh) -> dict[str, Any]:
 
 
 def mesh_of(text: Mapping[str, Any]) -> ProcessMesh:
-    """Return the mesh that `mesh_json` said."""
+    """Return the mesh from the JSON of `mesh_json`. Raises ValueError for impossible sizes."""
     ranks: Any = list(text["ranks"])
     shape: Any = text["shape"]
     if not 0 < len(shape) <= MOST_DIMS or not all(is_count(n) for n in (*shape, *ranks)) or prod(shape) != len(ranks):
@@ -106,7 +106,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Own:
     """Return the checkpoint in a folder.
 
-    Raises CheckpointFileError if there is none, or a manifest that was changed.
+    Raises:
+        CheckpointFileError: there is no manifest, or it was changed.
     """
     path = folder / MANIFEST
     if status(path) is None:
@@ -122,7 +123,7 @@ def read_manifest(folder: Path) -> Own:
                        "the version of Meshwright that wrote it, or a newer one")  # fmt: skip
     try:
         said = content.pop("sha256", None)
-        if not has_seal(data) and said != _digest(content):  # an older one: of the content, not of its text
+        if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
             raise bad_file(path, "another SHA-256 than it says", "the manifest was changed")
         return _checked(folder, content)
     except CheckpointFileError:
@@ -144,7 +145,7 @@ def _checked(folder: Path, content: Any) -> Own:
 
 
 def facts_of(told: Any) -> FileFacts:
-    """Return what JSON says of a file. Raises ValueError for anything else."""
+    """Return the facts about a file from JSON. Raises ValueError for anything else."""
     nbytes, digest = told["bytes"], told["sha256"]
     if not is_count(nbytes) or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError(f"a file has {str(nbytes)[:80]} bytes and the SHA-256 {str(digest)[:80]}")
@@ -176,7 +177,7 @@ def _cost_of_parts(spec: Spec) -> int:
 
 
 def check_sizes(catalogue: Catalogue) -> None:
-    """Raise CheckpointFileError where a file is not there, has another length than was written down, or is extra."""
+    """Raise CheckpointFileError if a file is missing, has another length than recorded, or is extra."""
     for name, facts in catalogue.files.items():
         path = catalogue.folder / name
         found = status(path)

@@ -1,4 +1,4 @@
-"""What lies at a path: one of our checkpoints, safetensors files, or a distributed checkpoint of torch."""
+"""Open the checkpoint at a path: one of this package, safetensors files, or a distributed checkpoint of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS: dict[str, Format] = {"meshwright": Manifested(), "safetensors": HubForm
 
 
 def format_of(name: str) -> Format:
-    """The format of this name. Raises CheckpointError for another one."""
+    """Return the format of this name. Raises CheckpointError for another name."""
     if name in FORMATS:
         return FORMATS[name]
     raise CheckpointError(f"a checkpoint in the format {name!r}", "no such format", "files have one of three formats",
@@ -33,10 +33,11 @@ def format_of(name: str) -> Format:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
-    """Return what a file or folder holds; of a folder of steps, the latest complete one.
+    """Return the checkpoint in a file or folder; of a folder of steps, the latest complete one.
 
-    Raises CheckpointFileError where there is no checkpoint, or one whose description is damaged, and ReadTimeoutError
-    where the file system does not answer.
+    Raises:
+        CheckpointFileError: there is no checkpoint, or its description is damaged.
+        ReadTimeoutError: the file system does not answer.
     """
     place = Path(path).absolute()
     return timed(lambda: _opened(place))
@@ -64,7 +65,7 @@ def _opened(place: Path) -> Catalogue:
 
 
 def _opened_hub(file: Path) -> Catalogue:
-    """Return what the files of a hub hold: an index, or a single file."""
+    """Return the checkpoint in the files of a hub: an index, or a single file."""
     known = checksums_in(file.parent)
     if file.suffix != ".json":
         return with_checksums(read_single(file), known)
@@ -73,7 +74,7 @@ def _opened_hub(file: Path) -> Catalogue:
 
 
 def _opened_file(file: Path) -> Catalogue:
-    """Return what a file holds whose own path was given: others may lie beside it."""
+    """Return the checkpoint in a file whose own path was given; other files may be beside it."""
     if file.suffix == ".json":
         return _opened_hub(file)
     known = {name: facts for name, facts in checksums_in(file.parent).items() if name == file.name}
@@ -81,7 +82,7 @@ def _opened_file(file: Path) -> Catalogue:
 
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
-    """Return what a path holds, the same for all ranks, which all call it, once what they save is complete."""
+    """Return the same checkpoint on all ranks, once the saves in progress are complete; every rank calls it."""
     ranks = world()
     tell_of_earlier(finish_earlier(ranks))
     found: list[Catalogue] = []
@@ -93,13 +94,14 @@ def open_together(path: str | os.PathLike[str]) -> Catalogue:
     folder, folders = ranks.agreed(act)
     if folder == folders[0]:
         return found[0]
-    return open_checkpoint(folders[0])  # a step that was completed while some ranks looked
+    return open_checkpoint(folders[0])  # rank 0 found another step: one was completed in the meantime
 
 
 def verify(path: str | os.PathLike[str]) -> Catalogue:
-    """Return what a path holds, once every file and every tensor in it has been looked at.
+    """Return the checkpoint at a path, after a check of every file and every tensor in it.
 
-    Raises CheckpointFileError for the first file that is not what it was.
+    Raises:
+        CheckpointFileError: a file was changed; it names the first one.
     """
     catalogue = open_checkpoint(path)
     timed(lambda: _verify(catalogue))

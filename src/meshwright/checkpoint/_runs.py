@@ -1,7 +1,7 @@
-"""Which elements of a tensor a part holds, and where two parts meet.
+"""The elements of a tensor that a part holds, and the intersections of two parts.
 
-A part is, along every dim, a few runs of indices; a product dim has several, all others one. So any part of any
-layout meets any part of any other.
+A part is, along each dim, one or more runs of indices: several for a product dim, one for all others. So the parts of
+any two layouts can be intersected.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Runs = tuple[Run, ...]
 """The runs along every dim."""
 MOST_CELLS = 1 << 20
 Meeting = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""A box of elements as it lies in one part, and in another."""
+"""A box of elements, as slices of one part and as slices of another."""
 
 
 @lru_cache(maxsize=65536)
 def runs_of(spec: Spec, rank: int) -> Runs:
-    """What `rank` holds of a tensor.
+    """Return the elements of a tensor that `rank` holds.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> runs_of(parse_spec("f32[3 * 4@tp, 5]", ProcessMesh([0, 1], ["tp"])), 1)
@@ -41,12 +41,12 @@ def runs_of(spec: Spec, rank: int) -> Runs:
 
 
 def whole_runs(shape: Sequence[int]) -> Runs:
-    """All elements of a tensor."""
+    """Return the runs of all elements of a tensor."""
     return tuple(((0, n),) for n in shape)
 
 
 def _joined(sizes: Sequence[int], ranges: Sequence[Range]) -> Run:
-    """The runs along a dim whose factors, outermost first, have these sizes and are held in these ranges."""
+    """Return the runs along a dim whose factors, outermost first, have these sizes and are held in these ranges."""
     found: list[Range] = [(0, 1)]
     for size, (start, length) in zip(sizes, ranges, strict=True):
         if len(sizes) == 1:
@@ -57,7 +57,7 @@ def _joined(sizes: Sequence[int], ranges: Sequence[Range]) -> Run:
 
 
 def _glued(ranges: Sequence[Range]) -> list[Range]:
-    """The same indices with runs that touch made one, and none that are empty."""
+    """Return the same indices, with adjacent runs joined and empty ones removed."""
     found: list[Range] = []
     for start, length in ranges:
         if found and sum(found[-1]) == start:
@@ -68,7 +68,7 @@ def _glued(ranges: Sequence[Range]) -> list[Range]:
 
 
 def shape_of(runs: Runs) -> tuple[int, ...]:
-    """Shape of the part.
+    """Return the shape of the part.
 
     >>> shape_of((((2, 2), (6, 2)), ((0, 5),)))
     (4, 5)
@@ -77,7 +77,7 @@ def shape_of(runs: Runs) -> tuple[int, ...]:
 
 
 def volume(runs: Runs) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return prod(shape_of(runs))
 
 
@@ -102,7 +102,7 @@ def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
             f"a tensor of shape {tuple(shape)} in {len(parts)} parts, whose edges make {prod(cells)} cells"
         )
     at = [{edge: n for n, edge in enumerate(found)} for found in ends]
-    count = np.zeros(cells, dtype=np.int32)  # of the parts that hold each cell
+    count = np.zeros(cells, dtype=np.int32)  # number of parts that hold each cell
     for part in parts:
         for box in product(*part):
             count[tuple(slice(where[s], where[s + m]) for where, (s, m) in zip(at, box, strict=True))] += 1
@@ -110,7 +110,7 @@ def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
 
 
 def meetings(one: Runs, other: Runs) -> Iterator[Meeting]:
-    """The boxes that two parts share, as they lie in each.
+    """Yield the boxes that two parts share, as slices of each.
 
     >>> list(meetings((((2, 2), (6, 2)),), (((0, 7),),)))
     [((slice(0, 2, None),), (slice(2, 4, None),)), ((slice(2, 3, None),), (slice(6, 7, None),))]
@@ -130,7 +130,7 @@ def _meet(one: Run, other: Run) -> Iterator[tuple[slice, slice]]:
 
 
 def _placed(run: Run) -> Iterator[tuple[int, int, int]]:
-    """Start and end of each run, and where it begins in the part."""
+    """Yield the start and the end of each run, and the position of its start in the part."""
     at = 0
     for start, length in run:
         yield start, start + length, at
@@ -138,5 +138,5 @@ def _placed(run: Run) -> Iterator[tuple[int, int, int]]:
 
 
 def size_of(box: Sequence[slice]) -> int:
-    """Number of elements in a box."""
+    """Return the number of elements in a box."""
     return prod(s.stop - s.start for s in box)

@@ -1,6 +1,6 @@
-"""Safetensors files: written as a stream, with checksums on the way; read slice by slice.
+"""Safetensors files: written as a stream with checksums, read slice by slice.
 
-The place of each tensor is known before the first byte is written, so tensors may come one by one.
+The position of each tensor is known before the first byte is written, so tensors may come one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._slices import read_box
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that a file is to hold; `get` gives it, contiguous and on the CPU, when its turn comes."""
+    """A tensor to be written to a file; `get` returns it, contiguous and on the CPU, when its turn comes."""
 
     key: str
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Item:
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape in the file: complex numbers are pairs."""
+        """Return the dtype and shape in the file; complex numbers are stored as pairs."""
         if self.dtype.is_complex:
             return self.dtype.to_real(), (*self.shape, 2)
         return self.dtype, self.shape
@@ -48,7 +48,7 @@ class Item:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises CheckpointError for a dtype that no file can hold."""
+    """Raise CheckpointError for a dtype that no file can hold."""
     if dtype not in DTYPES and not dtype.is_complex:
         raise CheckpointError(
             f"to save {name}", f"a tensor of {dtype}", "safetensors has no such dtype",
@@ -57,12 +57,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def aligned(items: Iterable[Item]) -> list[Item]:
-    """The tensors in an order in which each number lies at a multiple of its size: those of large numbers first."""
+    """Return the tensors sorted by element size, largest first, so that each element is aligned to its size."""
     return sorted(items, key=lambda item: -item.stored[0].itemsize)
 
 
 def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes of a file of these tensors."""
+    """Return the header: the first bytes of a file of these tensors."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for item in items:
@@ -78,7 +78,7 @@ def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) 
 
 
 def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> FileFacts:
-    """Write a new file, down to the disk; return its length, its SHA-256, and the range and CRC-32 of each tensor."""
+    """Write a new file and sync it; return its length, its SHA-256, and the range and CRC-32 of each tensor."""
     found, ranges, length = sha256(), dict[str, Range](), 0
     with write_operation(path, open, path, "xb") as file:
         for key, part in _parts(items, metadata):
@@ -103,14 +103,14 @@ def _parts(items: Sequence[Item], metadata: Mapping[str, str] | None) -> Iterabl
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The numbers of a tensor as they lie in memory, without a copy where it is contiguous."""
+    """Return the elements of a tensor as bytes, without a copy if it is contiguous."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     numbers: Any = x.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
 
 class SafetensorsFile(OpenFile):
-    """An open file."""
+    """An open safetensors file."""
 
     def __init__(self, file: OpenBytes) -> None:
         self.path, self._file = file.path, file
@@ -137,7 +137,7 @@ class SafetensorsFile(OpenFile):
 
 @contextmanager
 def open_file(path: Path, links: bool = False) -> Generator[SafetensorsFile]:
-    """Open a file of tensors. Raises CheckpointFileError for one that is none, or was cut short."""
+    """Open a file of tensors. Raises CheckpointFileError for a file of another kind, or one cut short."""
     with open_bytes(path, links) as file:
         yield SafetensorsFile(file)
 
@@ -156,7 +156,7 @@ def _entry(path: Path, name: str, found: Stored) -> Entry:
 
 
 def digest_of(path: Path, links: bool = False) -> FileFacts:
-    """Return length and SHA-256 of a file as it is now."""
+    """Return the present length and SHA-256 of a file."""
     found, buffer = sha256(), memoryview(bytearray(CHUNK))
     with open_bytes(path, links) as file:
         for at in range(0, file.size, CHUNK):

@@ -47,7 +47,7 @@ REPORTS = "reports"
 
 
 class _Nobody:
-    """Who saves where there are no ranks."""
+    """The key of the saver in a world without ranks."""
 
 
 _nobody = _Nobody()
@@ -196,7 +196,7 @@ def _taken_name(final: Path) -> CheckpointError:
 
 
 def _taken(x: Tensor, copy: bool) -> Callable[[], Tensor]:
-    """What gives the tensor on the CPU: a copy that is made now, or one that is made if it must be."""
+    """Return the function that returns the tensor on the CPU: a copy made now, or one made on demand."""
     if copy:
         taken = x.detach().to("cpu", copy=True).contiguous()
         return lambda: taken
@@ -225,17 +225,17 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has no work left; errors are told by `wait`."""
+        """True if this rank has no work left; `wait` raises its errors."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong on this rank, as far as is known; `wait` tells what."""
+        """True if an error is known on this rank; `wait` raises it."""
         return self._error is not None
 
     @property
     def is_told(self) -> bool:
-        """Whether `wait` has been called, which raises what went wrong."""
+        """True if `wait` has been called, which raises the error if there is one."""
         return self._waited
 
     def wait(self) -> Path:
@@ -311,7 +311,7 @@ class Saving:
             sync_folder(final.parent)
 
     def _report(self, rank: int) -> Any:
-        """What a rank has written, once it has."""
+        """Return the report of a rank, once it has written its part. Raises CheckpointError if the rank failed."""
         path = self._job.folder / REPORTS / f"{rank}.json"
         pause, end = 0.001, None
         while not write_operation(path, path.exists):

@@ -1,7 +1,7 @@
-"""Which rank writes which part: a function of the specs alone, so that all ranks find the same answer without a word.
+"""Assign parts to the ranks that write them, from the specs alone, so that all ranks agree without communication.
 
-A part that found ranks hold is written by one of them. Parts with one holder are counted first; the others go, the
-largest first, to the holder that has least to write.
+A part that several ranks hold is written by one of them. Parts with one holder are assigned first. The others are
+assigned in descending order of size, each to the holder with the least to write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Part:
 
 @lru_cache(maxsize=65536)
 def parts_of(spec: Spec) -> tuple[Part, ...]:
-    """The different parts of a tensor, none of them empty.
+    """Return the distinct nonempty parts of a tensor.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> parts_of(parse_spec("f32[3@dp]", ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])))
@@ -38,7 +38,7 @@ def parts_of(spec: Spec) -> tuple[Part, ...]:
 
 
 def shared_out(specs: Mapping[str, Spec]) -> dict[str, list[tuple[Part, int]]]:
-    """Every part of every tensor, and the rank that writes it.
+    """Return every part of every tensor, with the rank that writes it.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> mesh = ProcessMesh([0, 1], ["dp"])

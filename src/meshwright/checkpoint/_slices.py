@@ -1,7 +1,7 @@
-"""Boxes of a tensor whose elements are in a file in row-major order, read without the rest of it where that is faster.
+"""Read a box of a tensor that is stored in row-major order, without the rest of it if that is faster.
 
-A box is one run of bytes or several. Long runs are read one by one, straight into the result. For short ones whole rows
-are read, block by block, and the box is cut out of each.
+A box is one run of bytes or several. Long runs are read one by one, straight into the result. For short runs, whole
+rows are read block by block, and the box is taken from each block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ._files import CHUNK, OpenBytes
 
 LONG_RUN = 1 << 16
-"""Bytes of a run that is read alone."""
+"""Fewest bytes of a run that is read alone."""
 
 
 def read_box(file: OpenBytes, at: int, shape: Sequence[int], dtype: torch.dtype, box: Sequence[slice]) -> Tensor:

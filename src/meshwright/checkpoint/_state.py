@@ -1,7 +1,7 @@
-"""What the ranks have to save: one table of names, from what each rank holds.
+"""The state that all ranks save: one table of names, merged from the tensors and values of each rank.
 
-Ranks of a pipeline hold different tensors. What a rank has not, others say; where two say different things of one
-name, nothing is saved.
+Ranks of a pipeline hold different tensors, so a name needs to be on some ranks only. If two ranks differ about a name,
+nothing is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._world import World
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor as a rank holds it: its spec and this rank's part, or a plain tensor, whole, without a spec."""
+    """A tensor as a rank holds it: this rank's part with the spec, or a whole plain tensor without a spec."""
 
     part: Tensor
     spec: Spec | None = None
@@ -34,21 +34,21 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Everything that is to be saved: how each tensor lies, and the values as JSON."""
+    """Everything to be saved: the spec of each tensor, and the values as JSON."""
 
     specs: Mapping[str, Spec]
     values: Mapping[str, Any]
 
 
 def table_of(tensors: Mapping[str, Held], values: Mapping[str, Any], ranks: World) -> Table:
-    """The table of all ranks. Raises CheckpointError, on every rank, for what cannot be saved."""
+    """Return the table of all ranks. Raises CheckpointError, on every rank, for a state that cannot be saved."""
     text, _ = ranks.agreed(lambda: _text(tensors, values))
     found = ranks.all_gather_distinct(text, sha256(text.encode()).hexdigest())
     return _merged([(json.loads(text), members) for text, members in found.items()], ranks)
 
 
 def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
-    """What this rank holds."""
+    """Return this rank's tensors and values as text."""
     meshes: list[ProcessMesh] = []
     told: dict[str, Any] = {}
     for name, held in tensors.items():
@@ -70,7 +70,7 @@ def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
 
 
 def _check_dense(name: str, x: Tensor) -> None:
-    """Raises CheckpointError for tensors that are not numbers in memory, one after the other."""
+    """Raise CheckpointError for tensors that are not strided numbers in memory."""
     if x.layout is not torch.strided or x.is_meta or x.is_quantized:
         what = "quantized" if x.is_quantized else "on the meta device" if x.is_meta else f"of layout {x.layout}"
         raise CheckpointError(f"to save {name}", f"a tensor {what}", "a file holds every number of a tensor",
@@ -78,7 +78,7 @@ def _check_dense(name: str, x: Tensor) -> None:
 
 
 def check_whole(name: str, spec: Spec, asked: str) -> None:
-    """Raises CheckpointError for terms that are not joined yet."""
+    """Raise CheckpointError for a pending reduction."""
     if spec.layout.partial:
         raise CheckpointError(
             f"{asked} {name}", f"{spec!r} on {spec.mesh!r}", "each rank has a term, and only all make the value",
@@ -110,7 +110,7 @@ def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> Table:
 
 
 def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:
-    """Raises CheckpointError where a rank of a tensor's mesh does not have the tensor."""
+    """Raise CheckpointError if a rank of a tensor's mesh does not have the tensor."""
     for table, members in told:
         for name in specs.keys() - table["tensors"].keys():
             for rank in members:

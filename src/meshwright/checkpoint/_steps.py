@@ -1,4 +1,4 @@
-"""A folder of checkpoints: one folder per step, of which the latest complete one is found, and old ones are removed."""
+"""A folder of checkpoints: one folder per step. The latest complete one is found, and old ones are removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEP = re.compile(r"step_([0-9]{8,18})")
 
 
 def step_name(step: int) -> str:
-    """Name of the folder of a step.
+    """Return the name of the folder of a step.
 
     >>> step_name(10)
     'step_00000010'
@@ -40,15 +40,15 @@ def steps_in(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the latest step's folder that holds a complete checkpoint, or None.
+    """Return the folder of the latest step with a complete checkpoint, or None.
 
-    Complete means a valid manifest, and every file there with its length; reading checks the numbers too.
+    Complete means that the manifest is valid, and every file exists with its length. Loading checks the checksums too.
     """
     return timed(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
 
 
 def is_complete(path: Path) -> bool:
-    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError where the file system does not answer."""
+    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError if the file system does not answer."""
     try:
         timed(lambda: check_sizes(read_manifest(path)))
     except ReadTimeoutError:
@@ -59,9 +59,9 @@ def is_complete(path: Path) -> bool:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the latest `keep` complete steps, and what is left of earlier removals.
+    """Remove all but the latest `keep` complete steps, and the remains of earlier removals.
 
-    What cannot be removed is told by a CheckpointWarning: the checkpoint that was just written is complete.
+    A step that cannot be removed is reported by a CheckpointWarning, because the new checkpoint is complete.
     """
     complete = [path for _, path in steps_in(folder) if is_complete(path)]
     for path in complete[keep:]:
@@ -77,17 +77,17 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def leftovers(path: Path) -> Iterator[Path]:
-    """Folders in which a writer of this checkpoint was when it was killed."""
+    """Yield the folders of writers of this checkpoint that were killed."""
     return path.parent.glob(f".{path.name}.*.writing")
 
 
 def beside(path: Path) -> Path:
-    """A new name under which the checkpoint is written."""
+    """Return a new temporary name, under which the checkpoint is written."""
     return path.with_name(f".{path.name}.{token_hex(8)}.writing")
 
 
 def sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,8 +1,8 @@
-"""The data in a pickle, found without running what is in it.
+"""Read the data in a pickle without running the code in it.
 
-Some formats of torch are pickles. This is an interpreter of the instructions that data needs: numbers, texts,
-containers, and names that the caller has given a meaning. Every other instruction or name is refused. It keeps no
-memory but what it makes, which is counted, and calls nothing itself.
+Some formats of torch are pickles. This module interprets the instructions that data needs: numbers, texts, containers,
+and names to which the caller has given a meaning. Every other instruction or name is refused. All memory that the
+interpreter allocates is counted, and it calls only the functions that the caller has given.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from ._budget import Budget
 
 COST = 160
-"""Bytes of memory that an instruction takes, at most, beside the text that it holds."""
+"""Most bytes of memory of an instruction, beside the text that it holds."""
 _MARK = object()
 Names = Mapping[tuple[str, str], Any]
-"""(module, name) → what stands for it."""
+"""(module, name) → its meaning."""
 
 
 class Meaning:
-    """A name of a pickle: `call` gives what stands for the object that it makes."""
+    """The meaning of a name in a pickle: `call` returns the replacement of the object that it would create."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
 
 class Record:
-    """An object of a class that is not loaded: its fields."""
+    """The fields of an object whose class is not loaded."""
 
     __slots__ = ("fields",)
 
@@ -42,9 +42,11 @@ class Record:
 
 
 def unpickled(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> Any:
-    """Return what a pickle describes. `outside` gives the objects that it refers to.
+    """Return the value in a pickle. `outside` returns the external objects that the pickle refers to.
 
-    Raises ValueError, or another Exception, for a pickle with anything but data; CheckpointFileError beyond the bound.
+    Raises:
+        ValueError: the pickle has anything but data (other exceptions are possible for damaged ones).
+        CheckpointFileError: it exceeds the memory bound.
     """
     return _Machine(data, budget, names, outside).run()
 
@@ -58,7 +60,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Follow the instructions until the last one; count them in blocks."""
+        """Run the instructions until the last one; they are counted in blocks."""
         count = 0
         while True:
             code = self.data[self.at]
@@ -86,18 +88,18 @@ class _Machine:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def text(self, form: str) -> bytes:
-        """Return the next bytes, whose number comes first."""
+        """Return the next bytes, whose length comes first."""
         found = self.take(self.number(form))
         self.budget.spend(len(found), "a text")
         return found
 
     def line(self) -> str:
-        """Return the text up to the next line's beginning."""
+        """Return the text up to the end of the line."""
         end = self.data.index(b"\n", self.at)
         return self.take(end + 1 - self.at)[:-1].decode()
 
     def marked(self) -> list[Any]:
-        """Return what was put on the stack since the last mark."""
+        """Return the values that were pushed on the stack since the last mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             if not at:
@@ -108,7 +110,7 @@ class _Machine:
         return found
 
     def name(self, module: Any, name: Any) -> Any:
-        """Return what stands for a name."""
+        """Return the meaning of a name. Raises ValueError for a name without one."""
         if (module, name) not in self.names:
             raise ValueError(f"it names {str(module)[:80]}.{str(name)[:80]}, which no such file needs")
         return self.names[module, name]
@@ -119,7 +121,7 @@ def _put(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 
 def _pack(count: int) -> Callable[[_Machine], None]:
-    """Make a tuple of the last `count` values."""
+    """Return an action that makes a tuple of the last `count` values."""
 
     def act(m: _Machine) -> None:
         values = tuple(m.stack[-count:])
@@ -168,7 +170,7 @@ def _call(m: _Machine) -> None:
 
 
 def _build(m: _Machine) -> None:
-    """Give a record its fields; state of any other object is left out only where it is empty."""
+    """Set the fields of a record. Raises ValueError for any other object."""
     state = m.stack.pop()
     target = m.stack[-1]
     if not isinstance(target, Record):
@@ -242,6 +244,6 @@ _ACTS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.LONG_BINPUT: _keep(lambda m: m.number("<I")),
     pickle.MEMOIZE: _keep(lambda m: len(m.memo)),
 }
-"""Instruction → what it does."""
+"""Instruction → its action."""
 _CODES = {code[0]: act for code, act in _ACTS.items()}
 _STOP = pickle.STOP[0]

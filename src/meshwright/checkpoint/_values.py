@@ -1,7 +1,7 @@
 """Python values of a state as JSON: numbers, strings, bools, None, and lists, tuples and dicts of them.
 
-JSON has no tuples, no keys but strings, no infinities. So a tuple, a dict and a float that is not finite are objects of
-one name: `{"tuple": […]}`, `{"dict": [[key, value], …]}`, `{"float": "inf"}`.
+JSON has no tuples, no keys other than strings, and no infinities. So a tuple, a dict and a float that is not finite are
+objects with one key: `{"tuple": […]}`, `{"dict": [[key, value], …]}`, `{"float": "inf"}`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from ._errors import CheckpointError
 
 DEEPEST = 100
-"""Levels of lists, tuples and dicts that a value has at most."""
+"""Most levels of nested lists, tuples and dicts."""
 _PLAIN = (str, bool, int, type(None))
 
 
 def encoded(name: str, value: Any, depth: int = 0) -> Any:
-    """Return the value as JSON; raises CheckpointError for anything that it cannot say, naming the leaf.
+    """Return the value as JSON. Raises CheckpointError, with the name, for a value that JSON cannot hold.
 
     >>> encoded("betas", (0.9, math.inf))
     {'tuple': [0.9, {'float': 'inf'}]}
@@ -59,7 +59,7 @@ def _too_deep(name: str) -> CheckpointError:
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
-    """Return what `encoded` made JSON of. Raises ValueError for JSON of another form, or nested too deeply.
+    """Return the value from the JSON of `encoded`. Raises ValueError for other JSON, or for too many levels.
 
     >>> decoded(encoded("x", {1: (2.0, -math.inf)}))
     {1: (2.0, -inf)}

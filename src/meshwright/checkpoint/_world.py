@@ -1,6 +1,6 @@
-"""The ranks that save or load together: who they are, and what they tell each other.
+"""The ranks that save or load together, and their communication.
 
-Everything here is text, and short: file names, errors, tables of names. Without a carrier the world is one rank.
+All messages are short texts: file names, errors, tables of names. Without a communicator the world is one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The caller among all ranks."""
+    """The caller's rank, the number of ranks, and the communicator."""
 
     rank: int
     size: int
@@ -30,11 +30,11 @@ class World:
 
     @property
     def mesh(self) -> ProcessMesh:
-        """All ranks in a row."""
+        """Return the mesh of all ranks in a row."""
         return ProcessMesh(range(self.size), ["world"])
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every rank brings, in rank order; anything that JSON can say."""
+        """Return the values of all ranks in rank order; any JSON value."""
         if self.carrier is None or self.size == 1:
             return [value]
         group = tuple(range(self.size))
@@ -44,7 +44,7 @@ class World:
         return [json.loads(text.numpy().tobytes()) for text in texts]
 
     def all_gather_distinct(self, text: str, digest: str) -> dict[str, list[int]]:
-        """Every text that some rank brings, with the ranks that bring it; each text travels once."""
+        """Return the distinct texts of all ranks, each with its ranks; each text is sent once."""
         digests: list[str] = self.gathered(digest)
         first = digests.index(digest) == self.rank
         texts = self.gathered(text if first else None)
@@ -54,9 +54,10 @@ class World:
         }
 
     def agreed(self, act: Callable[[], T]) -> tuple[T, list[T]]:
-        """What `act` gives here, and what it gives on every rank; if it raises on any rank, every rank raises.
+        """Return the result of `act` on this rank, and the results on all ranks.
 
-        Errors that are not about checkpoints stay what they are on the rank that met them.
+        If `act` raises on any rank, every rank raises. A rank on which it raised raises that error unchanged; the
+        others raise a CheckpointError with its text.
         """
         told: Mapping[str, Any]
         mine: T | None = None
@@ -74,7 +75,7 @@ class World:
 
 
 def world() -> World:
-    """The world that the caller is in; a world of one rank where there are no ranks."""
+    """Return the world of the caller; a world of one rank without ranks."""
     try:
         carrier = current()
     except NoCarrierError:

@@ -1,4 +1,4 @@
-"""The private torch names that this room needs, each with the reason."""
+"""The private names of torch that this package needs, each with the reason."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def dcp_classes() -> tuple[ModuleType, Any]:
-    """The module with the classes that torch's distributed checkpoints are described by, and `_StorageInfo`.
+    """Return the module with the classes of torch's metadata of distributed checkpoints, and the class `_StorageInfo`.
 
-    That one says where the bytes of a tensor are; torch's reader wants this very class. Both take seconds to import.
+    `_StorageInfo` has the position of a tensor's bytes; torch's reader needs this very class. Both take seconds to
+    import.
     """
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -1,4 +1,4 @@
-"""Answers on the console: text without control characters, and with `--json` one object on one line."""
+"""Print answers: text without control characters, and with `--json` one object on one line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshwright.layout import escaped
 
 
 def say(told: object, end: str = "\n", file: IO[str] | None = None) -> None:
-    """Print the text without control characters other than newlines: names in files could steer a terminal."""
+    """Print the text without control characters other than newlines: names in files could control a terminal."""
     print(escaped(str(told), keep_lines=True), end=end, file=file)
 
 
 def print_json(told: Mapping[str, Any]) -> None:
-    """Prints the object; a number that is not finite is a string, since JSON has none."""
+    """Print the object as JSON. A number that is not finite becomes a string, because JSON has none."""
     print(json.dumps(_finite(told), allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
-    """The value with `repr` of those that JSON has no number for.
+    """Return the value with `repr` of the numbers that JSON does not have.
 
     >>> _finite({"losses": [1.0, float("nan")], "mesh": (2, 4)})
     {'losses': [1.0, 'nan'], 'mesh': [2, 4]}

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: what is in one, whether it is whole, what differs between two, one in another format."""
+"""`meshwright checkpoint`: inspect or verify a checkpoint, compare two, or convert one to another format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = {"inspect": 1, "verify": 1, "diff": 2, "convert": 2}
 
 
 def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
-    """0 where all is well; 1 for a checkpoint that is damaged or not there, and for two that differ."""
+    """Return 0 on success; 1 if a checkpoint is damaged or missing, or if two differ."""
     if len(settings.paths) != PATHS[settings.action]:
         paths = " ".join(["PATH", "OTHER"][: PATHS[settings.action]])
         raise UsageError(
@@ -51,7 +51,7 @@ def _inspect(settings: argparse.Namespace, path: str) -> int:
 
 
 def described(catalogue: Catalogue) -> dict[str, Any]:
-    """What there is to say about a checkpoint, for programs."""
+    """Return the description of a checkpoint for programs."""
     return {
         "path": str(catalogue.folder),
         "kind": catalogue.kind,
@@ -100,7 +100,7 @@ def _diff(settings: argparse.Namespace, path: str, other: str) -> int:
 
 
 def differences(one: Catalogue, other: Catalogue, tolerance: float) -> Iterator[dict[str, Any]]:
-    """Every tensor or value that is not the same in both; how they lie does not count."""
+    """Yield every tensor or value that differs between the two; layouts are not compared."""
     for name in dict.fromkeys([*one.entries, *other.entries]):
         if name not in one.entries or name not in other.entries:
             yield {"name": name, "what": f"a tensor that only the {'first' if name in one.entries else 'second'} has"}
@@ -117,7 +117,7 @@ def differences(one: Catalogue, other: Catalogue, tolerance: float) -> Iterator[
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> dict[str, Any] | None:
-    """How far two tensors of one shape and dtype are apart, if they are."""
+    """Return the number of elements of two tensors that differ, and the largest difference; None if none differ."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     same = (x == y) | (x.isnan() & y.isnan())

@@ -1,4 +1,4 @@
-"""Settings of a command from a file: TOML, or a Python function that returns them."""
+"""Read the settings of a command from a file: TOML, or a Python function that returns them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from meshwright.cli._parser import AXES, Parser, UsageError
 
 _FILE = "pass a TOML file, or file.py:function"
 SAME = {"sequence": "seq"}
-"""Names of fields → of options that mean the same, where a command has only those."""
+"""Names of fields → names of options with the same meaning, for commands that have only the latter."""
 
 
 def with_config(parser: Parser, words: Sequence[str]) -> None:
-    """Takes what `--config` names as the defaults of the parser's options; those on the line go before them.
+    """Make the settings of the `--config` file the defaults of the parser's options; the command line overrides them.
 
-    Raises UsageError for an option that the command does not have, with the nearest, and for a value that is none.
+    Raises:
+        UsageError: the command has no such option (the message names the closest match), or a value is invalid.
     """
     source = _named(words)
     if source is None:
@@ -36,7 +37,7 @@ def with_config(parser: Parser, words: Sequence[str]) -> None:
 
 
 def _action(parser: Parser, source: str, name: str) -> argparse.Action:
-    """The option of that name."""
+    """Return the option of that name. Raises UsageError if there is none."""
     known = {action.dest: action for action in parser.actions if action.dest not in ("help", "config")}
     plain = name.replace("-", "_")
     found = known.get(plain) or known.get(SAME.get(plain, ""))
@@ -47,7 +48,7 @@ def _action(parser: Parser, source: str, name: str) -> argparse.Action:
 
 
 def _take(parser: Parser, action: argparse.Action, value: Any) -> None:
-    """The value as what the option is without a word on the line; a flag that is set can be taken back there."""
+    """Make the value the option's default; for a flag that is set, add a `--no-` option to take it back."""
     action.default, action.required = value, False
     if not action.option_strings:
         action.nargs = "?"
@@ -59,7 +60,7 @@ def _take(parser: Parser, action: argparse.Action, value: Any) -> None:
 
 
 def _named(words: Sequence[str]) -> str | None:
-    """What stands behind `--config`."""
+    """Return the argument of `--config`, or None."""
     for at, word in enumerate(words):
         if word.startswith("--config="):
             return word.partition("=")[2]
@@ -69,7 +70,7 @@ def _named(words: Sequence[str]) -> str | None:
 
 
 def read_config(source: str) -> dict[str, Any]:
-    """Names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
+    """Return names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
     if names_function(source):
         return flat(call_function(source), source)
     from meshwright.layout import InputError, read_text_file, read_toml  # which import torch
@@ -82,7 +83,7 @@ def read_config(source: str) -> dict[str, Any]:
 
 
 def flat(value: Any, source: str) -> dict[str, Any]:
-    """Names and values: of a mapping, or of a dataclass those that are not its defaults, with those of what is in it.
+    """Return names and values: of a mapping, or of a dataclass's non-default fields, nested ones too.
 
     >>> flat({"steps": 3, "mesh": {"dp": 2}}, "a.toml")
     {'steps': 3, 'mesh': {'dp': 2}}
@@ -105,7 +106,7 @@ def flat(value: Any, source: str) -> dict[str, Any]:
 
 
 def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> Any:
-    """The value as the command line would have it."""
+    """Return the value as the command line would parse it. Raises UsageError for an invalid one."""
     if isinstance(action.const, bool):
         if isinstance(value, bool):
             return value
@@ -128,7 +129,7 @@ def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> 
 
 
 def _written(value: Any) -> str:
-    """A value as it stands on a command line.
+    """Return a value as it is written on a command line.
 
     >>> _written({"dp": 2, "tp": 4}), _written([1, 2]), _written(True)
     ('dp=2,tp=4', '1,2', 'true')

@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what this machine has, what is missing, and whether two ranks agree with one device."""
+"""`meshwright doctor`: check this machine for missing parts, and compare two ranks with one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.cli._exit import FAILED, OK
 
 PYTHON = (3, 11)
 LEFT_OUT = {"dev"}
-"""Extras that users have no use for."""
+"""Extras that users do not need."""
 ENOUGH_SHARED = 64 * 2**20
 _REQUIREMENT = re.compile(r'([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;\s*extra\s*==\s*"([\w-]+)")?')
 _BOUND = re.compile(r"(<=|>=|==|!=|<|>|~=)\s*([\d.]+)")
@@ -29,7 +29,7 @@ _BOUND = re.compile(r"(<=|>=|==|!=|<|>|~=)\s*([\d.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked for; what is needed and not there fails the whole."""
+    """One finding. The whole check fails if something `needed` is not `good`."""
 
     name: str
     found: str
@@ -39,12 +39,12 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """Return the result in one word."""
         return "ok" if self.good else "MISSING" if self.needed else "without"
 
 
 def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
-    """1 where something that is needed is missing, or where two ranks do not give what one device gives."""
+    """Return 1 if something needed is missing, or if two ranks differ from one device; else 0."""
     found = [*_packages(), *_installed_torch()]
     if not settings.no_check and all(f.good for f in found if f.needed):
         found += _checked()
@@ -57,7 +57,7 @@ def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def told(findings: list[Finding]) -> str:
-    """For people: a line for each, and what to do about those that are not there."""
+    """Return the findings for people: one line each, and instructions for the missing parts."""
     width = max(len(f.name) for f in findings)
     lines = [f"{f.state:<8} {f.name:<{width}}  {f.found}" for f in findings]
     missing = [f for f in findings if not f.good]
@@ -68,7 +68,7 @@ def told(findings: list[Finding]) -> str:
 
 
 def _packages() -> Iterator[Finding]:
-    """Python, and the packages that this version of Meshwright says it needs, or can use."""
+    """Yield the findings for Python, and for the packages that this version of Meshwright needs or can use."""
     python = platform.python_version()
     yield Finding("python", python, sys.version_info[:2] >= PYTHON, write="Python 3.11 or later")
     try:
@@ -84,7 +84,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def package(name: str, bounds: str, extra: str | None) -> Finding:
-    """Whether a package is there in a version between its bounds.
+    """Return the finding for a package, which should be installed in a version between its bounds.
 
     >>> package("torch", ">=999", None).write
     "pip install 'torch>=999'"
@@ -105,7 +105,7 @@ def _version(name: str) -> str | None:
 
 
 def within(there: str, bounds: str) -> bool:
-    """Whether a version keeps all the bounds, number by number; what stands behind the numbers does not count.
+    """True if a version satisfies all bounds. Only numbers are compared; suffixes such as "+cpu" are ignored.
 
     >>> within("2.13.0+cpu", ">=2.11,<2.16"), within("2.16.0", ">=2.11,<2.16"), within("2.9", ">=2.11")
     (True, False, False)
@@ -129,7 +129,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _installed_torch() -> Iterator[Finding]:
-    """What torch finds on this machine, and what processes need to talk to each other."""
+    """Yield the findings for torch, the devices it sees, and the means of communication between processes."""
     try:
         import torch
         from torch import distributed
@@ -170,7 +170,7 @@ def _linked() -> str:
 
 
 def _between_processes() -> Iterator[Finding]:
-    """Loopback, and memory that processes share."""
+    """Yield the findings for loopback and for shared memory."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
             yield Finding("loopback", "127.0.0.1 can be listened on")
@@ -187,7 +187,7 @@ def _between_processes() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """What Inductor compiles its kernels for the CPU with."""
+    """Return the finding for the C++ compiler, which Inductor needs for CPU kernels."""
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     found = next(filter(None, map(shutil.which, names)), None)
     return Finding(
@@ -197,7 +197,7 @@ def _compiler() -> Finding:
 
 
 def _checked() -> Iterator[Finding]:
-    """Two ranks beside one device: simulated, and as processes."""
+    """Yield the comparisons of two ranks with one device: simulated, and as processes."""
     from meshwright.cli._self_check import in_this_process
     from meshwright.comm import launch
 

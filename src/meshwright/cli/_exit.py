@@ -1,4 +1,4 @@
-"""Exit codes, which `--help` documents."""
+"""The exit codes, which `--help` documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ OK, FAILED, NOT_UNDERSTOOD, INTERRUPTED = 0, 1, 2, 130
 
 
 def code_of(end: SystemExit) -> int:
-    """What `sys.exit(…)` asks for; a text is printed and fails, as in Python itself."""
+    """Return the exit code of `sys.exit(…)`. A text is printed to standard error, with code 1, as in Python."""
     if end.code is None or isinstance(end.code, int):
         return end.code or OK
     print(end.code, file=sys.stderr)

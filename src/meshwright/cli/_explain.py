@@ -1,4 +1,4 @@
-"""`meshwright explain`: why a training step takes what it takes, in a terminal, as data, or as a page."""
+"""`meshwright explain`: the costs of a training step and their reasons, in a terminal, as data, or as a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.search import Choice, Plan, SearchError, Transformer, account, c
 
 
 def explain(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the account of a plan, and writes the page that was asked for. 1 for a plan that cannot be."""
+    """Print the account of a plan, and write the page if asked for. Returns 1 for an invalid plan."""
     check_folder(settings.html)
     measured = _measured(settings.measured)
     try:
@@ -44,13 +44,13 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _asked(plan: Plan, settings: argparse.Namespace) -> Plan:
-    """The plan with the batch and the sequence that the command line names."""
+    """Return the plan with the batch and the sequence that the command line names."""
     named = {name: getattr(settings, name) for name in ("batch", "sequence") if getattr(settings, name)}
     return replace(plan, **named)
 
 
 def _others(model: Transformer, plan: Plan, machines: Cluster, silent: bool) -> Choice | None:
-    """The best plans for as many ranks and the same work; None where nothing fits."""
+    """Return the best plans for as many ranks and the same work; None if no plan fits."""
     with shown(f"plans for {plan.ranks} ranks", silent=silent) as on_step:
         try:
             return choose(
@@ -61,7 +61,7 @@ def _others(model: Transformer, plan: Plan, machines: Cluster, silent: bool) -> 
 
 
 def _measured(path: str | None) -> Mapping[str, float] | None:
-    """Numbers by name: of a JSON object, or of the log that a run has written."""
+    """Return measured numbers by name, from a JSON object or from the log of a run."""
     if path is None:
         return None
     try:
@@ -89,14 +89,14 @@ def _numbers(text: str) -> Mapping[str, float]:
 
 
 def _object(told: Any) -> Mapping[str, Any]:
-    """What JSON says, which is to be an object."""
+    """Return the JSON value, which must be an object. Raises ValueError otherwise."""
     if not isinstance(told, dict):
         raise ValueError(f"a {type(told).__name__} where an object of names and numbers is")
     return cast(dict[str, Any], told)
 
 
 def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-    """What a run's steps took: the median of their seconds, but for the first, and the most bytes that a rank held.
+    """Return the median seconds of a run's steps without the first, and the most bytes that a rank held.
 
     >>> of_log([{"event": "step", "seconds": s, "peak_memory": 7} for s in (9.0, 1.0, 2.0, 1.5)])
     {'seconds': 1.5, 'bytes': 7.0}

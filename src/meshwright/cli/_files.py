@@ -1,4 +1,4 @@
-"""Files that are named on the command line: read, or written as a whole, or answered."""
+"""Read, check and write the files that are named on the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(path: str, error: InputError, fix: str) -> UsageError:
 
 
 def check_folder(*paths: str | None) -> None:
-    """Raises UsageError, before anything runs, for a file to write that is a folder, or in one that is not there."""
+    """Raise UsageError, before anything runs, for an output file that is a folder, or whose folder does not exist."""
     fix = "write to a file in a folder that exists"
     for path in paths:
         place = Path(path or "a").absolute()
@@ -45,7 +45,7 @@ def check_folder(*paths: str | None) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Puts the text in the place of the file. Raises UsageError where it cannot be written."""
+    """Write the text to the file, replacing it. Raises UsageError if it cannot be written."""
     try:
         write_whole(path, text.encode())
     except OSError as error:

@@ -16,7 +16,7 @@ class FunctionFailed(Exception):
 
 
 def names_function(text: str) -> bool:
-    """Whether a text has the form of `file.py:function`.
+    """True if a text has the form `file.py:function`.
 
     >>> names_function("models/mine.py:build"), names_function("config.json")
     (True, False)
@@ -26,9 +26,11 @@ def names_function(text: str) -> bool:
 
 
 def call_function(text: str) -> Any:
-    """What the function returns, called without arguments; its file's folder is importable, as for a script.
+    """Return the result of the function, called without arguments; its file's folder is importable, as for a script.
 
-    Raises UsageError where there is no such file or function, FunctionFailed for the file's own errors.
+    Raises:
+        UsageError: there is no such file or function.
+        FunctionFailed: the file or the function raised an error.
     """
     path, _, name = text.rpartition(":")
     if not Path(path).is_file():
@@ -59,7 +61,7 @@ def _module(path: Path) -> Any:
 
 
 def _failed(text: str, path: str, error: BaseException) -> str:
-    """The error with the innermost line of the user's file."""
+    """Return the message of the error, with the innermost line of the user's file."""
     at, trace = "", error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).name == Path(path).name:

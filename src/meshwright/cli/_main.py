@@ -1,4 +1,4 @@
-"""From a command line to an exit code."""
+"""Parse a command line, run the command, and return its exit code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CARRIED_OUT = {
     "checkpoint": ("_checkpoint", "checkpoint"), "doctor": ("_doctor", "doctor"),
     "parallelize": ("_parallelize", "parallelize"), "profile": ("_profile", "profile"),
 }  # fmt: skip
-"""Command → the file and the function that carry it out; imported only then, for most of them need torch."""
+"""Command → its module and function. It is imported only when the command runs, because most of them need torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out `argv` (the process's own by default) and give the exit code that `--help` documents."""
+    """Run the command of `argv` (default: the process's own) and return the exit code that `--help` documents."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         settings = parse(given)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except SystemExit as end:
         return code_of(end)
-    except BrokenPipeError:  # who read the output has seen enough; what is left must not be an error at the end
+    except BrokenPipeError:  # the reader closed the pipe; the rest must not raise an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:

@@ -1,6 +1,6 @@
-"""One of the ranks that `meshwright profile` starts: all measure at once, as in training; rank 0 writes what it saw.
+"""One rank of `meshwright profile`: all ranks measure at once, as in training; rank 0 writes its result.
 
-`python -m meshwright.cli._measure FILE SECONDS` is a rank.
+`python -m meshwright.cli._measure FILE SECONDS` runs a rank.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ FEWEST = 3
 _TIMES = 20
 
 Measurement = tuple[str, str, int]
-"""What, of which dtype, and of which size."""
+"""The kind of a measurement, its dtype, and its size."""
 
 
 def measurements(ranks: int, device: str) -> list[Measurement]:
-    """What is measured, in order; the same on every rank."""
+    """Return the measurements in order; equal on every rank."""
     products = [("product", write_dtype(dtype), size) for dtype in DTYPES[device] for size in PRODUCTS[device]]
     messages = [("all-reduce", "f32", nbytes) for nbytes in MESSAGES] if ranks > 1 else []
     return [*products, ("copy", "f32", COPIED[device]), ("overhead", "f32", 1), *messages]
 
 
 def measure(here: Carrier, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Every measurement on this rank, and the rates that they make."""
+    """Return every measurement on this rank, and the rates computed from them."""
     group, found = tuple(range(here.size)), list[dict[str, Any]]()
     asked = measurements(here.size, device.type)
     with shown("measuring", silent=here.rank != 0) as on_step:
@@ -60,7 +60,7 @@ def measure(here: Carrier, seconds: float, device: torch.device) -> dict[str, An
 
 
 def _action(what: str, dtype: str, size: int, here: Carrier, device: torch.device) -> Callable[[], object]:
-    """What is to be timed."""
+    """Return the function that is timed."""
     if what == "product":
         kind = next(d for d in DTYPES[device.type] if write_dtype(d) == dtype)
         a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
@@ -74,7 +74,10 @@ def _action(what: str, dtype: str, size: int, here: Carrier, device: torch.devic
 
 
 def _seconds(act: Callable[[], object], budget: float, device: torch.device, steady: bool) -> float:
-    """Seconds of one run: the median of some blocks. `steady` runs are as many on every rank, for they meet."""
+    """Return the seconds of one run, as the median of five blocks.
+
+    `steady` runs are equally many on every rank, because they communicate.
+    """
     _timed(act, 1, device)
     once = _timed(act, FEWEST, device)
     runs = _TIMES if steady else max(1, min(1000, int(budget / 5 / max(once, 1e-7))))
@@ -97,7 +100,7 @@ def _wait(device: torch.device) -> None:
 
 
 def rates(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Operations and bytes per second, and seconds until an operator begins.
+    """Return operations and bytes per second, and the seconds until an operator begins.
 
     >>> rates([{"what": "product", "dtype": "f32", "size": 100, "seconds": 1e-3},
     ...        {"what": "copy", "dtype": "f32", "size": 1000, "seconds": 1e-6},
@@ -114,7 +117,7 @@ def rates(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """A start and a bandwidth that the all-reduces fit: the shortest call, and what the longest takes beyond it."""
+    """Return the latency and bandwidth of the link: the shortest all-reduce, and the extra time of the longest."""
     reduced = [m for m in found if m["what"] == "all-reduce"]
     if not reduced:
         return {}
@@ -126,7 +129,7 @@ def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 
 
 def _memory(device: torch.device, ranks: int) -> float:
-    """Bytes of a rank: those of its GPU, or its share of the host's."""
+    """Return the bytes of memory of a rank: those of its GPU, or its share of the host's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

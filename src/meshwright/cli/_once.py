@@ -1,6 +1,6 @@
-"""Operators of a script that several simulated ranks run: each is defined once, by the rank that comes first.
+"""Operators of a script that several simulated ranks run: each is defined once, by the first rank.
 
-torch replaces an operator whose name is defined again, and frees what other ranks still call.
+torch replaces an operator whose name is defined again, and frees it while other ranks still call it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Again:
-    """An operator that another rank has defined; what is registered for it here is what is registered already."""
+    """An operator that another rank has defined; further registrations for it are ignored."""
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
@@ -26,14 +26,14 @@ class Again:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Any:
-    """Takes what a registration takes; as a decorator it leaves its function alone."""
+    """Accept the arguments of a registration; as a decorator, return the function unchanged."""
     functions = [arg for arg in args if callable(arg)]
     return functions[0] if functions else lambda fn: fn
 
 
 @contextmanager
 def defined_once(rank: Callable[[], int]) -> Generator[None]:
-    """Inside, `torch.library.custom_op` defines a name for the first of the ranks only."""
+    """Define each name by `torch.library.custom_op` only once inside the block, on the first rank that does so."""
     define: Any = torch.library.custom_op
     known: dict[str, tuple[int, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""`meshwright parallelize`: a plan by module names for a model, from the search."""
+"""`meshwright parallelize`: suggest a plan by module names for a model, from the search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITE = "  fix: pass file.py:function, where the function returns the module and
 
 
 def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the lines to put into a program. 1 where nothing fits, or where the model's file fails."""
+    """Print the lines to put into a program. Returns 1 if no plan fits or the model's file fails."""
     if settings.mesh is None and settings.ranks is None:
         raise UsageError("meshwright parallelize: on how many ranks?\n  fix: pass --mesh dp=2,tp=4, or --ranks 8")
     check_folder(settings.out)
@@ -50,7 +50,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The module, a batch, and the loss if there is one."""
+    """Return the module, a batch, and the loss if there is one."""
     if names_function(settings.model):
         made = call_function(settings.model)
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not hasattr(made[0], "named_modules"):
@@ -61,7 +61,7 @@ def _model(settings: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def _of_config(config: dict[str, Any], settings: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """A model of transformers that holds nothing, since names of modules are those of its code."""
+    """Return a model of transformers on the meta device, a batch and the loss; module names are those of its code."""
     import torch
 
     if "model_type" not in config:

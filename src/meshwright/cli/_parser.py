@@ -1,4 +1,4 @@
-"""The words of the command line, and what to answer to a word that is none of them."""
+"""Parse the command line, and name the closest match for an unknown word."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FAILS = {
     "profile": "the ranks that measure fail",
     "doctor": "something that is needed is missing, or two ranks differ from one device",
 }
-"""What exit code 1 says, by command."""
+"""The meaning of exit code 1, by command."""
 CONFIG = "--config"
 MOST_RANKS = 4096
-"""Of one machine: threads or processes."""
+"""Most ranks on one machine, as threads or processes."""
 
 MOST_COLUMNS = 100_000
 
@@ -89,13 +89,13 @@ class Parser(argparse.ArgumentParser):
         return self._actions
 
     def rivals(self, action: argparse.Action) -> set[str]:
-        """The options that cannot be given beside this one."""
+        """Return the options that cannot be given together with this one."""
         groups = [g._group_actions for g in self._mutually_exclusive_groups if action in g._group_actions]
         return {name for group in groups for other in group if other is not action for name in other.option_strings}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its settings; `--help` prints and raises SystemExit, anything unknown raises UsageError."""
+    """Return the command and its settings. `--help` raises SystemExit; anything unknown raises UsageError."""
     if not argv or argv[0].startswith("-"):
         top_parser().parse_args(list(argv) or ["--help"])
     command, *rest = argv
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
-    """What is wrong and the nearest word that is right.
+    """Return the message for an unknown word, with the closest match.
 
     >>> print(unknown("meshwright", "command", "trian", ["train", "run"]))
     meshwright: there is no command trian
@@ -340,7 +340,7 @@ PARSERS = {
 
 
 def decided(text: str) -> dict[str, object]:
-    """What is decided of a plan: whole numbers, true and false, and words.
+    """Return the given decisions of a plan: integers, true and false, and words.
 
     >>> decided("tp=8,sequence_parallel=true,schedule=ZB-1p")
     {'tp': 8, 'sequence_parallel': True, 'schedule': 'ZB-1p'}
@@ -358,7 +358,7 @@ def decided(text: str) -> dict[str, object]:
 
 
 def times(text: str) -> tuple[float, float, float, float]:
-    """Seconds of F, B, W and a message; those left out at the end are 1, 1, 1 and 0.
+    """Return the seconds of F, B, W and a message; missing ones at the end are 1, 1, 1 and 0.
 
     >>> times("3,4")
     (3.0, 4.0, 1.0, 0.0)
@@ -386,7 +386,7 @@ def local_ranks(text: str) -> int:
 
 
 def few(ranks: int) -> int:
-    """The number of ranks. Raises ArgumentTypeError where one machine cannot carry so many."""
+    """Return the number of ranks. Raises ArgumentTypeError for more than one machine can run."""
     if ranks > MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{ranks} ranks are more than one machine carries, which is {MOST_RANKS}")
     return ranks
@@ -426,7 +426,7 @@ def seconds(text: str) -> float:
 
 
 def axes(text: str) -> dict[str, int]:
-    """Sizes of named axes.
+    """Return the sizes of named axes.
 
     >>> axes("dp=2,tp=4")
     {'dp': 2, 'tp': 4}
@@ -441,7 +441,7 @@ def axes(text: str) -> dict[str, int]:
 
 
 def mesh(text: str) -> tuple[int, int, int]:
-    """Sizes of the axes pp, dp and tp; one that is not named has size 1.
+    """Return the sizes of the axes pp, dp and tp; an axis that is not named has size 1.
 
     >>> mesh("dp=4,tp=2")
     (1, 4, 2)
@@ -455,7 +455,7 @@ def mesh(text: str) -> tuple[int, int, int]:
 
 
 def share_out(ranks: int) -> tuple[int, int, int]:
-    """A mesh of so many ranks: a factor 2 to each of pp, dp and tp while it goes, the rest to dp.
+    """Return a mesh for the number of ranks: a factor 2 to each of tp and pp if possible, the rest to dp.
 
     >>> share_out(8), share_out(6), share_out(1)
     ((2, 2, 2), (1, 3, 2), (1, 1, 1))

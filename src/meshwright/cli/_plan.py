@@ -1,4 +1,4 @@
-"""`meshwright plan` finds the best plan for a model on a cluster; `meshwright predict` says what a given plan takes."""
+"""`meshwright plan` finds the best plan for a model on a cluster; `meshwright predict` predicts a given plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GIGA = 1e9
 
 
 def plan(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the best plan with what it takes, and those that come next. 1 where nothing fits."""
+    """Print the best plan with its costs, and the next best plans. Returns 1 if no plan fits."""
     check_folder(settings.out)
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
@@ -68,7 +68,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints what a step takes under a plan, and whether it fits."""
+    """Print the costs of a step under a plan, and whether it fits."""
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
         with shown("the step, action by action", silent=settings.json):
@@ -86,14 +86,14 @@ def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def check_devices(ranks: int, machines: Cluster) -> None:
-    """Raises UsageError for more ranks than a cluster has devices, where it says how many."""
+    """Raise UsageError for more ranks than devices, if the cluster says how many it has."""
     if machines.devices is not None and ranks > machines.devices:
         fix = f"pass --cluster {ranks}x{machines.device.name}, or fewer ranks"
         raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  fix: {fix}")
 
 
 def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
-    """What there is to say about a plan, for programs."""
+    """Return the costs of a plan, for programs."""
     step, held = predict(model, asked, machines), hold(model, asked)
     seconds, nbytes = simulated(model, asked, machines), float(np.asarray(held.nbytes))
     parts = {name: float(np.asarray(x)) for name, x in step.parts.items()}
@@ -113,7 +113,7 @@ def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]
 
 
 def written(told: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """Return the costs of a plan, for people."""
     usual = asdict(Plan())
     lines = [f"  {name:<20} {value}" for name, value in told["plan"].items() if value != usual[name]]
     fits = "" if told["fits"] else "  DOES NOT FIT"
@@ -130,7 +130,7 @@ def written(told: Mapping[str, Any]) -> str:
 
 
 def read_model(settings: argparse.Namespace) -> Transformer:
-    """The model of the command line, with experts as uneven as it says."""
+    """Return the model of the command line, with the imbalance of experts that it gives."""
     path, imbalance = settings.model, settings.imbalance
     model = transformer_of(read_object(path, "pass a model's config.json"))
     if imbalance is None:

@@ -1,4 +1,4 @@
-"""`meshwright profile`: what this machine does in a second, as a cluster file for `plan`, `predict` and `explain`."""
+"""`meshwright profile`: measure this machine, and write a cluster file for `plan`, `predict` and `explain`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from meshwright.cost import DEVICES, cluster
 from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype
 
 START = 10.0
-"""Seconds until processes have torch, and talk."""
+"""Seconds until processes have imported torch and are connected."""
 
 
 def profile(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints or writes the cluster. 1 where the ranks fail."""
+    """Print or write the cluster. Returns 1 if the ranks fail."""
     check_folder(settings.out)
     cuda = torch.cuda.is_available()
     there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
@@ -72,7 +72,7 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
 
 
 def _planned(ranks: int, device: str, seconds: float) -> str:
-    """What would be measured."""
+    """Return the description of the measurements that would be made."""
     what = measurements(ranks, device)
     sizes = f"products of {', '.join(map(str, PRODUCTS[device]))} in {', '.join(map(write_dtype, DTYPES[device]))}"
     rows = [f"{ranks} processes at once, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
@@ -83,7 +83,7 @@ def _planned(ranks: int, device: str, seconds: float) -> str:
 
 
 def cluster_text(measured: Mapping[str, Any]) -> str:
-    """The file: the nearest device that is known, with the numbers that were measured."""
+    """Return the cluster file: the closest known device, with the measured numbers."""
     device, inside, ranks = measured["device"], measured.get("inside"), measured["ranks"]
     flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
     lines = [
@@ -109,7 +109,7 @@ def cluster_text(measured: Mapping[str, Any]) -> str:
 
 
 def known(name: str) -> str:
-    """The device of the tables whose name, part by part, stands in this one.
+    """Return the known device whose name is part of `name`, word by word; else "A100" for NVIDIA, or "cpu core".
 
     >>> known("NVIDIA H200"), known("NVIDIA A100-SXM4-40GB"), known("Intel(R) Xeon(R)"), known("NVIDIA L4")
     ('H200', 'A100-40GB', 'cpu core', 'A100')

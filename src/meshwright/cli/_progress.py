@@ -1,4 +1,4 @@
-"""What a person sees while a model trains, and the two losses side by side afterwards."""
+"""Show the progress of a training run, and a table of the two losses side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 @contextmanager
 def progress(name: str, steps: int, tokens: int, console: Console) -> Generator[Callable[[int, float], None]]:
-    """A bar with loss, tokens per second and the time left; gives the function to call after each step."""
+    """Show a bar with loss, tokens per second and the time left; yields the function to call after each step."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,7 +35,7 @@ def progress(name: str, steps: int, tokens: int, console: Console) -> Generator[
 
 
 def side_by_side(names: tuple[str, str], ours: Sequence[float], reference: Sequence[float], every: int = 10) -> Table:
-    """Every tenth step, the first and the last, with the relative difference."""
+    """Return a table of every tenth step, the first and the last, with the relative difference."""
     table = Table("step", *names, "relative difference")
     for column in table.columns:
         column.justify = "right"

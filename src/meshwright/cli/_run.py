@@ -1,4 +1,4 @@
-"""`meshwright run`: a script on several ranks of this machine, simulated or as processes."""
+"""`meshwright run`: run a script on several ranks of this machine, simulated or as processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.cli._script import as_main, from_script, script_arguments
 
 
 def run(settings: argparse.Namespace, argv: list[str]) -> int:
-    """The exit code of the script: 0, or that of the rank that failed first."""
+    """Return the exit code of the script: 0, or that of the rank that failed first."""
     script = Path(settings.script)
     if not script.is_file():
         raise UsageError(f"meshwright run: there is no file {script}\n  fix: run meshwright run SCRIPT [ARGUMENT ...]")
@@ -33,7 +33,7 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
 
 @contextmanager
 def planned() -> Generator[None]:
-    """Inside, the modules of scripts are planned when they are called."""
+    """Plan the modules of scripts inside the block, when they are called."""
     from meshwright.engine import unmarked
 
     with unmarked():
@@ -42,9 +42,9 @@ def planned() -> Generator[None]:
 
 @contextmanager
 def traced(path: str | None) -> Generator[None]:
-    """Inside, this rank's work and communication are noted; behind, those of all ranks are written into the file.
+    """Record this rank's work and communication inside the block; afterwards write those of all ranks into the file.
 
-    So they are where a script leaves by `sys.exit`; they are not where it fails.
+    The file is also written if the script leaves by `sys.exit`, but not if it fails.
     """
     from meshwright.engine import trace_comm
 
@@ -63,12 +63,12 @@ def traced(path: str | None) -> Generator[None]:
 
 
 def is_one_rank() -> bool:
-    """Whether this process is a rank that torchrun or `launch` has started."""
+    """True if this process is a rank that torchrun or `launch` has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def run_processes(settings: argparse.Namespace, argv: list[str], script: Path) -> int:
-    """Start this very command once per rank; inside a rank, connect it and run the script."""
+    """Start this same command once per rank; inside a rank, connect it and run the script."""
     from meshwright.comm import init_process, launch, prefix_prints
 
     if not is_one_rank():
@@ -81,7 +81,7 @@ def run_processes(settings: argparse.Namespace, argv: list[str], script: Path) -
 
 
 def compiled(script: Path) -> CodeType:
-    """The script's code. Raises FunctionFailed, with what Python says, for a file that is no Python."""
+    """Return the script's code. Raises FunctionFailed for a file that Python cannot compile."""
     try:
         return compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError) as error:
@@ -92,7 +92,7 @@ def compiled(script: Path) -> CodeType:
 
 
 def of_printing(error: Exception, printer: str) -> bool:
-    """Whether the error is of writing what a rank has printed, which the module `printer` does."""
+    """True if the error was raised while a rank's output was written, by the module `printer`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -100,7 +100,7 @@ def of_printing(error: Exception, printer: str) -> bool:
 
 
 def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) -> int:
-    """Execute the whole script once per simulated rank, each in a namespace of its own."""
+    """Run the whole script once per simulated rank, each in its own namespace."""
     from meshwright.cli._once import defined_once
     from meshwright.comm import CommError, Kept, first_rank_prints, installed, prefix_prints, simulate
 

@@ -1,4 +1,4 @@
-"""`meshwright schedule`: a pipeline schedule, checked and drawn."""
+"""`meshwright schedule`: check and draw a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from meshwright.pipeline import (
 )
 
 MOST_ACTIONS = 1_000_000
-"""Of a schedule that is drawn here."""
+"""Most actions of a schedule that is drawn here."""
 
 
 def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the picture or the table, and writes the files that were asked for. 1 for a table that cannot run."""
+    """Print the picture or the table, and write the files asked for. Returns 1 for a table that cannot run."""
     check_folder(settings.svg, settings.trace)
     if settings.name == "list":
         told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN.values()}
@@ -64,7 +64,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def asked_schedule(settings: argparse.Namespace) -> Schedule:
-    """The schedule of a file, or a known one."""
+    """Return the schedule of a file, or a known schedule."""
     if Path(settings.name).exists():
         return parse_schedule(_read(settings.name))
     k = known(settings.name)
@@ -83,7 +83,7 @@ def _read(path: str) -> str:
 
 
 def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timeline) -> None:
-    """Draws a timeline into a file, where one is asked for."""
+    """Write the drawing of a timeline to a file, if one is asked for."""
     if not path:
         return
     try:
@@ -97,7 +97,7 @@ def _no_file(path: str, why: str | None, fix: str) -> UsageError:
 
 
 def described(timeline: Timeline) -> dict[str, Any]:
-    """What there is to say about a schedule, for programs."""
+    """Return the description of a schedule, for programs."""
     table = timeline.schedule
     return {
         "name": table.name,

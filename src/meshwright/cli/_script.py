@@ -1,4 +1,4 @@
-"""A script as Python itself would run it, once for each of several simulated ranks."""
+"""Run a script as Python itself does, once for each of several simulated ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.cli._exit import OK, code_of
 
 
 class Main(ModuleType):
-    """`__main__`: to each rank, the names that the script has defined on that rank.
+    """The module `__main__`, which shows each rank the names that the script has defined on that rank.
 
-    So pickles, type hints, `inspect` and the processes of a loader find the script's classes, as they do on one device.
+    So pickle, type hints, `inspect` and the processes of a loader find the script's classes, as on one device.
     """
 
     def __init__(self, code: CodeType, rank: Callable[[], int]) -> None:
@@ -33,7 +33,7 @@ class Main(ModuleType):
         self.__dict__[name] = value
 
     def execute(self) -> int:
-        """The exit code of one run on the rank that asks; leaving the script by `sys.exit` ends this rank only."""
+        """Return the exit code of one run on this rank; `sys.exit` in the script ends this rank only."""
         try:
             exec(super().__getattribute__("_code"), self.__dict__)
         except SystemExit as end:
@@ -42,7 +42,7 @@ class Main(ModuleType):
 
 
 def _names(own: dict[str, Any]) -> dict[str, Any]:
-    """Of the rank that runs: what Python itself sets, and what the script has added."""
+    """Return the names of the running rank: those that Python itself sets, and those that the script has added."""
     fresh = {
         "__name__": "__main__", "__file__": own["_code"].co_filename, "__builtins__": __builtins__,
         "__doc__": None, "__spec__": None, "__loader__": None, "__package__": None,
@@ -52,7 +52,7 @@ def _names(own: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def as_main(code: CodeType, rank: Callable[[], int]) -> Generator[Main]:
-    """Inside, the module `__main__` is the script's."""
+    """Make the script's module `__main__`, inside the block."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = main = Main(code, rank)
     try:
@@ -63,7 +63,7 @@ def as_main(code: CodeType, rank: Callable[[], int]) -> Generator[Main]:
 
 @contextmanager
 def script_arguments(script: Path, arguments: list[str]) -> Generator[None]:
-    """`sys.argv` and `sys.path` as Python itself would set them for the script."""
+    """Set `sys.argv` and `sys.path` as Python itself does for the script."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *path]
     try:
@@ -73,7 +73,7 @@ def script_arguments(script: Path, arguments: list[str]) -> Generator[None]:
 
 
 def from_script(error: Exception, script: Path) -> Exception:
-    """The error, told from the script's own lines on; one of ours that has none of them is its message alone."""
+    """Return the error with a traceback that begins in the script; an error of ours outside it has none."""
     from meshwright.layout import MeshwrightError
 
     trace = error.__traceback__

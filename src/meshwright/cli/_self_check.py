@@ -1,6 +1,6 @@
-"""A product of matrices that two ranks share, forward and backward, beside the same on one device.
+"""Compare a matrix product on two ranks, forward and backward, with the same product on one device.
 
-`python -m meshwright.cli._self_check` is one of the ranks; `meshwright doctor` starts them.
+`python -m meshwright.cli._self_check` runs one of the ranks; `meshwright doctor` starts them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
 
 RANKS = 2
 LAYOUTS: tuple[tuple[Placement, Placement], ...] = ((Shard(0), Replicate()), (Shard(1), Shard(0)))
-"""How x and w lie: the rows cut, and the products' terms cut."""
+"""The layouts of x and w: rows sharded, and then the summed dim sharded."""
 
 
 def in_this_process() -> str:
-    """What is wrong on simulated ranks; nothing where all is well."""
+    """Return what is wrong on simulated ranks; "" if nothing is."""
     return next(filter(None, simulate(check, RANKS)), "")
 
 
 def check() -> str:
-    """On each rank: what differs from one device, if anything does. Five rows on two ranks are uneven parts."""
+    """Return, on each rank, what differs from one device; "" if nothing. Five rows on two ranks are uneven."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(5, 7, generator=generator), torch.randn(7, 3, generator=generator))
     expected = _step(x.clone().requires_grad_(), w.clone().requires_grad_())

@@ -1,4 +1,4 @@
-"""`meshwright train`: the main job on a mesh of ranks, then the same steps on one device."""
+"""`meshwright train`: run the main job on a mesh of ranks, then the same steps on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Both runs of one job."""
+    """The results of both runs of a job."""
 
     carrier: str
     mesh: dict[str, int]
@@ -38,8 +38,8 @@ class Outcome:
 
 
 def train(settings: argparse.Namespace, argv: list[str]) -> int:
-    """0 when the largest relative difference between both runs is within the tolerance."""
-    # Before torch is there: threads that wait without spinning are as fast, and many times faster on a busy machine.
+    """Return 0 if the largest relative difference between both runs is within the tolerance."""
+    # Set before torch is imported: threads that wait without spinning are as fast, and much faster on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from meshwright.layout import MeshwrightError
     from meshwright.models import Job, LlamaConfig
@@ -60,7 +60,7 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def carried_out(job: Job, settings: argparse.Namespace, argv: list[str]) -> int:
-    """The exit code of a job that is understood."""
+    """Run a job, and return its exit code."""
     kept = settings.save or settings.log or settings.tensorboard or settings.save_every
     if not settings.processes:
         return simulated_run(job, settings) if kept else report(simulated(job, settings.trace), settings)
@@ -72,7 +72,7 @@ def carried_out(job: Job, settings: argparse.Namespace, argv: list[str]) -> int:
 
 
 def simulated_run(job: Job, settings: argparse.Namespace) -> int:
-    """A run that is kept, with all ranks in this process."""
+    """Run the job with a log and checkpoints, with all ranks in this process."""
     from meshwright.comm import simulate
     from meshwright.engine import stop_signals
     from meshwright.models import train_on
@@ -88,7 +88,7 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
 
 
 def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
-    """A run that is kept, of which this process is one rank."""
+    """Run the job with a log and checkpoints, with this process as one rank."""
     from meshwright.comm import init_process
     from meshwright.models import train_on
 
@@ -115,7 +115,7 @@ def kept_run(job: Job, settings: argparse.Namespace) -> Training:
 
 
 def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
-    """What is left of a run in a line, and its exit code."""
+    """Print the result of a run in one line, and return its exit code."""
     last = end.begun + len(end.losses)
     if settings.json:
         path = str(end.checkpoint) if end.checkpoint else None
@@ -127,7 +127,7 @@ def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
 
 
 def simulated(job: Job, trace: str | None) -> Outcome:
-    """All ranks in this process."""
+    """Run the job with all ranks in this process, and compare it with one device."""
     from meshwright.comm import simulate
     from meshwright.models import train_on_mesh
 
@@ -143,12 +143,12 @@ def simulated(job: Job, trace: str | None) -> Outcome:
 
 
 def _told(why: str) -> None:
-    """The schedule of the pipeline, in a line."""
+    """Print the schedule of the pipeline in one line."""
     Console(stderr=True).print(f"pipeline: {why}", highlight=False)
 
 
 def one_of_many(job: Job, settings: argparse.Namespace) -> int:
-    """This process is one rank; rank 0 shows the progress, and goes on to train on one device."""
+    """Run the job with this process as one rank; rank 0 shows the progress, and then trains on one device."""
     from meshwright.comm import init_process
     from meshwright.models import train_on_mesh
 
@@ -164,7 +164,7 @@ def one_of_many(job: Job, settings: argparse.Namespace) -> int:
 
 
 def beside_one_device(job: Job, carrier: str, losses: list[float], seconds: float) -> Outcome:
-    """The same steps in plain torch, with all the cores of this machine."""
+    """Return both results, after the same steps in plain torch with all the cores of this machine."""
     import torch
 
     from meshwright.models import AXES, largest_difference
@@ -180,7 +180,7 @@ def beside_one_device(job: Job, carrier: str, losses: list[float], seconds: floa
 
 
 def report(outcome: Outcome, settings: argparse.Namespace) -> int:
-    """Print both losses; FAILED when they differ too much or are not numbers."""
+    """Print both losses. Returns FAILED if they differ too much or are not numbers."""
     good = outcome.largest_relative_difference <= settings.tolerance
     if settings.json:
         print_json(asdict(outcome))

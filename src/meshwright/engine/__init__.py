@@ -1,4 +1,4 @@
-"""The door: what users call."""
+"""The public API of Meshwright's engine: the functions and classes that users call."""
 
 from meshwright.tensor import pipe_split
 

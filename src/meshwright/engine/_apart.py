@@ -36,7 +36,7 @@ def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collecti
 
 
 def _is_unclear(inputs: Sequence[Input], written: Collection[int], one: int, other: int) -> bool:
-    """True if a write to one of two overlapping inputs may change what the step reads or writes in the other.
+    """True if a write to one of two overlapping inputs may change the result of the step.
 
     The stages of a pipeline have inputs of their own for one buffer.
     """
@@ -60,5 +60,5 @@ def _described(given: Input) -> str:
 
 
 def without_inputs(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes for inputs that overlap: none of them is written over."""
+    """Return the passes for inputs that overlap in memory: no input is written over."""
     return tuple(replace(p, inputs=False) if isinstance(p, InPlace) else p for p in passes)

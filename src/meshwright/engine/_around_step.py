@@ -1,10 +1,12 @@
-"""What is done around an optimizer's step: float32 copies of parameters, and states that live in the host's memory.
+"""Work around an optimizer's step: float32 copies of parameters, and states kept in the host's memory.
 
-The optimizer's own code makes the update. For a parameter in half precision it is given the float32 copy, the *master
-weight*, with the gradient in float32; then the parameter takes over the copy's value. The copy is a state like others:
-it lies as the part of the parameter that is updated, is saved with the states, and goes to the host with them.
+The optimizer's own code makes the update. For a parameter in half precision, the optimizer gets the float32 copy (the
+*master weight*) with the gradient in float32. Then the value of the copy is written to the parameter. The copy is an
+optimizer state like others: it has the layout of the updated part of the parameter, is saved with the states, and is
+moved to the host with them.
 
-States on the host come to the device bucket by bucket, each with an update of its own, and go back behind it.
+States on the host are copied to the device bucket by bucket. Each bucket gets an update of its own, and its states are
+copied back after it.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ State = dict[str, Any]
 
 
 class Memory(Protocol):
-    """Where states live between steps."""
+    """A memory that holds the optimizer's states between steps."""
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
-        """`x` there; in the memory of `old`, which was kept before, where there is one."""
+        """Return `x` copied to this memory; `old`, an earlier copy of the same form, is overwritten if given."""
         ...
 
     def bring(self, x: Tensor, device: torch.device) -> Tensor:
-        """`x`, which was kept, on the device."""
+        """Return `x`, which `keep` returned, copied to the device."""
         ...
 
     def wait(self) -> None:
-        """Everything that was kept can be read from now on."""
+        """Wait until everything that was passed to `keep` can be read."""
         ...
 
 
 class HostMemory:
-    """The memory of the host: pinned where a CUDA device copies into it, without waiting."""
+    """The memory of the host. It is pinned for states of CUDA devices, which are copied without waiting."""
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
         if x.device.type == "cpu":
@@ -65,9 +67,10 @@ class HostMemory:
 
 @dataclass(eq=False)
 class AroundStep:
-    """An optimizer's step on master weights, where `master` is set, with states in `memory`, where there is one.
+    """An optimizer's step with master weights (if `master` is set) and with states in `memory` (if it is given).
 
-    `stage` are functions that run before and behind all of it. Buckets hold parameters of so many bytes in float32.
+    The two functions of `stage` run before and after all of it. A bucket holds parameters of about `bucket` bytes in
+    float32.
     """
 
     master: bool = False
@@ -101,7 +104,7 @@ class AroundStep:
         kind: Any = type(of)
         for bucket in others:
             self._enter(of, bucket)
-            kind.step.__wrapped__(of)  # without hooks like these
+            kind.step.__wrapped__(of)  # without hooks, such as those that call this method
             self._leave(of)
         self._enter(of, last)
 
@@ -117,17 +120,17 @@ class AroundStep:
             self.stage[1]()
 
     def lay(self, parameter: Tensor, state: State) -> None:
-        """States that come from elsewhere go where they live."""
+        """Move states that were loaded or made elsewhere to the memory."""
         if self.memory is not None:
             self._keep(parameter, state)
             self.memory.wait()
 
     def note_loaded(self, _: Optimizer, state: dict[str, Any]) -> None:
-        """States that `load_state_dict` is about to cast to the dtypes of parameters."""
+        """Remember the states that `load_state_dict` is about to cast to the dtypes of parameters."""
         self._loaded = state["state"]
 
     def put_loaded(self, of: Optimizer) -> None:
-        """States in float32 are so again."""
+        """Restore the dtype of each loaded state that `load_state_dict` cast to another dtype."""
         loaded, self._loaded = self._loaded, {}
         parameters = [p for group in of.param_groups for p in group["params"]]
         for at, p in enumerate(parameters):
@@ -139,7 +142,10 @@ class AroundStep:
         self._versions.clear()
 
     def _buckets(self, of: Optimizer) -> Iterator[list[Tensor]]:
-        """The parameters that have gradients, in order; an optimizer that we do not know gets all at once."""
+        """Yield the parameters with gradients, bucket by bucket.
+
+        An optimizer that is not from `torch.optim` gets all parameters at once.
+        """
         found = [p for params in self._params for p in params if p.grad is not None]
         if self.memory is None or not type(of).__module__.startswith("torch.optim."):
             yield found
@@ -151,7 +157,7 @@ class AroundStep:
             yield [p for p, _ in members]
 
     def _enter(self, of: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """The optimizer has these parameters alone, or their copies, with their states on the device."""
+        """Give the optimizer only these parameters (or their float32 copies), with their states on the device."""
         became: dict[Tensor, Tensor] = {}
         for p in bucket:
             state = self._brought(p, of.state.pop(p, {}))
@@ -163,7 +169,7 @@ class AroundStep:
         self._open = list(became.items())
 
     def _leave(self, of: Optimizer) -> None:
-        """Parameters take over what their copies are, and states go where they live."""
+        """Write the copies back to their parameters, and move the states to the memory."""
         for p, taken in self._open:
             state: State = of.state.pop(taken, {})
             if taken is not p:
@@ -178,7 +184,10 @@ class AroundStep:
         self._open = []
 
     def _copy(self, p: Tensor, state: State) -> Tensor:
-        """The parameter in float32: the copy of before, but for elements that somebody else has written to since."""
+        """Return the float32 copy of the parameter, with the gradient in float32.
+
+        Elements of the parameter that were written to since the last step replace those of the copy.
+        """
         known = state.pop(MASTER, None)
         with torch.no_grad():
             copy = p.detach().float() if known is None else _laid(known, p)
@@ -208,17 +217,17 @@ class AroundStep:
 
 
 def _laid(x: Tensor, p: Tensor) -> Tensor:
-    """A copy that was loaded lies as its parameter does by now."""
+    """Return a loaded copy in the current layout of its parameter."""
     return place(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
 
 
 def _moves(p: Tensor, x: Any) -> bool:
-    """True for states as large as their parameter; a counter stays where the optimizer wants it."""
+    """True for a state as large as its parameter; counters stay where the optimizer has put them."""
     return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
 
 
 def _mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `fn` makes of this rank's part, laid as `x` is."""
+    """Return the result of `fn` on this rank's part of `x`, with the layout of `x`."""
     with local_parts():
         local = fn(x.detach().as_subclass(Tensor))
         if not isinstance(x, DistTensor):

@@ -1,4 +1,4 @@
-"""No marks at all: the mesh and the cuts are chosen from the model, a batch and what the machines are."""
+"""Training without marks: the mesh and the shardings are chosen from the model, a batch and the machines."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ._static import DistModel
 from ._strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 
 ADAM, SMALL = 2.0, 64
-"""States of Adam as large as their parameter; the size of a parameter on which an optimizer shows its own."""
+"""Adam's states, in multiples of the parameter's size; and the size of the parameter of an optimizer's trial step."""
 MOST = 20_000
-"""Operators of a forward pass that a search looks at: layers have about a hundred each."""
+"""Most operators of a forward pass that a search accepts; a layer has about a hundred."""
 
 
 def plan(
@@ -41,14 +41,17 @@ def plan(
     ranks: int | None = None,
     stages: int | None = None,
 ) -> tuple[MeshPlan, ...]:
-    """How `model` is best trained on `ranks` devices of a cluster, the fastest first; nothing runs.
+    """Return the plans for training `model` on `ranks` devices of a cluster, fastest first; nothing runs.
 
-    Model and batch may be on the meta device. `loss` is called as `to_static` calls it: with what the model gives for
-    all of the batch but its last part, and that part; without it the model gives the loss itself. `optimizer` tells how
-    much memory its states take; without it they are Adam's. `cluster` is one, or its text ("64xH100"); without it the
-    cores of this machine. A pipeline is among the plans where it is the fastest of all; with `stages` all plans have as
-    many, and with stages=1 none has a pipeline. Raises SearchError where nothing fits into memory, with what is
-    missing, and CaptureError for a model that cannot be captured, with the line at fault.
+    Model and batch may be on the meta device. `loss` is called as by `to_static`, as `loss(model(*batch[:-1]),
+    batch[-1])`; without it the model returns the loss itself. `optimizer` determines the memory of its states; without
+    it they are Adam's. `cluster` is a cluster or its text ("64xH100"); without it, the cores of this machine. A plan
+    with a pipeline is included if it is the fastest of all. With `stages`, all plans have that many pipeline stages,
+    and with stages=1 no plan has a pipeline.
+
+    Raises:
+        SearchError: no plan fits into memory; the message says how much is missing.
+        CaptureError: the model cannot be captured; the message names the line at fault.
     """
     machines = machines_of(cluster)
     devices = ranks or machines.devices or current().size
@@ -59,7 +62,10 @@ def plan(
 
 
 def states_of(optimizer: Optimizer | None) -> float:
-    """How many states as large as their parameter an optimizer has, by a step of its kind on a small one."""
+    """Return the size of an optimizer's states, in multiples of the size of their parameter.
+
+    It is measured by one step of an optimizer of the same class on a small parameter.
+    """
     if optimizer is None:
         return ADAM
     kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True)
@@ -67,7 +73,7 @@ def states_of(optimizer: Optimizer | None) -> float:
     try:
         twin: Any = kind([weight], **optimizer.defaults)
         twin.step()
-    except (TypeError, ValueError, RuntimeError):  # made or called in another way: as large as most
+    except (TypeError, ValueError, RuntimeError):  # created or called in another way: assume Adam's
         return ADAM
     return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
 
@@ -77,7 +83,7 @@ def machines_of(cluster: Cluster | str | None) -> Cluster:
 
 
 def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None) -> Program:
-    """The forward pass with the loss. Raises BatchError where nothing is left for the model."""
+    """Return the forward pass with the loss as a program. Raises BatchError if the batch has no input for the model."""
     if loss is not None and len(batch) < 2:
         raise BatchError(
             "a plan for a model and a loss", f"a batch of {len(batch)}",
@@ -101,12 +107,16 @@ def auto(
     strategy: Strategy | None = None,
     plan: MeshPlan | None = None,
 ) -> DistModel:
-    """`to_static` on the ranks there are, with the mesh and the cuts that are best; every rank must call it.
+    """Return `to_static` of the model on all ranks, with the best mesh and shardings; every rank must call it.
 
-    `loader` gives batches, a tuple each: a DataLoader, or a list of one batch. The first is looked at; every rank has
-    all of each. Without a `loss` the model gives it. A `plan` is taken as it is, and nothing is searched: one of those
-    that the function `plan` gives, or one that a person wrote (`meshwright.search.parse_mesh_plan`). Raises SearchError
-    for a plan that is none for this model, or for another number of ranks, and BatchError for a loader without a batch.
+    `loader` yields batches, a tuple each: a DataLoader, or a list of one batch. The first batch is captured for the
+    search. Every rank gets all of each batch. Without a `loss` the model returns the loss. With a `plan` there is no
+    search: it is one of the results of the function `plan`, or the result of `meshwright.search.parse_mesh_plan` for a
+    plan that a person wrote.
+
+    Raises:
+        SearchError: the plan does not fit this model, or is for another number of ranks.
+        BatchError: the loader has no batch.
 
     >>> import meshwright as mw, torch
     >>> from torch.nn.functional import mse_loss
@@ -142,7 +152,7 @@ def auto(
 
 
 def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
-    """The first batch of a loader that can begin again."""
+    """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
     if not isinstance(optimizer, Optimizer):
         raise BatchError(
             f"mw.auto with the optimizer {optimizer!r:.60}", f"a {type(optimizer).__name__}",
@@ -162,7 +172,10 @@ def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Refuses batches whose pieces count unlike each other: the mean of their losses would not be that of the batch."""
+    """A check that refuses batches whose pieces have different numbers of ignored labels.
+
+    The mean of the pieces' losses would then differ from the loss of the batch.
+    """
 
     how: Evenly
     plan: MeshPlan
@@ -177,8 +190,9 @@ class _Counted:
 
 
 def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
-    """The strategy with a plan's pipeline, and what it does to take less memory; what a person has switched on stays
-    as it is.
+    """Return the strategy with a plan's pipeline and its options for saving memory.
+
+    Options that the user has switched on stay as they are.
     """
     saving, chosen = plan.saving, dict[str, Any]()
     if saving.zero and not options.sharding.enable:
@@ -195,7 +209,7 @@ def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
 
 
 def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
-    """The layouts by the names of values; those of a batch that is taken in pieces are a piece's."""
+    """Return the layouts by the names of values. If the batch is taken in pieces, its layouts are those of a piece."""
     specs, pieces = plan.specs(program), plan.saving.accumulate
     rows = rows_of(program)
     for given in program.inputs:
@@ -208,9 +222,9 @@ def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
 def fastest(
     program: Program, machines: Cluster, saving: bool = True, batch: Sequence[Any] = (), states: float = ADAM
 ) -> MeshPlan:
-    """The best plan for the ranks there are; the first of them shows how far it is.
+    """Return the best plan for the existing ranks; rank 0 shows the progress.
 
-    Without `saving` nothing is chosen but the mesh and the cuts.
+    Without `saving`, only the mesh and the shardings are chosen.
     """
     here = current()
 

@@ -379,7 +379,7 @@ class Builder:
         return passes if self.model.lies_apart() else without_inputs(passes)
 
     def _states_lie(self) -> Any:
-        """Which states there are, and how they lie."""
+        """Return the optimizer's states by key, with their specs or shapes; () outside of training."""
         if self.mode != "train":
             return ()
         return [(key, getattr(x, "_spec", getattr(x, "shape", x))) for key, x in self.model.states().items()]
@@ -434,6 +434,6 @@ def _of_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
-    """How parameters and buffers lie."""
+    """Return the layouts of parameters and buffers."""
     held = {i.value.name for i in captured.program.inputs if i.role in ("parameter", "buffer")}
     return {name: spec for name, spec in layouts.specs.items() if name in held}

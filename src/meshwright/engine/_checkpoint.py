@@ -1,4 +1,4 @@
-"""States saved and loaded: nested dicts of tensors, distributed or not, and of Python values."""
+"""Save and load states: nested dicts of tensors, distributed or not, and of Python values."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def save_state_dict(
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Write a state as a checkpoint, the new folder `path`; every rank calls it with what it holds.
+    """Write a state as a checkpoint, the new folder `path`; every rank calls it with its own tensors.
 
-    `state` is a nested dict of tensors and Python values; a plain tensor counts as repeated on the ranks that have it.
-    The folder appears complete, or not at all. With `async_save` the tensors are copied, threads write them, and
-    `wait()` of the returned Saving tells when it is done or what went wrong. A failure that nobody waited for is told
-    by a CheckpointWarning at the next save, which is made, or at the end of the program. With `keep`, only so many
-    folders `step_…` are left beside it. `format` is "meshwright", "safetensors" or "dcp".
+    `state` is a nested dict of tensors and Python values; a plain tensor counts as replicated on the ranks that have
+    it. The folder appears complete, or not at all. With `async_save` the tensors are copied and threads write them.
+    `wait()` of the returned Saving returns when the checkpoint is complete, or raises the error. An error that nobody
+    waited for is reported by a CheckpointWarning at the next save, which is still made, or at the end of the program.
+    With `keep`, only so many folders `step_…` are kept beside it. `format` is "meshwright", "safetensors" or "dcp".
 
-    Raises CheckpointError, on every rank, for what cannot be saved; FolderInUseError for a folder of steps into which
-    another job saves.
+    Raises:
+        CheckpointError: the state cannot be saved; raised on every rank.
+        FolderInUseError: another job saves into this folder of steps.
     """
     tensors, values = _held(state)
     saving = save(path, tensors, values, format_of(format), async_save, keep)
@@ -52,14 +53,17 @@ def save_state_dict(
 
 
 def load_state_dict(state: MutableMapping[str, Any], path: Where, *, strict: bool = True) -> LoadReport:
-    """Fill a state in place from a checkpoint of any mesh, layout or format; every rank calls it with what it holds.
+    """Fill a state in place from a checkpoint of any mesh, layout or format; every rank calls it with its own tensors.
 
-    Each rank reads the slices that it holds. Values that are no tensors are put in the place of those in `state`. Of a
-    folder of steps, the latest complete one is read. Names of `state` must have been saved, in their shapes and dtypes;
-    an error lists all that are not. With `strict=False` what fits is loaded, and the rest stays as it was. The report
-    has `missing_keys`, `unexpected_keys` (saved, but not in `state`) and `mismatched` (name → what differs).
+    Each rank reads the slices that it holds. Python values of the checkpoint replace those in `state`. If `path` is a
+    folder of steps, the latest complete one is read. The names in `state` must have been saved, with the same shapes
+    and dtypes; the error lists all that were not. With `strict=False`, tensors that fit are loaded, and the rest stay
+    as they were. The report has `missing_keys`, `unexpected_keys` (saved, but not in `state`) and `mismatched` (name →
+    the difference).
 
-    Raises CheckpointError before the first tensor is written; ReadTimeoutError for a file system that does not answer.
+    Raises:
+        CheckpointError: the state does not fit; no tensor has been written.
+        ReadTimeoutError: the file system does not answer.
     """
     catalogue = open_together(path)
     tensors, values = _held(state)
@@ -75,12 +79,12 @@ def latest_checkpoint(folder: Where) -> Path | None:
 
 
 def held(x: Tensor) -> Held:
-    """A tensor as this rank holds it; the part shares its memory."""
+    """Return a tensor as this rank holds it; the part shares its memory."""
     return Held(x.to_local().detach(), x.spec) if isinstance(x, DistTensor) else Held(x.detach())
 
 
 def _held(state: Any) -> tuple[dict[str, Held], dict[str, Any]]:
-    """The tensors and the values of a state, by name."""
+    """Return the tensors and the values of a state, by name."""
     tensors: dict[str, Held] = {}
     values: dict[str, Any] = {}
     for name, leaf in _leaves("", state):
@@ -104,7 +108,7 @@ def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The entries of a dict, or of a list with tensors or dicts in it; None for a leaf."""
+    """Return the entries of a dict, or of a list that contains tensors or dicts; None for a leaf."""
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (list, tuple)) and any(isinstance(x, Tensor) or _inside(x) is not None for x in tree):

@@ -1,8 +1,8 @@
-"""The states of the random generators, saved with a run: torch's, Python's and NumPy's.
+"""Save and restore the states of the random generators with a run: torch's, Python's and NumPy's.
 
-They are one row of bytes where they are the same on all ranks, else a row per rank: ranks of a static pipeline draw for
-their own stage alone, and with `random_source("rank")` each draws for itself. A run on the same meshes takes its own
-rows. On other meshes all ranks take the first one, since what they draw together must be the same.
+They are one row of bytes if they are equal on all ranks, else one row per rank. Ranks of a static pipeline draw numbers
+for their own stage only, and with `random_source("rank")` each rank draws for itself. A run on the same meshes loads
+its own rows. On other meshes all ranks load the first row, because numbers that they draw together must be equal.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshwright.tensor import drawing_by
 
 NAME = "random"
 MOST_BYTES = 2**20
-"""Bytes of the states of one rank."""
+"""Most bytes of the states of one rank."""
 
 
 def random_of(ranks: World) -> dict[str, Held]:
-    """The states on this rank, as bytes."""
+    """Return the states on this rank as bytes."""
     data = _written()
     told: list[Any] = ranks.gathered([sha256(data).hexdigest(), len(data)])
     if all(digest == told[0][0] for digest, _ in told):
@@ -38,7 +38,7 @@ def random_of(ranks: World) -> dict[str, Held]:
 
 
 def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, Held]:
-    """A place for the row that this rank takes; `same` tells that the meshes are those that were saved."""
+    """Return an empty tensor for the row that this rank loads. `same`: True if the meshes are those that were saved."""
     shape = catalogue.entries[NAME].shape
     if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
         raise CheckpointError(
@@ -70,7 +70,7 @@ def check_random(found: Mapping[str, Held]) -> None:
 
 
 def put_back_random(found: Mapping[str, Held], ranks: World, same: bool) -> None:
-    """Sets the generators. Ranks that draw by themselves, and have no row of their own, go on with new numbers."""
+    """Set the generators. Under `random_source("rank")`, ranks without a row of their own get new seeds."""
     held = found[NAME]
     data = held.part.numpy().tobytes()
     _set(read_json(data, MOST_BYTES))

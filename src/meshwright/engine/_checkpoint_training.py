@@ -1,4 +1,4 @@
-"""All that a training run needs to go on: model, optimizer, learning rates, place in the data, randomness, step."""
+"""Save and resume a training run: model, optimizer, learning rates, place in the data, random states, step."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from ._static import DistModel
 
 Model = nn.Module | DistModel
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
-"""Name and parameter, and its states by key."""
+"""For each parameter its name, the parameter, and its states by key."""
 MODEL, STATE, GROUPS, SCALE = "model.", "optimizer.state.", "optimizer.groups", "loss_scale"
 KIND = "optimizer.kind"
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on: the step that was saved, what was said of the data, and the folder that was read.
+    """The point at which a run resumes: the step that was saved, the value of `data`, and the folder that was read.
 
-    `report` tells what was not loaded, where `strict=False` allows that.
+    `report` lists the tensors that were not loaded, which `strict=False` allows.
     """
 
     step: int
@@ -67,11 +67,11 @@ def save_checkpoint(
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
-    """Write all that training needs to go on into the new folder `step_…` of `folder`; every rank calls it.
+    """Write everything that training needs to resume into the new folder `step_…` of `folder`; every rank calls it.
 
-    That is parameters, buffers, the optimizer's states and options, the scheduler, the place in the data (anything with
-    `state_dict`, or a Python value), the states of torch's, Python's and NumPy's generators, and the step. A static
-    model brings its own optimizer, and the scale of its loss. What else is as in `save_state_dict`.
+    This includes parameters, buffers, the optimizer's states and options, the scheduler, the place in the data, the
+    states of torch's, Python's and NumPy's generators, and the step. `data` is an object with `state_dict`, or a Python
+    value. A static model includes its own optimizer and the scale of its loss. All else is as in `save_state_dict`.
     """
     network, optimizer = _parts(model, optimizer)
     tensors: dict[str, Held] = {}
@@ -100,15 +100,16 @@ def load_checkpoint(
     data: Any = None,
     strict: bool = True,
 ) -> Resumed:
-    """Put back all that `save_checkpoint` wrote, on any mesh; every rank calls it.
+    """Restore everything that `save_checkpoint` wrote, on any mesh; every rank calls it.
 
-    `path` is the folder of a step, or one of steps: then the latest complete one is read.
-    On the same mesh training goes on to the bit. `data` with `load_state_dict` is put where it was; other places in the
-    data are only returned. Model and optimizer must be those that were saved: an error lists all tensors that are
-    missing, unexpected or of another shape or dtype, and an optimizer of another kind is refused. With `strict=False`
-    what fits is loaded and `Resumed.report` has the rest; an optimizer of another kind stays as it was.
+    `path` is the folder of a step, or a folder of steps, of which the latest complete one is read. On the same mesh,
+    training continues bit for bit. An object `data` with `load_state_dict` is restored; any other place in the data is
+    only returned. Model and optimizer must be those that were saved. The error lists all tensors that are missing,
+    unexpected or of another shape or dtype, or names the class of the saved optimizer. With `strict=False`, tensors
+    that fit are loaded and `Resumed.report` lists the rest; an optimizer of another class stays as it was.
 
-    Raises CheckpointError before anything is changed.
+    Raises:
+        CheckpointError: the checkpoint does not fit; nothing has been changed.
     """
     network, optimizer = _parts(model, optimizer)
     catalogue = open_together(path)
@@ -177,7 +178,7 @@ def _state_of(thing: Any) -> Any:
 
 
 def _named(network: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's parameters by their names in the network, or by their place where they have none there."""
+    """Yield the optimizer's parameters with their names in the network, or with "group.index" if they have none."""
     names = {id(p): name for name, p in network.named_parameters()}
     for at, group in enumerate(optimizer.param_groups):
         for n, p in enumerate(group["params"]):
@@ -185,7 +186,7 @@ def _named(network: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 
 
 def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
-    """States by parameter and key, options by group."""
+    """Yield the states by parameter and key, and the options by group."""
     if optimizer is None:
         return
     for name, p in _named(network, optimizer):
@@ -196,7 +197,7 @@ def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterat
 
 
 def _check_run(catalogue: Catalogue) -> None:
-    """Raise CheckpointError for a checkpoint of something else."""
+    """Raise CheckpointError if `save_checkpoint` did not write the checkpoint."""
     if not _is_run(catalogue):
         raise CheckpointError(
             f"to go on from {catalogue.folder}", "no step and no states of random generators in it",
@@ -205,7 +206,7 @@ def _check_run(catalogue: Catalogue) -> None:
 
 
 def _is_run(catalogue: Catalogue) -> bool:
-    """True if a checkpoint holds what `save_checkpoint` writes."""
+    """True if a checkpoint has the entries that `save_checkpoint` writes."""
     values, entry = catalogue.values, catalogue.entries.get(RANDOM)
     groups = values.get(GROUPS, [])
     return (
@@ -235,13 +236,13 @@ def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
 
 
 def _lie_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:
-    """Whether each distributed tensor of the model lies on the mesh on which it was saved."""
+    """True if each distributed tensor of the model is on the mesh on which it was saved."""
     meshes = {name: held.spec.mesh for name, held in tensors.items() if held.spec is not None}
     return all(name in catalogue.entries and catalogue.entries[name].mesh is mesh for name, mesh in meshes.items())
 
 
 def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer) -> States:
-    """A tensor for every state that was saved: what is there already, or a new one that lies as its parameter."""
+    """Return a tensor for every saved state: the existing one if it fits, else a new one in its parameter's layout."""
     keys: dict[str, list[str]] = {}
     for entry in catalogue.entries:
         name, _, key = entry.removeprefix(STATE).rpartition(".")
@@ -263,7 +264,7 @@ def _fits(entry: Entry, there: Any) -> bool:
 
 
 def _new_state(entry: Entry, p: Tensor) -> Tensor:
-    """A new state that lies as its parameter."""
+    """Return a new state in the layout of its parameter."""
     if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
         return torch.zeros(entry.shape, dtype=entry.dtype)
     spec = Spec(p.mesh, p.spec.layout.with_varying(()), p.shape, entry.dtype)

@@ -1,4 +1,4 @@
-"""Clipping gradients by the norm of them all, on whatever meshes they lie."""
+"""Clip gradients by their total norm, also across meshes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from ._tensors import unshard_dtensor
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """The norm of all gradients together, after which those are scaled so that it is at most `max_norm`.
+    """Return the total norm of all gradients, and scale the gradients so that it is at most `max_norm`.
 
-    It is a plain tensor, the same on every rank. As `torch.nn.utils.clip_grad_norm_`, which does for parameters on one
-    mesh: stages of a pipeline have meshes of their own, and every rank makes this call. Raises RuntimeError for a norm
-    that is no number, or infinite, with `error_if_nonfinite`; no gradient is changed then.
+    The result is a plain tensor, equal on every rank. It is the norm before scaling. `torch.nn.utils.clip_grad_norm_`
+    does the same for parameters on one mesh. Here parameters may be on several meshes, such as the stages of a
+    pipeline. Every rank makes this call.
+
+    Raises:
+        RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; no gradient is changed.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     total = gradient_norm(owners, norm_type)
@@ -32,13 +35,13 @@ def clip_grad_norm_(
 
 
 def clip_to(owners: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scales gradients whose norm together is `total` so that it is at most `max_norm`."""
+    """Scale gradients of the total norm `total` so that it is at most `max_norm`."""
     for each in _by_mesh(owners):
         clip_grads_with_norm_(each, max_norm, total)
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, a plain tensor that is the same on every rank; every rank makes the call."""
+    """Return the total norm of all gradients, a plain tensor that is equal on every rank; every rank makes the call."""
     norms = [_norm(each, norm_type) for each in _by_mesh(parameters)]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
 

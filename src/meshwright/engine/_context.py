@@ -1,4 +1,4 @@
-"""Context parallelism at the door: by which name attention goes along a sequence that is cut."""
+"""Context parallelism: select the algorithm for attention along a sharded sequence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from ._errors import StrategyError
 
 
 def context_parallel(by: Context) -> AbstractContextManager[None]:
-    """Inside, attention along a sequence that is cut goes by "ring", "ulysses" or "gather".
+    """Select the algorithm for attention along a sharded sequence: "ring", "ulysses" or "gather".
 
-    What a name does not fit goes by "gather", which is what holds outside. A static program keeps what held when it
-    was captured. Raises StrategyError for another name.
+    The choice holds inside the `with` block; the default is "gather". Attention that the algorithm does not support
+    uses "gather". A static program keeps the choice under which it was captured.
+
+    Raises:
+        StrategyError: the name is unknown.
 
     >>> import torch, meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["cp"])
@@ -32,7 +35,7 @@ def context_parallel(by: Context) -> AbstractContextManager[None]:
 
 
 def check_context(by: Context) -> Context:
-    """`by` itself, where there is such a name."""
+    """Return `by`. Raises StrategyError if there is no such algorithm."""
     if by not in get_args(Context):
         raise StrategyError(
             f"context parallelism by {by!r}", repr(by), "there is no such way for attention along a cut sequence",
@@ -43,7 +46,10 @@ def check_context(by: Context) -> Context:
 
 @dataclass(frozen=True)
 class ContextHooks:
-    """Lets a name hold while a module runs; in parts of it too, which a checkpoint may run again by themselves."""
+    """Hooks that select the attention algorithm while a module runs.
+
+    They are on its submodules too, because activation checkpointing may run a submodule again by itself.
+    """
 
     by: Context
     entered: list[AbstractContextManager[None]] = field(default_factory=list[AbstractContextManager[None]])

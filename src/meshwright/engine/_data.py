@@ -1,4 +1,4 @@
-"""Batches of a data loader, laid over meshes."""
+"""Shard the batches of a data loader over meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._sampler import Axis, GlobalSampler, Rows, target
 from ._tensors import dtensor_from_local, shard_tensor
 
 Target = tuple[ProcessMesh, list[Placement]]
-"""A mesh, and how the rows of a batch lie on it."""
+"""A mesh, and the placements of a batch's rows on it."""
 
 
 def shard_dataloader(
@@ -29,13 +29,16 @@ def shard_dataloader(
     input_keys: Sequence[str] | None = None,
     is_dataset_splitted: bool = False,
 ) -> ShardDataLoader:
-    """`dataloader` whose tensors are laid over `meshes`, split along the mesh axis `shard_dims`.
+    """Return `dataloader` with its tensors distributed over `meshes`, sharded along the mesh axis `shard_dims`.
 
-    It is any iterable of tensors, tuples, lists or dicts, nested as they may be. Every rank iterates over the same
-    global batches and keeps its part; with `is_dataset_splitted` the loader gives each rank's own part along that
-    axis, all of one size, or those that a `GlobalSampler` with an axis tells. One mesh may have a tuple of axes. With
-    several meshes, the first input goes to the first mesh and so on; inputs of a dict are counted in the order of
-    `input_keys`. Raises BatchError for a batch that does not fit the meshes.
+    The loader is any iterable of tensors, tuples, lists or dicts, nested or not. Every rank iterates over the same
+    global batches and keeps its part. With `is_dataset_splitted` the loader yields each rank's own part along that
+    axis. These parts have one size, or the sizes that a `GlobalSampler` with an axis gives. For one mesh, `shard_dims`
+    may be a tuple of axes. With several meshes, the first input goes to the first mesh and so on; inputs of a dict are
+    counted in the order of `input_keys`.
+
+    Raises:
+        BatchError: a batch does not fit the meshes.
     """
     many = list(meshes) if isinstance(meshes, Sequence) else [meshes]
     each = isinstance(shard_dims, list) or (isinstance(shard_dims, tuple) and isinstance(meshes, Sequence))
@@ -50,10 +53,11 @@ def shard_dataloader(
 
 
 class ShardDataLoader:
-    """What `shard_dataloader` gives: iterate over it as over the loader it was made of.
+    """A data loader that yields distributed batches, made by `shard_dataloader`.
 
-    Its `state_dict` tells the place behind the batches that it gave: that of its `GlobalSampler`, also where the loader
-    fetches ahead, or that of the loader itself. Loaders that each rank splits by itself may have a place per part.
+    Its `state_dict` has the place after the batches that were yielded: the place of its `GlobalSampler`, also if the
+    loader prefetches, or the place of the loader itself. Loaders that each rank splits by itself may have one place per
+    part.
     """
 
     def __init__(
@@ -79,14 +83,14 @@ class ShardDataLoader:
                 yield self._laid(batch, None)
             return
         steps = sampler.steps(sampler.place)
-        with torch.random.fork_rng(devices=[]):  # a loader draws a seed here: a run that goes on would draw it again
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed, and a resumed run draws it again
             batches = iter(self.dataloader)
         for rows, batch in zip(steps, batches, strict=False):
             sampler.place = rows.behind  # the loader may have fetched more
             yield self._laid(batch, rows if self._splitted else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data are; every rank calls it."""
+        """Return the place in the data; every rank calls it."""
         loader = self._keeper
         if loader is self.sampler:
             return loader.state_dict()
@@ -97,9 +101,10 @@ class ShardDataLoader:
         return {"parts": [by_part[part] for part in sorted(by_part)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on behind the batches that were given; every rank calls it.
+        """Continue after the batches that were yielded before the state was saved; every rank calls it.
 
-        Raises BatchError for places in the parts of a data set that is in another number of parts now.
+        Raises:
+            BatchError: the data set was in another number of parts.
         """
         loader = self._keeper
         if loader is self.sampler:
@@ -116,7 +121,7 @@ class ShardDataLoader:
 
     @property
     def _part(self) -> tuple[int, int]:
-        """The number of the part that this rank reads, and how many there are."""
+        """Return the number of the part that this rank reads, and the number of parts."""
         mesh, placements = self._targets[0]
         axes = [axis for axis, placed in zip(mesh.dim_names, placements, strict=True) if placed.is_shard()]
         here = current()
@@ -125,7 +130,11 @@ class ShardDataLoader:
 
     @property
     def _keeper(self) -> Any:
-        """What knows the place: the sampler by global index, or the loader. Raises BatchError where there is none."""
+        """Return the object that has the place: the sampler by global index, or the loader.
+
+        Raises:
+            BatchError: that object has no `state_dict`.
+        """
         keeper = self.sampler if self.sampler is not None else self.dataloader
         if not hasattr(keeper, "state_dict"):
             raise BatchError(
@@ -135,7 +144,7 @@ class ShardDataLoader:
         return keeper
 
     def _check_sampler(self) -> None:
-        """What the sampler reads for this rank is what its layout says. Raises BatchError otherwise."""
+        """Raise BatchError if the sampler reads other rows for this rank than its layout has."""
         sampler = self.sampler
         if sampler is None or not (sampler.is_split or self._splitted):
             return
@@ -155,7 +164,7 @@ class ShardDataLoader:
         return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)
 
     def _laid(self, batch: Any, rows: Rows | None) -> Any:
-        """The batch; its inputs go to the meshes one by one when there are several."""
+        """Return the distributed batch. If there are several meshes, each input is put on its own mesh."""
         if len(self._targets) == 1:
             return self._on(batch, 0, rows)
         if isinstance(batch, Mapping):
@@ -192,7 +201,7 @@ class ShardDataLoader:
                 return shard_tensor(x, mesh, placements)
             if rows is None or self.sampler is None:
                 return dtensor_from_local(x, mesh, placements)
-            mine = x[: self.sampler.part(rows)[1]]  # a rank without a row has read one to know shapes by
+            mine = x[: self.sampler.part(rows)[1]]  # a rank without rows has read one row, for the shapes
             return dtensor_from_local(mine, mesh, placements, shape=(rows.count, *x.shape[1:]))
 
         return map_tensors(lay, value)

@@ -1,4 +1,4 @@
-"""The facts of a setting in text, for other processes: tensors by name and by how they lie, hooks, torch's state."""
+"""Describe a setting in text for other processes: tensors by name and layout, hooks, torch's state."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec and its mesh."""
+    """Return a spec and its mesh as text."""
     return f"{spec!r} on {spec.mesh!r}"
 
 
 def lies_text(x: Any) -> str:
-    """Dtype and shape of a tensor, and its layout and mesh where it is distributed."""
+    """Return the dtype and shape of a tensor as text, with its layout and mesh if it is distributed."""
     if isinstance(x, DistTensor):
         return spec_text(x._spec)
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[str, str]:
-    """What the programs of a model are made by: classes of its modules, the loss, the optimizer."""
+    """Return the code of a model's programs as text: the classes of its modules, the loss, the optimizer."""
     found = {f"module {path or '.'}": class_text(type(part)) for path, part in network.named_modules()}
     return {**found, "loss": described(loss), "optimizer": "none" if optimizer is None else class_text(type(optimizer))}
 
 
 def facts_text(network: nn.Module, optimizer: Optimizer | None) -> str:
-    """Return a checksum of torch's state, of how tensors lie, and of the hooks of tensors and of the optimizer.
+    """Return a checksum of torch's state, of the layouts of tensors, and of the hooks of tensors and of the optimizer.
 
     The optimizer's states are compared with the inputs of a program (`states_fit`).
     """

@@ -1,8 +1,8 @@
-"""A checksum of all that decides which program a recording gives.
+"""Checksum of everything that determines the program of a recording.
 
-It is computed from the captured call, so whatever Python read in the forward pass and the loss is in it by its effect.
-A model that runs code of the user while gradients or updates are recorded has none, nor has one that writes a tensor
-which Python holds: what a file holds is another tensor.
+The checksum is computed from the captured call, so it includes the effect of everything that Python read in the forward
+pass and the loss. A model has no checksum if it runs the user's code while gradients or updates are recorded. A model
+that writes to a tensor which Python holds has none either: a file would hold another tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def checksums(captured: Sequence[Capture]) -> tuple[str, ...]:
 
 
 def digest_of(captured: Sequence[Capture], how: Any, model: Model) -> str | None:
-    """Return the checksum; None where a recording runs code that no checksum tells."""
+    """Return the checksum, or None if a recording runs code that no checksum covers."""
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)
     meanings = [meaning_or_none(each.program) for each in captured]

@@ -1,7 +1,8 @@
-"""Experts: each token goes to the few of them that a router chose, and what they make of it is added up.
+"""Mixture of experts: each token goes to the experts that a router chose, and their results are summed with weights.
 
-One device sorts rows by expert, so that each expert's stand together. On a mesh, rows travel to the ranks that hold
-their experts and back, all to all (Lepikhin et al., GShard, 2020); as many as there are, or up to a capacity.
+One device sorts rows by expert, so that the rows of each expert are contiguous. On a mesh, rows travel by all-to-all to
+the ranks that hold their experts, and back (Lepikhin et al., GShard, 2020). All rows travel, or at most `capacity` per
+expert.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ._experts_mesh import on_mesh
 from ._experts_rows import Routed, combined, experts_of, run_experts
 
 Experts = Callable[..., Tensor]
-"""`experts(rows, ends, *parameters)`: rows of one expert after the other, `ends[i]` is where those of the i-th end."""
+"""`experts(rows, ends, *parameters)`: rows sorted by expert; `ends[i]` is the index after the last row of expert i."""
 
 
 def dispatch_experts(
@@ -31,20 +32,22 @@ def dispatch_experts(
     *,
     capacity: int | None = None,
 ) -> Tensor:
-    """For each of `tokens` [..., d], the sum of what its experts make of it, times their weights.
+    """Return, for each of `tokens` [..., d], the weighted sum of the results of its experts.
 
-    `indices` [..., k] names the experts of a token, `weights` [..., k] how much each counts. `experts(rows, ends,
-    *parameters)` makes one row of each row: those of expert i end at `ends[i]`, as for `F.grouped_mm`,
-    and behind the last expert's may be rows of none, of which anything may be made. The first dim of all `parameters`
-    counts experts; the mesh axes that cut it are those that rows travel over, so that a rank's `experts` sees the rows
-    of its own experts and its part of their parameters. Where tokens or parameters are cut along other dims, rows and
-    parameters are distributed tensors, on the ranks that share them.
+    `indices` [..., k] names the experts of a token, `weights` [..., k] their weights. `experts(rows, ends,
+    *parameters)` returns one row for each row. The rows of expert i end at `ends[i]`, as for `F.grouped_mm`. After the
+    last expert's rows there may be rows of no expert, whose results are ignored. The first dim of all `parameters`
+    counts experts. Rows travel over the mesh axes that shard this dim, so a rank's `experts` gets the rows of its own
+    experts and its part of their parameters. If tokens or parameters are sharded along other dims, rows and parameters
+    are distributed tensors on the ranks that share them.
 
-    An expert takes the first `capacity` rows in the order of the tokens, or all rows where that is None (dropless);
-    rows that it does not take, and indices of no expert, add nothing. The result lies as `tokens` do, with the numbers
-    of one device. In a static program rows travel where there is a capacity, and without one it does what one device
-    does, by the rules of operators. Raises ExpertsError for shapes that do not fit, and for random numbers that are
-    drawn for a rank's rows.
+    An expert takes its first `capacity` rows in the order of the tokens, or all rows if `capacity` is None (dropless).
+    Rows over the capacity, and indices of no expert, add nothing. The result has the layout of `tokens`, and the
+    numbers of one device. In a static program, rows travel only with a capacity; without one, the program runs the
+    single-device algorithm by the rules of its operators.
+
+    Raises:
+        ExpertsError: shapes do not fit, or random numbers are drawn for a rank's rows.
 
     >>> def product(rows, ends, w): return torch.nn.functional.grouped_mm(rows, w, offs=ends)
     >>> x, to, one = torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1)
@@ -66,7 +69,7 @@ def dispatch_experts(
 def _on_one_device(
     routed: Routed, tokens: Tensor, indices: Tensor, weights: Tensor, parameters: Sequence[Tensor]
 ) -> Tensor:
-    """Operators of fixed sizes alone, so that a static program can hold them: rows of no expert stand behind."""
+    """Run the experts with operators of fixed sizes only, as a static program needs; rows of no expert come last."""
     x = tokens.reshape(-1, tokens.shape[-1])
     ids = experts_of(indices, routed.count)
     order = ids.argsort(stable=True)

@@ -1,7 +1,7 @@
-"""Experts with a capacity in a static program: each has a place for each row that it takes, so that sizes are fixed.
+"""Experts with a capacity in a static program: each expert has a slot for each row it may take, so sizes are fixed.
 
-Rows of tokens are terms of the places, which the ranks that hold the experts add up, and what was made of them are
-terms of the tokens. The ranks that cut only tokens share out the places of each expert.
+The slots are a sum of terms from the tokens' ranks, reduced on the ranks that hold the experts. The results for tokens
+are again a sum of terms. Ranks along axes that shard only tokens divide the slots of each expert among them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._experts_rows import Routed, combined, experts_of, run_experts
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The call as an operator of a program; `otherwise` carries it out where experts are cut inside."""
+    """The call as an operator of a program; `otherwise` runs it if experts are sharded inside."""
 
     routed: Routed
     otherwise: Callable[..., Tensor]
@@ -51,7 +51,7 @@ class Places:
 def _placed(
     routed: Routed, roles: Roles, x: DistTensor, ids: Tensor, scores: DistTensor, parameters: Sequence[DistTensor]
 ) -> Any:
-    """What becomes of the tokens: a sum over all ranks that wait for it."""
+    """Return the results for the tokens, as a pending sum over all ranks of the tokens' axes."""
     capacity = routed.capacity or 0
     ids, order = ids.sort(stable=True)
     begins = torch.searchsorted(ids, torch.arange(routed.count + 1, device=ids.device))
@@ -80,14 +80,17 @@ def _local_everywhere(x: DistTensor, roles: Roles) -> DistTensor:
 
 
 def _made(routed: Routed, rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """What a rank's experts make of the rows in its places [experts, places, features]."""
+    """Return the results of a rank's experts for the rows in its slots [experts, places, features]."""
     experts, places = rows.shape[:2]
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * places
     return run_experts(routed, rows.flatten(0, 1), ends, parameters).unflatten(0, (experts, places))
 
 
 def _own_slots(spec: Spec, slots: Tensor, capacity: int, shape: tuple[int, ...]) -> Tensor:
-    """Where each row is among this rank's places; behind them for rows that are elsewhere, or nowhere."""
+    """Return the index of each row's slot on this rank.
+
+    Rows that are elsewhere, or in no slot, get the index after the last slot.
+    """
     here = current()
     expert, at = slots // capacity - here.offset(spec, 0), slots % capacity - here.offset(spec, 1)
     mine = (expert >= 0) & (expert < shape[0]) & (at >= 0) & (at < shape[1])

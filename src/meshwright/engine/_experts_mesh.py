@@ -1,8 +1,8 @@
-"""Rows that travel to the ranks that hold their experts, and back.
+"""Send rows to the ranks that hold their experts, and back.
 
-Axes of the mesh have one of three roles. Those that cut the experts carry rows; those that cut only tokens have every
-expert once more, in whose gradients their ranks have terms; along all others the ranks share rows and experts, and
-tensors there stay distributed, so that experts may be cut inside.
+Each axis of the mesh has one of three roles. Axes that shard the experts carry rows. Axes that shard only tokens have
+replicas of every expert, and their ranks have terms of the experts' gradients. Along all other axes, ranks share rows
+and experts; tensors stay distributed there, so that experts may be sharded inside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._mesh import resolve_mesh
 
 @dataclass(frozen=True)
 class Roles:
-    """Which axes cut experts, and which cut tokens, in this order; the latter include the former."""
+    """The axes that shard experts, and the axes that shard tokens, in this order; the latter include the former."""
 
     mesh: ProcessMesh
     experts: tuple[str, ...]
@@ -35,17 +35,17 @@ class Roles:
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
-        """Axes along which ranks share rows and experts."""
+        """Return the axes along which ranks share rows and experts."""
         return tuple(a for a in self.mesh.dim_names if a not in self.tokens)
 
     @cached_property
     def inside(self) -> ProcessMesh | None:
-        """The ranks that share this rank's rows and experts."""
+        """Return the mesh of the ranks that share this rank's rows and experts."""
         rank = current().rank
         return self.mesh.get_submesh(self.inner, rank) if self.inner and rank in self.mesh else None
 
     def of_tokens(self, layout: Layout) -> Layout:
-        """The layout of tokens, or of what stands beside them, that is cut as roles say."""
+        """Return the layout of tokens, or of values per token, sharded along the token axes."""
         return Layout((self.tokens, *(self._free(d) for d in layout.dims[1:])))
 
     def of_parameter(self, layout: Layout) -> Layout:
@@ -56,7 +56,7 @@ class Roles:
         return () if isinstance(dim, Product) else tuple(a for a in dim if a in self.inner)
 
     def enter(self, x: DistTensor, keep: bool) -> Tensor:
-        """This rank's rows of `x`; a tensor of the ranks inside where such are to be kept."""
+        """Return this rank's rows of `x`: a distributed tensor on the inner ranks if `keep`, else a plain one."""
         local = x.to_local()
         if not keep or self.inside is None:
             return local
@@ -66,9 +66,9 @@ class Roles:
         return present(local, Spec(self.inside, layout, (rows, *x.spec.shape[1:]), x.dtype))
 
     def alike(self, made: Tensor, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """What experts made, laid the same way on all ranks that it goes to: ranks with few rows may lay it otherwise.
+        """Return the experts' results in one layout for all ranks; ranks with few rows may have computed another one.
 
-        Terms wait until those of one token have been added up.
+        Partial sums are reduced only after the results of each token have been added up.
         """
         if not isinstance(made, DistTensor) or not isinstance(x, DistTensor):
             return made
@@ -78,7 +78,7 @@ class Roles:
         return redistribute(made, made.mesh, Layout(((), last), terms))
 
     def leave(self, out: Tensor, rows: int, last: tuple[str, ...]) -> DistTensor:
-        """The tensor of all ranks of which `out` is this rank's rows; `last` cuts its features."""
+        """Return the global tensor of which `out` is this rank's rows; the axes `last` shard its features."""
         if isinstance(out, DistTensor):
             out = redistribute(out, out.mesh, Layout(((), last))).to_local()
         layout = Layout((self.tokens, last))
@@ -89,7 +89,7 @@ class Roles:
 def on_mesh(
     routed: Routed, tokens: Tensor, indices: Tensor, weights: Tensor, parameters: Sequence[Tensor]
 ) -> DistTensor:
-    """What the experts make of tokens, which lies as those do."""
+    """Return the results of the experts for the tokens, in the layout of the tokens."""
     mesh = resolve_mesh(next(x.mesh for x in (*parameters, tokens, indices, weights) if isinstance(x, DistTensor)))
     flat = [laid(x.reshape(-1, x.shape[-1]), mesh) for x in (tokens, indices, weights)]
     held = [laid(p, mesh) for p in parameters]
@@ -108,12 +108,12 @@ def on_mesh(
 
 
 def laid(x: Tensor, mesh: ProcessMesh) -> DistTensor:
-    """`x`, which every rank has whole where it is not distributed."""
+    """Return `x` as a distributed tensor; a plain `x` is whole on every rank."""
     return x if isinstance(x, DistTensor) else place(x, mesh, replicated(x.dim()))
 
 
 def roles_of(mesh: ProcessMesh, tokens: DistTensor, parameter: DistTensor) -> Roles:
-    """What the axes are for, by how tokens [rows, d] and a parameter of all experts lie."""
+    """Return the roles of the axes, from the layouts of the tokens [rows, d] and of a parameter of all experts."""
     experts = axes_of(parameter.spec.layout.dims[0])
     cuts = tokens.spec.layout.dims[0]
     rows = axes_of(cuts) if tokens.mesh is mesh else ()
@@ -123,7 +123,7 @@ def roles_of(mesh: ProcessMesh, tokens: DistTensor, parameter: DistTensor) -> Ro
 def _dispatched(
     routed: Routed, roles: Roles, indices: Tensor, x: Tensor, scores: Tensor, parameters: Sequence[Tensor]
 ) -> Tensor:
-    """This rank's tokens, through the experts of all ranks."""
+    """Return the results of all ranks' experts for this rank's tokens."""
     ids = experts_of(indices, routed.count)
     order = ids.argsort(stable=True)
     trip = _trip(routed, roles, torch.bincount(ids, minlength=routed.count + 1)[: routed.count].tolist())
@@ -144,9 +144,11 @@ def _dispatched(
 
 @dataclass(frozen=True, slots=True)
 class _Trip:
-    """How many rows this rank has for each expert, how many of those it sends, and what the ranks of a group send it.
+    """The row counts of one exchange: rows per expert on this rank, rows sent, and rows received from the group.
 
-    `received[s][i]` are the rows of the s-th rank of the group for this rank's i-th expert.
+    `mine[i]` is the number of this rank's rows for expert i, `sent[i]` the number of those that are sent. `out[s]` rows
+    go to the s-th rank of the group, and `back[s]` rows come from it. `received[s][i]` is the number of rows that come
+    from the s-th rank for this rank's i-th expert.
     """
 
     group: tuple[int, ...]
@@ -158,7 +160,10 @@ class _Trip:
 
 
 def _trip(routed: Routed, roles: Roles, mine: list[int]) -> _Trip:
-    """All ranks that tokens come from tell how many rows they have: only so it is known which ones experts take."""
+    """Return the row counts of the exchange. With a capacity, all ranks of the tokens' axes gather their row counts.
+
+    Only with these counts is it known which rows an expert takes.
+    """
     here = current()
     if here.rank not in roles.mesh:
         return _Trip((here.rank,), mine, mine, [0], [0], [[]])
@@ -175,7 +180,7 @@ def _trip(routed: Routed, roles: Roles, mine: list[int]) -> _Trip:
 
 
 def _taken(told: dict[int, Tensor], capacity: int) -> dict[int, Tensor]:
-    """How many of each rank's rows experts take, the ranks in the order of the tokens."""
+    """Return the number of each rank's rows that experts take, rank by rank in the order of the tokens."""
     before = torch.zeros_like(next(iter(told.values())))
     taken: dict[int, Tensor] = {}
     for rank, count in told.items():
@@ -191,21 +196,21 @@ def _span(roles: Roles, count: int, rank: int) -> slice:
 
 
 def _rows_sent(mine: list[int], sent: list[int], device: torch.device) -> Tensor:
-    """Which of the rows, in the order of their experts, are sent: the first ones of each expert."""
+    """Return the indices of the rows that are sent, in the order of their experts: the first rows of each expert."""
     begins = accumulate(mine, initial=0)
     spans = [torch.arange(b, b + n, device=device) for b, n in zip(begins, sent, strict=False)]
     return torch.cat(spans) if spans else torch.arange(0, device=device)
 
 
 def _by_expert(received: list[list[int]], device: torch.device) -> Tensor:
-    """The order that brings rows that came rank by rank together by expert."""
+    """Return the permutation that sorts rows, received rank by rank, by expert."""
     numbers = torch.arange(len(received[0]), device=device).repeat(len(received))
     counts = torch.tensor([n for each in received for n in each], dtype=torch.int64, device=device)
     return numbers.repeat_interleave(counts).argsort(stable=True)
 
 
 def _put_back(made: Tensor, order: Tensor, rows: int) -> Tensor:
-    """What was made of the rows in `order`, each where it came from; zero for those that were not taken."""
+    """Return the results of the rows in `order`, each at its row's place; zero for rows that were not taken."""
     missing = made.shape[0] < rows
     where = torch.full((rows,), made.shape[0], device=order.device)
     where[order] = torch.arange(order.shape[0], device=order.device)
@@ -213,13 +218,16 @@ def _put_back(made: Tensor, order: Tensor, rows: int) -> Tensor:
 
 
 def _still_connected(made: Tensor, rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """`made`, of no rows, behind everything that other ranks' results are made of: all go the same way back."""
+    """Return `made`, which has no rows, connected in autograd to all inputs of the experts.
+
+    Every rank then takes part in the same communication of the backward pass.
+    """
     nothing = [p[:0].sum() for p in parameters if p.is_floating_point()]
     return made + (rows.sum() + sum(nothing)).to(made.dtype)
 
 
 def _travel(rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
-    """The rows that come from each rank of the group, where `out[i]` go to the i-th and `back[i]` come from it."""
+    """Return the rows received from the group: `out[i]` rows go to the i-th rank, and `back[i]` rows come from it."""
     if len(group) == 1:
         return rows
     if not isinstance(rows, DistTensor):
@@ -230,7 +238,7 @@ def _travel(rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int
 
 
 class _Travel(torch.autograd.Function):
-    """All to all of rows; gradients go back the way that rows came."""
+    """All-to-all of rows; the gradients travel in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:

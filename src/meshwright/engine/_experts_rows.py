@@ -1,4 +1,4 @@
-"""Rows of experts, on one device and on a rank: in which order they stand, and what becomes of them."""
+"""Rows of experts, on one device and on a rank: their order, and the calls of the experts' function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._errors import ExpertsError
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The experts' function, how many rows each takes (None: all), how many there are, and how many a token has."""
+    """The experts' function, its capacity (None: all rows), the number of experts, and the experts per token."""
 
     experts: Callable[..., Tensor]
     capacity: int | None
@@ -29,13 +29,13 @@ class Routed:
 
 
 def experts_of(indices: Tensor, count: int) -> Tensor:
-    """The expert of each row, token by token; `count` for none."""
+    """Return the expert of each row, token by token; `count` for no expert."""
     ids = indices.reshape(-1)
     return torch.where((ids >= 0) & (ids < count), ids, count)
 
 
 def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """What the experts' function makes of the rows, which is checked."""
+    """Return the results of the experts' function, one row per row. Raises ExpertsError for other results."""
     name = routed.name
     out = routed.experts(rows, ends, *parameters)
     if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[0] != rows.shape[0]:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's function
@@ -54,7 +54,7 @@ def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence
 
 
 def without_chance(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """As `run_experts`, where rows are those of one rank, so that no random numbers may be drawn for them."""
+    """Call `run_experts` for rows of one rank. Raises ExpertsError if random numbers are drawn for them."""
     before = _generators(rows)
     out = run_experts(routed, rows, ends, parameters)
     if any(not torch.equal(a, b) for a, b in zip(before, _generators(rows), strict=True)):
@@ -67,10 +67,10 @@ def without_chance(routed: Routed, rows: Tensor, ends: Tensor, parameters: Seque
 
 
 def _generators(rows: Tensor) -> list[Tensor]:
-    """The states of the generators that the experts could draw from."""
+    """Return the states of the generators that the experts could draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])]
 
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:
-    """Rows, token by token, times their weights, added up for each token."""
+    """Return the sum over each token's rows, times their weights."""
     return (rows.unflatten(0, (-1, weights.shape[-1])) * weights.unsqueeze(-1)).sum(1)

@@ -1,4 +1,4 @@
-"""What was decided for each call of a program, as a table."""
+"""Explain the decisions for each call of a program, as a table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ _REMARKS = {
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `rank` did: every call with its operands' layouts, the steps inserted before it, and its results' layouts.
+    """The decisions on `rank`: each call with its operands' layouts, the inserted steps, and its results' layouts.
 
-    `calls` holds the same as values. `collectives` counts the communication by kind and `received` the bytes that
-    came for it, that of backward passes and of values that were asked for included. `result` is what the function
-    returned.
+    `calls` holds the same as values. `collectives` counts the communication by kind, and `received` is the bytes
+    received for it. Both include backward passes and the reading of values. `result` is the result of the function.
     """
 
     rank: int
@@ -50,11 +49,11 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Runs `fn(*args, **kwargs)` and tells what was decided for each call of it; print what it returns.
+    """Run `fn(*args, **kwargs)` and return the decisions for each call in it; print the result.
 
-    Inside `simulate` or a process every rank makes the call and gets its own account. Outside of any ranks it is run
-    as rank 0 of a world in which nothing arrives, whatever the size of the mesh: layouts, steps and bytes are right,
-    numbers are not.
+    Inside `simulate` or a process, every rank makes the call and gets its own account. Without ranks, `fn` runs as rank
+    0 of a world in which no data arrive, whatever the size of the mesh: layouts, steps and bytes are right, numbers are
+    not.
 
     >>> import torch, meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -79,7 +78,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
 
 class _Here(AbstractContextManager[Carrier]):
-    """The carrier that is there anyway."""
+    """The communicator that exists already."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -121,7 +120,7 @@ def _operands(call: Decided) -> Iterator[tuple[str, Plan | None]]:
 
 
 def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
-    """What the operand becomes, by which steps, and the bytes; where nothing is done, what its gradient will need."""
+    """Return the operand's new layout, the steps to it, and the bytes; without steps, the steps of its gradient."""
     if plan is None:
         return "", "", ""
     steps = " · ".join(repr(step) for step in plan.steps if not isinstance(step, Relabel))
@@ -134,7 +133,7 @@ def _target(src: Spec, dst: Spec) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns two blanks apart; numbers end together, texts begin together."""
+    """Return the rows as text, columns two blanks apart; numbers are aligned right, texts left."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
     lines = [
         "  ".join(

@@ -1,4 +1,4 @@
-"""What a model in pieces cannot be asked for: options about the whole step, of which only parts are programs."""
+"""Options that need the whole step as one program, refused for a model in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """An option, whether a strategy asks for it, the passes that are asked for alike, why not, and what instead."""
+    """An option, its test on a strategy, the equivalent passes, the reason for the refusal, and the alternative."""
 
     name: str
     asked: Callable[[Strategy], bool]
@@ -75,11 +75,11 @@ OF_THE_WHOLE = (
         "marks: mw.shard_tensor for parameters, mw.reshard in the forward pass",
     ),
 )  # fmt: skip
-"""In the order in which they are refused."""
+"""The options, in the order in which they are refused."""
 
 
 def refuse_of_the_whole(strategy: Strategy, reason: MeshwrightError) -> None:
-    """Raises StaticError for an option that needs the whole step as one program; `reason` is why there is none."""
+    """Raise StaticError for an option that needs the whole step as one program; `reason` is why there is none."""
     for option in OF_THE_WHOLE:
         own = next((p for p in strategy.passes if isinstance(p, option.passes)), None)
         if own is None and not option.asked(strategy):

@@ -1,4 +1,4 @@
-"""A model laid as the plan of a pipeline says: layers on the meshes of stages, each parameter as its layout has it."""
+"""Distribute a model by the plan of a pipeline: layers on the meshes of stages, parameters in their layouts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ._tensors import shard_tensor
 
 
 def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> None:
-    """`model` on the stages of a plan that has a pipeline, and its optimizer with it. Raises StageError for names at
-    which no stage may begin.
+    """Put `model` and its optimizer on the stages of a plan that has a pipeline.
+
+    Raises:
+        StageError: the plan names a module at which no stage may begin.
     """
     assert plan.pipeline is not None
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -37,7 +39,7 @@ def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> Non
 
 
 def _by_module(model: nn.Module, layouts: Mapping[str, Spec]) -> Mapping[nn.Module, Mapping[str, Spec]]:
-    """Module → how the tensors lie that it holds itself, by their own names."""
+    """Return, for each module, the layouts of its own tensors by their own names."""
     found: dict[nn.Module, dict[str, Spec]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
@@ -49,7 +51,7 @@ def _by_module(model: nn.Module, layouts: Mapping[str, Spec]) -> Mapping[nn.Modu
 
 
 def _rows_lie(plan: MeshPlan) -> list[Placement]:
-    """How plain tensors lie that go into a layer: as rows of the batch do."""
+    """Return the placements of plain tensors that go into a layer: those of the batch's rows."""
     inputs = (spec for name, spec in plan.layouts.items() if name.startswith("batch_"))
     first = next((spec for spec in inputs if spec.layout.cut_axes), None)
     return [] if first is None else list(first.placements)

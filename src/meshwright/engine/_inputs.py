@@ -1,4 +1,4 @@
-"""Where the inputs of a program come from, call by call; and parameters laid as a program takes them."""
+"""Fetch the inputs of a program for each call, and bring parameters into the layouts of a program's inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meshwright.tensor import DistTensor, absent, lay, place, stamp
 from ._loss_scale import LossScale
 
 Fetch = Callable[[Sequence[Any]], Any]
-"""Gives an input of a program, from the leaves of a batch."""
+"""A function that returns an input of a program, given the leaves of a batch."""
 
 
 def fetch_of(
     given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None, scale: LossScale | None = None
 ) -> Fetch:
-    """What gives the input `given`, where `slots` are the model's parameters and buffers."""
+    """Return the function that fetches the input `given`; `slots` are the model's parameters and buffers."""
     if given.role in ("parameter", "buffer"):
         return _held(slots, given.name)
     if given.role == "batch":
@@ -46,15 +46,15 @@ def _of_scale(scale: LossScale, given: Input) -> Fetch:
 
 
 def _of_group(optimizer: Optimizer, at: int) -> Fetch:
-    """The learning rate that the group has by then."""
+    """Return a function that reads the current learning rate of the group."""
     return lambda leaves: float(optimizer.param_groups[at]["lr"])
 
 
 def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetch:
-    """A state that the optimizer holds by then: loading others puts new tensors in their place.
+    """Return a function that reads the optimizer's current state; loading a state dict replaces the tensors.
 
-    It is made if the program tells its first number. From now on it lies as the program takes it, also where it was
-    made by other steps or loaded.
+    A missing state is created if the program has its first value. The state gets the layout of the program's input,
+    also if other steps made it or it was loaded.
     """
     name, key = given.source
     parameter = _held(slots, name)
@@ -67,7 +67,7 @@ def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetc
 
 
 def states_fit(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> bool:
-    """True if the optimizer's states are those that a program takes; missing ones may be made before the first step."""
+    """True if a program can take the optimizer's states; missing ones may be created before the first step."""
     if optimizer is None:
         return True
     taken = {i.source: i for i in inputs if i.role in ("state", "scalar") and isinstance(i.source, tuple)}
@@ -100,7 +100,7 @@ def _first_state(given: Input, device: str) -> Tensor:
 
 
 def _held(slots: Sequence[Slot], name: str) -> Fetch:
-    """The tensor that the module holds by then."""
+    """Return a function that reads the module's current tensor."""
     table, key = next(s.places[0] for s in slots if s.name == name)
     return lambda leaves: table[key]
 
@@ -110,7 +110,10 @@ def _always(value: Any) -> Fetch:
 
 
 def _batch(at: int, spec: Spec | None) -> Fetch:
-    """A leaf of the batch, contiguous as programs take it; a plain tensor, whole on every rank, is laid out."""
+    """Return a function that reads a leaf of the batch, contiguous.
+
+    A plain tensor, whole on every rank, is distributed.
+    """
 
     def fetch(leaves: Sequence[Any]) -> Any:
         x = leaves[at]
@@ -122,12 +125,12 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
 
 
 def lay_as_captured(captured: Capture, optimizer: Optimizer | None) -> None:
-    """Parameters, buffers and their states become the parts that the captured program's inputs say."""
+    """Give parameters, buffers and their states the layouts of the captured program's inputs."""
     lay_as(captured.program.inputs, captured.slots, optimizer)
 
 
 def lay_as(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
-    """Parameters, buffers and their states become the parts that the inputs say."""
+    """Give parameters, buffers and their states the layouts of the inputs."""
     held = {i.name: i for i in inputs if i.role in ("parameter", "buffer")}
     for slot in slots:
         given = held[slot.name]

@@ -1,4 +1,4 @@
-"""Marks for whole modules: lay a layer's parameters and buffers over a mesh, mark its inputs and outputs."""
+"""Marks for whole modules: distribute a layer's parameters and buffers over a mesh, mark its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._tensors import shard_tensor
 
 ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
 Slot = tuple[dict[str, Any], str, Tensor]
-"""Where a module keeps a tensor: its table of parameters or buffers, the name, the tensor."""
+"""The slot of a tensor in a module: its table of parameters or buffers, its name, and the tensor."""
 
 
 def get_rank() -> int:
@@ -33,13 +33,16 @@ def shard_layer(
     input_fn: Callable[[Any, ProcessMesh], Any] | None = None,
     output_fn: Callable[[Any, ProcessMesh], Any] | None = None,
 ) -> nn.Module:
-    """`layer` with its parameters and buffers on the mesh; returns the same module.
+    """Distribute the parameters and buffers of `layer` over the mesh; returns the same module.
 
-    `shard_fn(name, submodule, mesh)` marks the parameters of each submodule; what it leaves plain is replicated.
-    A tensor that several modules share stays shared, and gets the layout with which it was marked last. Different
-    tensors with the very same elements, as after `a.data = b.data`, keep sharing memory if they get the same layout.
-    Raises SharedMemoryError if their layouts differ, or if two tensors share only some elements.
-    `input_fn(inputs, mesh)` and `output_fn(outputs, mesh)` see what goes in and what comes out of `layer`.
+    `shard_fn(name, submodule, mesh)` marks the parameters of each submodule; parameters that it leaves plain are
+    replicated. A tensor that several modules share stays shared, and gets the layout with which it was marked last.
+    Different tensors with the very same elements, as after `a.data = b.data`, keep sharing memory if they get the same
+    layout. `input_fn(inputs, mesh)` and `output_fn(outputs, mesh)` get the inputs and outputs of `layer`.
+
+    Raises:
+        SharedMemoryError: tensors on the same elements get different layouts, or two tensors share only some elements.
+        TraceError: a submodule is TorchScript.
     """
     mesh = resolve_mesh(process_mesh)
     _check_python(layer)
@@ -53,7 +56,7 @@ def shard_layer(
 
 
 def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
-    """Lay the parameters and buffers of every module; a tensor that several modules share stays shared."""
+    """Distribute the parameters and buffers of every module; a tensor that several modules share stays shared."""
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
         _follow(module, became)
@@ -88,7 +91,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def _follow(module: nn.Module, became: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Puts in the place of tensors what they have become elsewhere; `became` keeps the old ones, so ids stay theirs."""
+    """Replace tensors by their distributed successors; `became` keeps the old tensors, so that ids stay unique."""
     for table, name, value in _slots(module):
         latest = value
         while id(latest) in became:

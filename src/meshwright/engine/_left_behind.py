@@ -1,4 +1,4 @@
-"""Parameters that have become distributed ones, and optimizers that still hold what they were."""
+"""Refuse steps of optimizers that still hold parameters from before they were distributed."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _became = cast(MutableMapping[Tensor, ReferenceType[Tensor]], WeakIdKeyDictionar
 
 
 def note_laid(old: Tensor, new: Tensor) -> None:
-    """From now on `new` stands for the parameter `old`."""
+    """Record that `new` has replaced the parameter `old`."""
     _became[old] = ref(new)
 
 
 def watch_left_behind() -> None:
-    """From now on a step that would leave out what parameters have become is refused."""
+    """Refuse, from now on, steps of optimizers that would leave out distributed successors of their parameters."""
     register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    """Raises TrainingError where a parameter has no gradient, but what it was laid as has one."""
+    """Raise TrainingError if a parameter has no gradient, but its distributed successor has one."""
     if not _became:
         return
     laid = [p for group in optimizer.param_groups for p in group["params"] if p in _became and p.grad is None]
     if laid:
-        flush()  # gradients that are still to be added up
-    with local_parts():  # whether there is a gradient, not what it is
+        flush()  # flush gradients whose reduction is pending
+    with local_parts():  # only the existence of gradients is checked, not their values
         left = [p for p in laid if _has_gradient(p)]
     if left:
         raise TrainingError(
@@ -48,7 +48,7 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _has_gradient(old: Tensor) -> bool:
-    """Whether what the parameter has become, or that in turn, has a gradient."""
+    """True if a distributed successor of the parameter has a gradient."""
     found = _became.get(old)
     new = found() if found is not None else None
     return new is not None and (new.grad is not None or _has_gradient(new))

@@ -1,4 +1,4 @@
-"""A function of local parts in a model that is being captured: one operator, whose results are found on fake parts."""
+"""A function of local parts in a model that is being captured: one operator, with results found on fake parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshwright.tensor import captured_whole, map_tensors, note_spec, noted_spec
 from ._mesh import resolve_mesh
 
 Place = tuple[ProcessMesh, Sequence[Placement]] | None
-"""Where an operand or a result lies; None where that is not said."""
+"""The mesh and placements of an operand or a result; None if they are not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """The call as an operator: `run` does it with distributed tensors."""
+    """The call as an operator; `run` runs it with distributed tensors."""
 
     func: Any
     run: Callable[..., Any]
@@ -34,18 +34,21 @@ class LocalCall:
 
 
 def noted(tree: Any) -> Any:
-    """Whom to tell about a call with these arguments, where a model is being captured; else None."""
+    """Return the capture's callback for a call with these arguments, or None if no model is being captured."""
     return next((note for x in tensors_in(tree) if (note := captured_whole(x)) is not None), None)
 
 
 def mesh_of(tree: Any, given: ProcessMesh | None) -> ProcessMesh:
-    """The mesh that was named, else that of the first argument of which it is known, else the default."""
+    """Return the given mesh, else the mesh of the first argument whose spec is known, else the default mesh."""
     known = map(noted_spec, tensors_in(tree))
     return resolve_mesh(given if given is not None else next((spec.mesh for spec in known if spec is not None), None))
 
 
 def parts_of(tree: Any, place: Place, guess: Place) -> Any:
-    """`tree` with fake parts for whole tensors, which lie as `place` says, as is known of them, or as is guessed."""
+    """Return `tree` with fake local parts for whole tensors.
+
+    A tensor has the layout of `place`, else its known spec, else the layout of `guess`.
+    """
 
     def part(x: Tensor) -> Tensor:
         spec = _spec(x, place, guess)
@@ -66,7 +69,7 @@ def _spec(x: Tensor, place: Place, guess: Place) -> Spec | None:
 
 
 def whole_of(part: Any, place: Place, shape: Sequence[int] | None, grad: bool) -> Any:
-    """A fake whole tensor for a result: parts are taken to be of one size where no shape is given."""
+    """Return a fake whole tensor for a result. Without `shape`, all parts are taken to have one size."""
     if place is None or not isinstance(part, Tensor):
         return part
     mesh, placements = place
@@ -81,5 +84,5 @@ def whole_of(part: Any, place: Place, shape: Sequence[int] | None, grad: bool) -
 
 
 def _fake(x: Tensor, grad: bool) -> Tensor:
-    """`x`, with a past where it is to have a gradient."""
+    """Return `x`, with an autograd history if `grad` is set."""
     return x.requires_grad_() * 1 if grad and torch.is_grad_enabled() else x

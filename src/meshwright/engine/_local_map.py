@@ -1,9 +1,9 @@
-"""Functions and modules that see one rank's local parts.
+"""Functions and modules that compute with one rank's local parts.
 
-What goes in and what comes out is distributed; inside are plain tensors. An operand that is repeated along an axis is
-used in a varying way there when some result is cut or partial along it: each rank then has a term of its gradient, so
-it goes in as *varying* and the terms are added up. A result that is repeated along such an axis comes from one
-and the same computation on all ranks; its gradient goes into it on the first of them only, so that it counts once.
+Arguments and results are distributed tensors; the function gets plain tensors. An argument may be replicated along an
+axis along which some result is sharded or partial. Each rank then uses it differently and has one term of its gradient.
+Such an argument is passed as *varying*, and the terms are summed. A result that is replicated along such an axis is
+computed alike on all ranks. Its gradient is passed on by the first of these ranks only, so that it counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._tensors import check, dtensor_from_local, reshard
 PlacementList = Sequence[Placement]
 Shape = Sequence[int] | None
 Target = tuple[ProcessMesh, PlacementList, Shape] | None
-"""Where a result lies, and its global shape if parts are uneven; None for one that is no tensor, or stays plain."""
+"""The mesh, placements and global shape (for uneven parts) of a result; None if it is no tensor, or stays plain."""
 
 
 def local_map(
@@ -37,12 +37,15 @@ def local_map(
     reshard_inputs: bool = False,
     out_shapes: Sequence[Shape] | None = None,
 ) -> Callable[..., Any]:
-    """`func` run on the local parts: distributed tensors in, plain tensors inside, distributed tensors out.
+    """Return `func` as a function of distributed tensors that runs on the local parts, which are plain tensors.
 
-    Results lie as `out_placements` says, one list per result (None: not a tensor, or left plain); give their global
-    shapes as `out_shapes` when parts are uneven. Inputs must lie as `in_placements` says, one list per positional
-    argument (None: as it comes), or are brought there when `reshard_inputs`. Gradients are right without a word, as
-    long as `func` itself does not communicate. Raises LocalMapError where the two do not fit.
+    Results have the layouts of `out_placements`, one list per result (None: not a tensor, or left plain). Pass their
+    global shapes as `out_shapes` if parts are uneven. Arguments must have the layouts of `in_placements`, one list per
+    positional argument (None: any layout), or are resharded if `reshard_inputs` is set. Gradients are right without
+    further marks, as long as `func` itself does not communicate.
+
+    Raises:
+        LocalMapError: an argument has another layout, or the numbers of arguments, results and placements differ.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["dp"])
@@ -75,10 +78,10 @@ def local_map(
 
 
 class LocalLayer(nn.Module):
-    """A module whose `forward` sees local parts: subclass it and write the forward pass of one rank.
+    """A module whose `forward` gets local parts: subclass it and write the forward pass of one rank.
 
-    Inputs come in as they lie, and so do the module's own parameters. `out_dist_attrs` says where each result lies:
-    one (mesh, placements) per result; `out_shapes` gives their global shapes when parts are uneven.
+    Inputs and the module's own parameters come in their present layouts. `out_dist_attrs` has one (mesh, placements)
+    per result. `out_shapes` has the global shapes of results with uneven parts.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class LocalLayer(nn.Module):
         return _results(type(self), out, targets)
 
     def _call(self, own: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pass on parts, with these for the module's own."""
+        """Run the forward pass on local parts, with `own` in place of the module's parameters and buffers."""
         self._is_local = True
         try:
             return torch.func.functional_call(self, own, args, kwargs)
@@ -126,7 +129,7 @@ class LocalLayer(nn.Module):
 
 
 def _shown(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place], targets: Sequence[Target]) -> Any:
-    """What the function of whole fake tensors gives, found by running it on parts that hold nothing."""
+    """Return the function's results for whole fake tensors, found by a run on fake local parts."""
     guess = next(((t[0], t[1]) for t in targets if t is not None), None)
     parts = [parts_of(a, place, guess) for a, place in zip(args, wanted, strict=True)]
     out = func(*parts, **parts_of(kwargs, None, guess))
@@ -165,7 +168,7 @@ def _targets(
 
 
 def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: bool) -> Any:
-    """`x` as `wanted` says."""
+    """Return `x` in the layout `wanted`. Raises LocalMapError if it has another one and `may_move` is not set."""
     if wanted is None or not isinstance(x, DistTensor):
         return x
     layout = layout_of(check(wanted), x.ndim, mesh)
@@ -181,7 +184,7 @@ def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: b
 
 
 def _inside(x: Any, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
-    """The local part of `x`; along `axes` its repetition is used in a varying way."""
+    """Return the local part of `x`. It is varying along those of `axes` along which it is replicated."""
     if not isinstance(x, DistTensor):
         return x
     varying = {a for m, a in axes if m is x.mesh} - set(x.spec.layout.axes) | set(x.spec.layout.varying)
@@ -189,7 +192,7 @@ def _inside(x: Any, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
 
 
 def _varying_axes(targets: Sequence[Target]) -> frozenset[tuple[ProcessMesh, str]]:
-    """The mesh axes along which some result differs from rank to rank."""
+    """Return the mesh axes along which some result differs from rank to rank."""
     return frozenset(
         (target[0], axis)
         for target in targets
@@ -200,7 +203,7 @@ def _varying_axes(targets: Sequence[Target]) -> frozenset[tuple[ProcessMesh, str
 
 
 def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
-    """What the function gave, with every tensor laid where its target says."""
+    """Return the function's results as distributed tensors in the layouts of their targets."""
     results, many = _listed(func, out, targets)
     axes = _varying_axes(targets)
     made = [_outside(func, x, target, axes) for x, target in zip(results, targets, strict=True)]
@@ -208,7 +211,7 @@ def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
 
 
 def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], bool]:
-    """The results in a list, and whether there are several."""
+    """Return the results in a list, and True if there are several. Raises LocalMapError for a wrong number."""
     many = isinstance(out, (list, tuple))
     results: list[Any] = list(out) if many else [out]
     if len(results) != len(targets):

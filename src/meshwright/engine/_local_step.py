@@ -38,22 +38,22 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 })  # fmt: skip
-"""Classes whose steps work element by element and keep states in place; one derived from them may do anything."""
+"""Optimizer classes that work element by element and keep states in place; subclasses are excluded."""
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def watch_steps() -> None:
-    """From now on the optimizers of torch step on parts where that is the same."""
+    """Run the steps of torch's optimizers on local parts from now on, if that gives the same numbers."""
     register_optimizer_step_pre_hook(_meet)
 
 
 def own_hook(optimizer: Optimizer) -> int | None:
-    """The number of the hook that `watch_steps` has put on an optimizer."""
+    """Return the number of the hook that `watch_steps` has registered on an optimizer, or None."""
     return _hooks[optimizer].id if optimizer in _hooks else None
 
 
 def _meet(optimizer: Optimizer, *_: Any) -> Any:
-    """Before each step: what may make the step comes behind all other hooks, which may lay parameters anew."""
+    """Run the checks before each step, and register `_step` as the last hook: other hooks may change layouts."""
     if not parts_recorded() and before_step(optimizer):
         return (_without_parameters(optimizer),), {}
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -78,7 +78,7 @@ def _check_plain(optimizer: Optimizer) -> None:
 
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """The step on parts, where it can be; torch then goes on with an optimizer that has no parameters."""
+    """Run the step on local parts if possible; torch then goes on with an optimizer that has no parameters."""
     is_left_out = args and args[0] is not optimizer
     if is_left_out or len(args) > 1 or kwargs or recording() or not _lies_alike(optimizer):
         return None
@@ -127,7 +127,7 @@ def _lies_alike(optimizer: Optimizer) -> bool:
     """
     flush()
     found = False
-    with local_parts():  # a gradient that nobody has asked for need not become a distributed tensor
+    with local_parts():  # avoids the conversion of pending gradients to distributed tensors
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
@@ -166,7 +166,7 @@ def _beside(spec: Spec | None, state: Any) -> bool:
 
 @contextmanager
 def _as_lists(optimizer: Optimizer) -> Generator[None]:
-    """Where torch takes plain parameters as lists unless it is told otherwise, it takes parts so, too."""
+    """Set `foreach` where torch would choose it for plain parameters: on CUDA, if the user has not set it."""
     groups = [g for g in optimizer.param_groups if g.get("foreach", False) is None]
     groups = [g for g in groups if all(p.is_cuda and p.is_floating_point() for p in g["params"])]
     for group in groups:

@@ -1,4 +1,4 @@
-"""The scale of a static model's loss: what its programs read and renew, in the form of torch's own scaler."""
+"""The loss scale of a static model, which its programs read and update, in the format of torch's `GradScaler`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshwright.graph import HELD, Scaling
 
 
 class LossScale:
-    """The factor of the loss, the same on every rank, which training steps make smaller and larger.
+    """The factor of the loss, equal on every rank; training steps reduce it and increase it.
 
-    `state_dict` is that of a `torch.amp.GradScaler` with the same options, so either goes on where the other stopped.
+    `state_dict` has the format of a `torch.amp.GradScaler` with the same options, so each can resume from the other.
     """
 
     def __init__(self, scale: float, how: Scaling) -> None:
@@ -23,11 +23,11 @@ class LossScale:
         self._held: dict[str, Tensor] = {}
 
     def get_scale(self) -> float:
-        """The factor of the next step's loss."""
+        """Return the factor of the next step's loss."""
         return float(self._number("scale"))
 
     def held(self, key: str, device: str) -> Tensor:
-        """The tensor that programs read and write: "scale", or "growth", the steps since the scale changed."""
+        """Return the tensor that programs read and write: "scale", or "growth", the steps since the scale changed."""
         if key not in self._held:
             self._held[key] = torch.full((), self._start[key], dtype=HELD[key], device=device)
         return self._held[key]
@@ -42,7 +42,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the scale and the count of steps; how the scale changes stays as the strategy says."""
+        """Load the scale and the count of steps; the rules of the scale stay those of the strategy."""
         self._start = {"scale": float(state["scale"]), "growth": int(state["_growth_tracker"])}
         for key, x in self._held.items():
             x.fill_(self._start[key])

@@ -1,8 +1,8 @@
-"""A model without memory, laid over a mesh, gets memory for this rank's part and its first values.
+"""Give a model on the meta device, distributed over a mesh, memory for this rank's part and initial values.
 
-A module's tensors are made and filled before those of the next one, so that a rank never holds more than its share of
-the model and one whole parameter: of a parameter that is cut, "torch" draws the whole, as one device does, and keeps
-the part.
+The tensors of a module are allocated and initialised before those of the next module. So a rank never holds more than
+its share of the model and one whole parameter. For a sharded parameter, "torch" draws the whole tensor, as on one
+device, and keeps the part.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ Init = Callable[[nn.Module], Any]
 
 
 def materialize(model: nn.Module, init: Init | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """`model`, whose tensors on the meta device get memory and first values; the same module, the same parameters.
+    """Give memory and initial values to the tensors of `model` on the meta device; returns the same module.
 
-    Module by module, children first, as constructors do it: memory for what the module owns, its `reset_parameters()`
-    where it has that, and `init(module)`. Models of transformers need no `init`: their own follows. What several
-    modules share gets its values from the first of them. Tensors that have memory already keep their values. Frozen
-    parameters stay frozen, and an optimizer that has the parameters goes on with them.
+    It works module by module, children first, as constructors do. A module's tensors get memory; then
+    `reset_parameters()`, if the module has it, and `init(module)` fill them. Models of transformers need no `init`:
+    their own initialisation follows. A tensor that several modules share gets its values from the first of them.
+    Tensors that have memory already keep their values. Parameters stay the same objects, frozen ones stay frozen, and
+    an optimizer that has them can go on.
 
-    The numbers are those of one device that makes the same call with the same seed, and those of constructing the model
-    there, where constructors draw by `reset_parameters` alone. Raises MaterializeError for what nothing gives values.
+    The numbers are those of one device that makes the same call with the same seed. They are also those of constructing
+    the model there, if constructors draw by `reset_parameters` alone.
+
+    Raises:
+        MaterializeError: no initialiser gives a tensor its values, or one replaces a parameter.
 
     >>> import meshwright as mw
     >>> def go():
@@ -58,16 +62,16 @@ def materialize(model: nn.Module, init: Init | None = None, device: torch.device
 
 
 class _Work:
-    """What was made so far."""
+    """The tensors that were allocated, and the modules that initialise them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.first: dict[int, nn.Module] = {}
-        """Tensor that was made here → the module that gives it its values."""
+        """Tensor (by id) that was allocated here → the module that initialises it."""
         self.kept: list[Tensor] = []
 
     def fill(self, path: str, module: nn.Module, init: Init | None) -> None:
-        """Memory and first values for what the module owns."""
+        """Allocate and initialise the tensors that the module owns."""
         for _, _, x in _slots(module):
             if _device(x).type == "meta":
                 _give_memory(x, self.device)
@@ -76,7 +80,7 @@ class _Work:
         self.refill(path, module, lambda m: self._reset(m, init))
 
     def refill(self, path: str, module: nn.Module, init: Init) -> None:
-        """First values once more; what is another module's, or was there before, keeps those that it has."""
+        """Run `init` on the module; tensors of other modules and tensors that had memory before keep their values."""
         before = {(id(table), key): x for table, key, x in _slots(module)}
         if before and not any(id(x) in self.first for x in before.values()):
             return
@@ -91,7 +95,7 @@ class _Work:
                 self._put_back(f"{path}.{key}".lstrip("."), table, key, old, new)
 
     def check(self, path: str, module: nn.Module) -> None:
-        """Raises MaterializeError for what has memory, and no values; and for what is neither parameter nor buffer."""
+        """Raise MaterializeError for a tensor without values, and for a tensor that is neither parameter nor buffer."""
         for key, x in module.__dict__.items():
             if isinstance(x, Tensor) and _device(x).type == "meta":
                 raise MaterializeError(
@@ -115,7 +119,7 @@ class _Work:
             init(module)
 
     def _put_back(self, path: str, table: dict[str, Any], key: str, old: Tensor, new: Tensor) -> None:
-        """A buffer that was made anew lies as the old one; a parameter may be an optimizer's."""
+        """Copy a buffer that `init` replaced into the old buffer. Raises MaterializeError for a parameter."""
         if isinstance(old, nn.Parameter) or old.shape != new.shape or old.dtype != new.dtype:
             raise MaterializeError(
                 f"to materialize {path!r}", "another tensor in its place",
@@ -128,7 +132,7 @@ class _Work:
 
 
 def _children_first(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, behind what it is made of, as `nn.Module.apply` goes."""
+    """Yield every module once, after its children, in the order of `nn.Module.apply`."""
     seen: set[nn.Module] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -143,13 +147,13 @@ def _children_first(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """The module's own parameters and buffers, and where they are."""
+    """Yield the module's own parameters and buffers, each with its table and name."""
     for table in (module._parameters, module._buffers):
         yield from ((table, name, x) for name, x in table.items() if x is not None)
 
 
 def _give_memory(x: Tensor, device: torch.device) -> None:
-    """Memory for this rank's part under the object that everybody holds; numbers that are none, until it has others."""
+    """Allocate this rank's part under the existing tensor object, filled with NaN until it is initialised."""
     with local_parts():
         new = torch.empty_like(x.detach().as_subclass(Tensor), device=device)
         if new.is_floating_point() or new.is_complex():
@@ -165,7 +169,7 @@ def _give_memory(x: Tensor, device: torch.device) -> None:
 
 
 def _has_values(local: Tensor) -> bool:
-    """False where a number is still the one that is none; whole numbers cannot tell, but that they were written to."""
+    """False if an element is still NaN; an integer tensor has values once it was written to."""
     with local_parts():
         if local.is_floating_point() or local.is_complex():
             return not bool(local.isnan().any())
@@ -173,7 +177,7 @@ def _has_values(local: Tensor) -> bool:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part, nothing of it where the rank is outside the mesh."""
+    """Return this rank's part, empty if the rank is outside the mesh."""
     with local_parts():
         local = x.detach().as_subclass(Tensor)
         return local.reshape(-1)[:0] if isinstance(x, DistTensor) and x._away else local
@@ -189,13 +193,14 @@ def _real_device() -> torch.device:
     return torch.device("cpu") if default.type == "meta" else default
 
 
-# --- transformers, which gives values by a function of the whole model -----------------------------------------------
+# --- transformers, whose models have an initialisation function for the whole model --------------------------------
 
 
 def _initialisers(model: nn.Module) -> Mapping[nn.Module, Mapping[nn.Module, Init]]:
-    """Model of transformers → module below → the function of the innermost such model that gives it values.
+    """Return, for each model of transformers, the initialiser of each module below it: that of its innermost model.
 
-    A constructor calls it for what is below and has no values yet, and so do constructors of models inside, before.
+    The constructor of such a model initialises the modules below it that have no values yet. Constructors of models
+    inside run before.
     """
     inits = {m: _own_init(m) for m in model.modules()}
     found: dict[nn.Module, dict[nn.Module, Init]] = {}

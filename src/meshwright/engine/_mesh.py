@@ -1,4 +1,4 @@
-"""The mesh that is meant when none is named, and whether the ranks of a mesh are there."""
+"""The default mesh, and a check that the ranks of a mesh exist."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _everywhere: list[ProcessMesh | None] = [None]
 
 
 def set_mesh(mesh: ProcessMesh | None) -> None:
-    """Makes `mesh` the one that is meant when none is named, on this rank; None takes it away.
+    """Set the default mesh of this rank; None removes it.
 
-    Set outside `simulate`, it holds for every rank that sets no other.
+    Set outside `simulate`, it is the default of every rank that sets no other.
     """
     _state.mesh = None if mesh is None else _checked(mesh)
     if threading.current_thread() is threading.main_thread():
@@ -31,21 +31,22 @@ def set_mesh(mesh: ProcessMesh | None) -> None:
 
 
 def get_mesh() -> ProcessMesh | None:
-    """The mesh that `set_mesh` made the default, or None."""
+    """Return the default mesh that `set_mesh` has set, or None."""
     return _state.mesh if _state.mesh is not None else _everywhere[0]
 
 
 def init_mesh(**sizes: int) -> ProcessMesh:
-    """A mesh of all ranks along these axes, the outermost first; the size -1 takes what the others leave.
+    """Return a mesh of all ranks with these axes, outermost first; one size may be -1, which is inferred.
 
-    With it one script runs everywhere: `init_process` is called where nobody did, and in a process that was started by
-    itself, as `python script.py` does, there is one rank and every size is 1.
+    One script then runs everywhere: `init_process` is called if nobody has called it. In a single process, such as that
+    of `python script.py`, there is one rank and every size is 1.
 
     >>> from meshwright.comm import simulate
     >>> simulate(lambda: init_mesh(pp=2, dp=-1, tp=2), ranks=8)[0]
     ProcessMesh([pp=2, dp=2, tp=2])
 
-    Raises MeshError when the sizes are not those of so many ranks.
+    Raises:
+        MeshError: the product of the sizes is not the number of ranks.
     """
     if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not hasattr(size, "__index__")]:
         raise MeshError(
@@ -68,9 +69,10 @@ def init_mesh(**sizes: int) -> ProcessMesh:
 
 
 def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
-    """`mesh`, or the default one.
+    """Return `mesh`, or the default mesh.
 
-    Raises MeshError when there is neither, when it is no mesh, or when it names ranks that the world does not have.
+    Raises:
+        MeshError: there is neither, it is no mesh, or it names ranks that the world does not have.
     """
     found = mesh if mesh is not None else get_mesh()
     if found is None:

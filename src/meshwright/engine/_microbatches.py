@@ -1,4 +1,4 @@
-"""Microbatches in the eager mode: a model with its stages on the ranks of a mesh, in the order of a schedule's rows."""
+"""Microbatches in the eager mode: a model with stages on the ranks of a mesh, run in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ._pipeline import schedule_of
 from ._strategy import Pipeline
 
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""What runs a backward pass: eagerly it gives the gradients of weights too, so W has nothing left to do."""
+"""The actions that run a backward pass. It computes the gradients of weights too, so W has nothing left to do."""
 
 
 class Microbatches:
-    """A step of forward and backward passes over microbatches, as a schedule has them; the model runs eagerly.
+    """A training step of forward and backward passes over microbatches in the order of a schedule, run eagerly.
 
-    Call it with a batch, whose leaves are cut along dim 0. Gradients are added to `.grad`, and are means over the
-    microbatches like the loss that it gives; the optimizer is left to the caller. Forward passes run under `autocast`,
-    where that is a dtype, and gradients are those of the loss that `scaler` has scaled.
+    Call it with a batch, whose leaves are split along dim 0. Gradients are added to `.grad`. Gradients and the returned
+    loss are means over the microbatches. The caller runs the optimizer. Forward passes run under `autocast` if it is a
+    dtype, and gradients are those of the loss scaled by `scaler`.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Microbatches:
         self._stages = stages
 
     def under(self, autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None) -> Microbatches:
-        """The same steps under another autocast, with another scaler."""
+        """Return the same steps with another autocast dtype and another scaler."""
         return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
 
     def __call__(self, *batch: Any) -> Tensor:
-        """The mean loss of all microbatches of a batch. RewriteError where they would be uneven."""
+        """Return the mean loss of all microbatches of a batch. Raises RewriteError if their sizes would differ."""
         count = self.schedule.microbatches
         return self.accumulate([Merge(count).piece(batch, m) for m in range(count)])
 
     def accumulate(self, batches: Iterable[Sequence[Any]]) -> Tensor:
-        """The mean loss of these batches, which are the microbatches and may have sizes of their own."""
+        """Return the mean loss of these batches: each is a microbatch, and their sizes may differ."""
         given, count = list(batches), self.schedule.microbatches
         if len(given) != count:
             raise StageError(
@@ -75,7 +75,7 @@ class Microbatches:
         return total
 
     def _row(self, rank: int) -> Iterator[tuple[bool, int]]:
-        """What a rank does, in order; one that is in no stage goes along with the first."""
+        """Yield (is_backward, microbatch) in the order of this rank; a rank without a stage follows the first stage."""
         for action in self.schedule.rows[self._stages.of(rank) or 0]:
             for atom in action.atoms:
                 if atom.kind is Kind.FORWARD or atom.kind in _BACKWARD:
@@ -104,12 +104,15 @@ def microbatched(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Microbatches:
-    """`model`, whose stages lie on `mesh` along `axis`, as steps over microbatches in the eager mode.
+    """Return `model`, with its stages on `mesh` along `axis`, as steps over microbatches in the eager mode.
 
-    `loss` takes what the model gives and the last input of a batch; without one the model gives the loss itself.
-    `schedule` is the name or the text of a table with one chunk per rank: a forward pass that stops at a later chunk
-    is for `to_static`. Forward passes run under `autocast`, and losses are scaled by `scaler`, with which the caller
-    steps. Raises ScheduleError and StageError for tables that do not fit.
+    `loss` gets the model's result and the last input of a batch; without it, the model returns the loss itself.
+    `schedule` is the name or the text of a table with one chunk per rank. Schedules with recomputation, slices or two
+    copies of the model need `to_static`. Forward passes run under `autocast`. Losses are scaled by `scaler`, with which
+    the caller makes the optimizer's step.
+
+    Raises:
+        ScheduleError, StageError: the table does not fit.
 
     >>> import torch, meshwright as mw
     >>> def step():

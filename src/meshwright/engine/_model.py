@@ -1,4 +1,4 @@
-"""What programs are made of: a network, its loss, its optimizer and a strategy."""
+"""The inputs of a recording: a network, its loss, its optimizer and a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mode = Literal["train", "eval", "predict"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What programs are recorded of."""
+    """The network, loss, optimizer and strategy that programs are recorded from."""
 
     network: nn.Module
     loss: Callable[..., Tensor] | None
@@ -30,11 +30,11 @@ class Model:
     strategy: Strategy
 
     def slots(self) -> Sequence[Slot]:
-        """Parameters and buffers."""
+        """Return the parameters and buffers."""
         return slots_of(self.network)
 
     def states(self) -> dict[StateKey, Any]:
-        """The optimizer's states, by parameter and key; none where there is no optimizer."""
+        """Return the optimizer's states by parameter and key; empty without an optimizer."""
         if self.optimizer is None:
             return {}
         names = {id(s.tensor): s.name for s in self.slots()}
@@ -42,14 +42,14 @@ class Model:
         return {(names[id(p)], key): value for p, state in held for key, value in state.items()}
 
     def call(self, mode: Mode, *batch: Any) -> Any:
-        """The loss of a batch, whose last part labels are; in prediction, or without a loss, what the network gives."""
+        """Return the loss of a batch, whose last part is the labels; without a loss, the network's result."""
         if mode == "predict" or self.loss is None:
             return self.network(*batch)
         *inputs, labels = batch
         return self.loss(self.network(*inputs), labels)
 
     def constants(self) -> tuple[Any, ...]:
-        """What a training step holds as constants: the optimizer's options beside learning rates."""
+        """Return the constants of a training step: the optimizer's options other than learning rates."""
         return tuple(
             (at, key, _frozen(value))
             for at, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
@@ -58,16 +58,16 @@ class Model:
         )
 
     def lies_apart(self) -> bool:
-        """True where each parameter, buffer and state lies in memory of its own."""
+        """True if no two parameters, buffers or states share memory."""
         with local_parts():
             return lie_apart((*(s.tensor for s in self.slots()), *self.states().values()))
 
     def writes(self) -> bool:
-        """True where kernels may write parameters, buffers and states in place."""
+        """True if kernels may write parameters, buffers and states in place."""
         return self.strategy.inplace and self.lies_apart()
 
     def text(self) -> dict[str, str]:
-        """What must be the same where programs are to be used."""
+        """Return the facts, as text, that must be equal for a program to be used with this model."""
         plan = replace(self.strategy, compiler="none", max_programs=1)
         return {
             **code_of(self.network, self.loss, self.optimizer),

@@ -1,12 +1,12 @@
-"""Keep the memory that tensors of a module share when the module is laid on a mesh, or raise an error.
+"""Keep the memory that tensors of a module share when the module is distributed over a mesh, or raise an error.
 
-On one device, a write to one of two tensors on the same memory changes both. Laid on a mesh, each tensor gets parts in
-new memory. Two cases differ:
+On one device, a write to one of two tensors on the same memory changes both. Distributed over a mesh, each tensor gets
+parts in new memory. Two cases differ:
 
     the very same elements, one layout    the parts share memory, too, as by `q.data = p.data`
     any other overlap                     the parts cannot share memory as the whole tensors do: SharedMemoryError
 
-One tensor object that several modules hold is not such a case: it is laid once.
+One tensor object that several modules hold is not such a case: it is distributed once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hook
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """A place where a module holds a tensor: its path, its table and key, and the tensor before the module was laid."""
+    """The place of a tensor in a module: its path, table and key, and the tensor before the module was distributed."""
 
     path: str
     table: dict[str, Any]
     key: str
     tensor: Tensor
     is_held: bool
-    """True for a parameter or buffer, False for another attribute, which is laid only if it shares memory."""
+    """True for a parameter or buffer. Another attribute (False) is distributed only if it shares memory."""
 
     @property
     def now(self) -> Any:
@@ -46,10 +46,10 @@ class _Slot:
 
 @contextmanager
 def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
-    """Keep shared memory shared while the body of the `with` statement lays `model` on a mesh.
+    """Keep shared memory shared while the body of the `with` statement distributes `model` over a mesh.
 
     Raises SharedMemoryError before the body if two tensors share only some elements. After the body, tensors with the
-    very same elements share memory again. If their layouts differ, SharedMemoryError is raised. After an error, a model
+    very same elements share memory again; SharedMemoryError is raised if their layouts differ. After an error, a model
     with shared memory gets back its former tensors and hooks.
     """
     memory = ModuleMemory(model, asked)
@@ -123,7 +123,7 @@ class ModuleMemory:
                     )  # fmt: skip
 
     def tie(self) -> None:
-        """Give the laid tensors of each group one memory."""
+        """Give the distributed tensors of each group one memory."""
         for group in self._groups:
             if not isinstance(group[0].now, DistTensor):
                 continue
@@ -198,7 +198,7 @@ def _spec(x: Any) -> Spec | None:
 
 
 def _on_memory(first: Tensor, slot: _Slot) -> Tensor:
-    """Return the tensor of a slot on the memory of `first`: the laid one, or a new one for an attribute."""
+    """Return the tensor of a slot on the memory of `first`: the distributed one, or a new one for an attribute."""
     with torch.no_grad():
         if not slot.is_held:
             return first.data.requires_grad_(slot.tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""What a model computes, module by module: inputs, outputs, and the gradients of both, as a run goes along."""
+"""Record what a model computes in one pass: inputs and outputs of its modules, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshwright.tensor import DistTensor, map_tensors, tensors_in
 INPUT, OUTPUT, LOSS = "input", "output", "loss"
 OF_OUTPUT, OF_INPUT, OF_PARAMETER = "gradient of the output", "gradient of the input", "gradient"
 Key = tuple[str, str, int]
-"""What it is, the path of the module or the parameter, and how many of that there were before."""
+"""The kind of the tensor, the path of its module or parameter, and the number of earlier tensors with both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of a tensor, and how it lies; a plain tensor has no spec."""
+    """One rank's part of a tensor, and its spec (None for a plain tensor)."""
 
     spec: Spec | None
     local: Tensor
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass
 class Observed:
-    """What was seen, in order."""
+    """The recorded tensors, in order."""
 
     parts: dict[Key, Part] = field(default_factory=dict[Key, Part])
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -50,9 +50,10 @@ class Observed:
 def observe(
     model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | None
 ) -> dict[Key, Part]:  # fmt: skip
-    """One forward and one backward pass; the hooks stay on the model, which is a copy.
+    """Run a forward and a backward pass, and return the parts of all tensors; the hooks stay on the model.
 
-    The loss is what `loss` makes of the model's result and the batch's last part, else the sum of what the model gives.
+    So pass a copy of the model. The loss is `loss(result, last part of the batch)`, or without `loss` the sum of the
+    model's results.
     """
     seen = Observed()
     for path, module in model.named_modules():
@@ -78,7 +79,7 @@ def _watch(seen: Observed, path: str, module: nn.Module) -> None:
             seen.note(INPUT, path, x)
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
-            own = x.view_as(x)  # a node of its own: the gradient that this module gives, and not that of others
+            own = x.view_as(x)  # a node of its own: its gradient excludes other uses of x
             own.register_hook(lambda grad: seen.note(OF_INPUT, path, grad))
             return own
 

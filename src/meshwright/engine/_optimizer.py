@@ -1,4 +1,4 @@
-"""Optimizers over distributed parameters: any `torch.optim` one, with a say in where its states live."""
+"""Optimizers over distributed parameters: any of `torch.optim`, with a choice of the layouts of its states."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ._tensors import shard_tensor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
-"""`shard_fn(key, parameter, accumulator)` gives placements for the accumulator, another accumulator, or None."""
+"""`shard_fn(key, parameter, accumulator)` returns placements for the accumulator, another accumulator, or None."""
 _LAYS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
-"""Optimizer → what lays the states of anything that has some."""
+"""Optimizer → the function that lays out its states."""
 _AROUND: WeakKeyDictionary[Optimizer, AroundStep] = WeakKeyDictionary()
-"""Optimizer → what is done around its steps."""
+"""Optimizer → the work around its steps."""
 
 
 def shard_optimizer(
@@ -35,17 +35,19 @@ def shard_optimizer(
     master_weights: bool = False,
     offload: bool = False,
 ) -> AnyOptimizer:
-    """`optimizer` whose accumulators lie as `shard_fn` says; returns the same optimizer.
+    """Give the accumulators of `optimizer` the layouts that `shard_fn` chooses; returns the same optimizer.
 
-    A sharding stage cuts states, gradients and parameters as ZeRO does: `ShardingStage1("dp")`,
-    `ShardingStage2("dp", model)`, `ShardingStage3("dp", model)`. Without `shard_fn` accumulators lie as their
-    parameters do, as torch makes them. States that are loaded as whole plain tensors are laid over the mesh like that,
-    too. `shard_fn(key, parameter, accumulator)` is asked once for each accumulator that has its parameter's shape,
-    after the step that makes it or when it is loaded.
+    A sharding stage shards states, gradients and parameters as ZeRO does: `ShardingStage1("dp")`, `ShardingStage2("dp",
+    model)`, `ShardingStage3("dp", model)`. Without `shard_fn`, accumulators have the layouts of their parameters. Whole
+    plain states that are loaded are distributed in the same way. `shard_fn(key, parameter, accumulator)` is called once
+    for each accumulator with its parameter's shape: after the step that creates it, or when it is loaded.
 
-    With `master_weights` parameters in half precision are updated in float32, and so are their states: copies that lie
-    as the updated parts, the states "master_weight". With `offload` states are in the host's memory between steps, and
-    come to the device bucket by bucket. Neither takes a closure. Raises StrategyError for a second call with either.
+    With `master_weights`, parameters in half precision and their states are updated in float32. The float32 copies have
+    the layout of the updated parts, and are the states "master_weight". With `offload`, states are in the host's memory
+    between steps, and are copied to the device bucket by bucket. Neither supports a closure.
+
+    Raises:
+        StrategyError: the optimizer's step has been prepared already by another call.
     """
     around = _around(optimizer, shard_fn, master_weights, offload)
     if isinstance(shard_fn, (ShardingStage2, ShardingStage3)):
@@ -58,7 +60,7 @@ def shard_optimizer(
     asked: set[tuple[int, str]] = set()
 
     def lay(of: Optimizer, *_: Any) -> None:
-        known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of it, whose step is recorded
+        known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of the optimizer, whose step is recorded
         for parameter, state in of.state.items():
             if isinstance(parameter, DistTensor):
                 _lay_state(parameter, state, shard_fn, known)
@@ -75,7 +77,7 @@ def shard_optimizer(
 
 
 def follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """The optimizer's groups and states go on with what parameters have become."""
+    """Replace the optimizer's parameters by their successors, which keep the states; both are matched by name."""
     became = {old: after[name] for name, old in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [became.get(p, p) for p in group["params"]]
@@ -85,7 +87,7 @@ def follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[st
 
 
 def _hook(optimizer: Optimizer, around: AroundStep) -> None:
-    """Around the steps of this optimizer, and not of a copy of it, whose step is recorded."""
+    """Register the work around the steps of this optimizer, but not of copies of it, whose steps are recorded."""
 
     def before(of: Optimizer, args: Any, kwargs: Any) -> None:
         if of is optimizer:
@@ -102,7 +104,7 @@ def _hook(optimizer: Optimizer, around: AroundStep) -> None:
 
 
 def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:
-    """Lays states of a parameter, which the optimizer does not have yet, as `shard_optimizer` was told."""
+    """Lay out states of a parameter, which the optimizer does not have yet, as `shard_optimizer` has set."""
     lay, around = _LAYS.get(optimizer), _AROUND.get(optimizer)
     if lay is not None:
         lay(SimpleNamespace(state={parameter: states}))
@@ -111,7 +113,7 @@ def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) 
 
 
 def refuse_master_weights(optimizer: Optimizer) -> None:
-    """Raises StaticError for an optimizer whose states are elsewhere while it makes no step."""
+    """Raise StaticError for an optimizer whose states are elsewhere between steps."""
     around = _AROUND.get(optimizer)
     if around is not None and (around.master or around.memory):
         raise StaticError(

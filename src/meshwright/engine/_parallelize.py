@@ -1,4 +1,4 @@
-"""A model made parallel from outside: what a plan says of its modules by name, of its batch, stages and ZeRO."""
+"""Make a model parallel from outside: a plan for its modules by name, its batch, stages and ZeRO."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What `parallelize` makes of a model; axes that a mesh has not are left out.
+    """The configuration of `parallelize`; axes that the mesh does not have are ignored.
 
-    `plan` has patterns of module paths ("layers.*.q_proj") and how those modules are parallel. Inputs are cut along
-    dim 0 over the axes `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the
-    stages of the axis `pp` begin; without it they are shared out evenly. Where stages have several chunks, `way` has
-    the stage of each chunk, and `split` names where chunks begin. `zero` is the stage of ZeRO (0: none), over
-    the axes `zero_axes`, else over those of the batch; `master_weights` and `offload` are as in `shard_optimizer`.
-    `context` is how attention goes along a sequence that is cut, while the model runs: "gather", "ring" or "ulysses"
+    `plan` maps patterns of module paths ("layers.*.q_proj") to styles. Inputs are sharded along dim 0 over the axes
+    `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the stages of the axis `pp`
+    begin; without it, layers are divided evenly. If stages have several chunks, `way` has the stage of each chunk, and
+    `split` names the modules at which chunks begin. `zero` is the stage of ZeRO (0: none), over the axes `zero_axes`,
+    by default those of the batch. `master_weights` and `offload` are as in `shard_optimizer`. `context` is the
+    algorithm for attention along a sharded sequence while the model runs: "gather", "ring" or "ulysses"
     (`context_parallel`).
     """
 
@@ -70,10 +70,13 @@ def parallelize(
     mesh: ProcessMesh | None = None,
     config: Parallelism | None = None,
 ) -> tuple[nn.Module, AnyOptimizer]:
-    """`model` and `optimizer` as `config` says, on `mesh`; the same objects, whose code nobody had to change.
+    """Make `model` and `optimizer` parallel on `mesh` as `config` says; returns the same objects.
 
-    The optimizer goes on with the laid parameters, and with its states. Raises StrategyError for a pattern that no
-    module has, and MeshError for an axis that is not there.
+    The model's code needs no change. The optimizer continues with the distributed parameters and keeps its states.
+
+    Raises:
+        StrategyError: a pattern matches no module.
+        MeshError: a style needs an axis that the mesh does not have.
 
     >>> import torch, meshwright as mw
     >>> def go():
@@ -113,7 +116,11 @@ def parallelize(
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, Sequence[Style]]:
-    """Module → how it is parallel, by all patterns that its path matches, in their order."""
+    """Return the styles of each module: those of all patterns that its path matches, in their order.
+
+    Raises:
+        StrategyError: a pattern matches no module.
+    """
     found: dict[nn.Module, list[Style]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = sorted(modules)
@@ -132,7 +139,7 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, S
 
 
 def _matching(paths: Sequence[str], pattern: str) -> Iterator[str]:
-    """Yield those of the sorted paths that the pattern matches, in time that follows from their number."""
+    """Yield the sorted paths that the pattern matches; only paths with the pattern's fixed prefix are tested."""
     start = _WILD.split(pattern, maxsplit=1)[0]
     for at in range(bisect_left(paths, start), len(paths)):
         if not paths[at].startswith(start):
@@ -144,14 +151,14 @@ def _matching(paths: Sequence[str], pattern: str) -> Iterator[str]:
 
 
 def _inputs_lie(mesh: ProcessMesh, config: Parallelism) -> list[Placement]:
-    """How a tensor of rows and positions lies."""
+    """Return the placements of a tensor with rows along dim 0 and positions along dim 1."""
     dims = dict.fromkeys(config.sequence, 1) | dict.fromkeys(config.batch, 0)
     return [Shard(dims[a]) if a in dims else Replicate() for a in mesh.dim_names]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Lays plain inputs over the mesh: those with as many rows as the first tensor, and along dim 1 likewise."""
+    """A hook that distributes plain inputs: those with as many rows as the first tensor, and likewise along dim 1."""
 
     mesh: ProcessMesh
     config: Parallelism

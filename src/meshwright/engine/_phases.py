@@ -13,7 +13,7 @@ from meshwright.comm import current
 from meshwright.search import shown
 
 LEAST = 1.0
-"""Seconds from which on a recording is reported."""
+"""Recordings that take at least so many seconds are reported."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A piece while the model runs: its two programs as one differentiable function of the rank's parts."""
+"""Run a piece: its two programs as one differentiable function of the rank's parts."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ._inputs import Fetch
 
 @dataclass(slots=True)
 class Form:
-    """What a module gives: a tree, with numbers in the place of its leaves, and what no tensor is, by those numbers."""
+    """The structure of an output: a tree with numbers in place of its leaves, and the leaves that are no tensors."""
 
     tree: Any = None
     plain: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def taken_apart(self, out: Any) -> list[Tensor]:
-        """The tensors of `out`, whose form this is from now on."""
+        """Return the tensors of `out`, and store the structure of `out`."""
         leaves, number = list(leaves_in(out)), count()
         self.tree = map_leaves(lambda _: next(number), out)
         self.plain = {at: x for at, x in enumerate(leaves) if not isinstance(x, Tensor)}
         return [x for x in leaves if isinstance(x, Tensor)]
 
     def put_together(self, tensors: Iterable[Any]) -> Any:
-        """The tree of these tensors."""
+        """Return the tree with these tensors as its leaves."""
         left = iter(tensors)
         return map_leaves(lambda at: self.plain[at] if at in self.plain else next(left), self.tree)
 
 
 @dataclass(slots=True)
 class Compiled:
-    """A piece, the functions that run it, and where the inputs of its forward pass come from."""
+    """A piece, the functions that run it, and the functions that fetch the inputs of its forward pass."""
 
     name: str
     piece: Piece
@@ -49,7 +49,7 @@ class Compiled:
     backward: Run | None
     fetch: tuple[Fetch, ...]
     asks: tuple[int, ...]
-    """Which inputs of the forward pass get gradients."""
+    """The numbers of the forward pass's inputs that get gradients."""
     form: Form
     may_overlap: bool = True
     """True until a check has shown that inputs which the piece writes share no memory with other inputs."""
@@ -57,7 +57,7 @@ class Compiled:
 
 @contextmanager
 def autocast_off() -> Generator[None]:
-    """Inside, operators run in the dtypes that they are given: a program has its casts."""
+    """Switch autocast off inside: a program has its own casts."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -118,13 +118,13 @@ class _Piece(torch.autograd.Function):
 
 
 def _targets(forward: Program, given: Sequence[Any]) -> list[Tensor]:
-    """The tensors that are written to, in the order of the program's writes."""
+    """Return the tensors that the program writes to, in the order of its writes."""
     at = {i.value: x for i, x in zip(forward.inputs, given, strict=True)}
     return [at[x] for x, _ in forward.writes]
 
 
 def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """The values, copied where they look at what is to be written: they stay what they were."""
+    """Return the values; those in the memory of a target are copied, so that writes do not change them."""
     taken = {x.untyped_storage().data_ptr() for x in targets}
 
     def apart(x: Any) -> Any:
@@ -134,7 +134,7 @@ def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
 
 
 def _each_its_own(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The values, none of them an argument or another value: autograd gives each tensor one past."""
+    """Return the values, with a view for each argument or repeated value: autograd needs distinct tensors."""
     seen = {id(x) for x in given}
     found: list[Any] = []
     for x in values:

@@ -1,4 +1,4 @@
-"""What cannot go into a piece, or come out of one: said as a CaptureError, so that the module runs as Python."""
+"""Checks of a piece's inputs and outputs. They raise CaptureError, so that the module runs as Python."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._errors import StaticError
 from ._setting import form_of
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""What goes in and out of a piece beside tensors: it is compared from call to call, and does not change by itself."""
+"""Types of inputs and outputs beside tensors: values that are compared from call to call and cannot be mutated."""
 
 
 def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
-    """Raises CaptureError for an object that could change without being seen, or hide tensors."""
+    """Raise CaptureError for an object that could change without being noticed, or could hold tensors."""
     strange = next((x for x in leaves if not isinstance(x, (Tensor, *PLAIN))), None)
     if strange is not None:
         raise CaptureError(
@@ -29,7 +29,7 @@ def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
 
 
 def form_of_call(args: Sequence[Any]) -> Any:
-    """How the arguments are built. Raises CaptureError for what cannot be compared from call to call."""
+    """Return the structure of the arguments. Raises CaptureError for one that cannot be compared from call to call."""
     try:
         return form_of(args)
     except StaticError as error:
@@ -37,7 +37,7 @@ def form_of_call(args: Sequence[Any]) -> Any:
 
 
 def check_mappings(out: Any, module: nn.Module) -> None:
-    """Raises CaptureError for results in mappings of other types than dict, which programs do not make."""
+    """Raise CaptureError for results in mappings other than dict, which programs do not make."""
     if isinstance(out, Mapping) and type(out) is not dict:
         raise CaptureError(
             f"to capture {type(module).__name__}", f"results in a {type(out).__name__}",
@@ -49,7 +49,7 @@ def check_mappings(out: Any, module: nn.Module) -> None:
 
 
 def check_arguments_left_alone(program: Program, module: nn.Module) -> None:
-    """Raises CaptureError for a module that writes to its arguments: autograd must see who wrote."""
+    """Raise CaptureError for a module that writes to its arguments: autograd must see the write."""
     written = {x for x, _ in program.writes}
     if any(i.value in written for i in program.inputs if i.role == "batch"):
         raise CaptureError(

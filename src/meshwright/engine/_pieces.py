@@ -1,8 +1,8 @@
-"""A model that cannot be one program: what can be captured runs as programs, the rest as Python, module by module.
+"""Run a model that cannot be one program: modules that can be captured run as programs, the rest as Python.
 
-What a piece takes for granted beside its arguments is compared with what is there now, as it is for whole models. Of a
-piece's programs, those of the captured call and those of the rank go through the strategy's passes; mixed precision is
-`torch.autocast` around all of it, so that programs and Python agree on the dtypes between them.
+Everything that a piece depends on beside its arguments is compared with its present value at each call, as for whole
+models. The strategy's passes run on a piece's captured programs and on the rank's programs. Mixed precision is
+`torch.autocast` around everything, so that programs and Python agree on the dtypes between them.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ class _Known:
     latest: Compiled | None = None
 
     def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        """What two calls must share, beside sizes, to be runs of one program."""
+        """Return the key that two calls must share, beside sizes, to use one program."""
         asked = tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         return (torch.is_grad_enabled(), asked, form_of_call(args))
 
 
 class Pieces:
-    """The modules below `root` that run as programs; those that cannot are `eager`, with the reason.
+    """The modules below `root` that run as programs; `eager` maps the others to the reason.
 
-    `reason` tells why the whole is no program. Raises StaticError, which names its line, for a strategy that asks for
-    what only a whole program has.
+    `reason` says why the whole model is no program.
+
+    Raises:
+        StaticError: the strategy has an option that only a whole program supports.
     """
 
     def __init__(self, root: nn.Module, strategy: Strategy, reason: CaptureError) -> None:
@@ -83,19 +85,19 @@ class Pieces:
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """The modules that run as programs."""
+        """Return the paths of the modules that run as programs."""
         return tuple(path for path in self._known if path not in self.eager)
 
     @property
     def programs(self) -> Mapping[str, tuple[Program, ...]]:
-        """Module → the programs that it ran last: forward, and backward where there are gradients."""
+        """Return, for each module, the programs that it ran last: forward, and backward if there are gradients."""
         latest = {path: self._known[path].latest for path in self.compiled}
         both = {path: (found.piece.forward, found.piece.backward) for path, found in latest.items() if found}
         return {path: tuple(p for p in pair if p is not None) for path, pair in both.items()}
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Inside, the modules that can be captured run as programs."""
+        """Run the modules that can be captured as programs, inside the block."""
         try:
             self._put("", self.root)
             with self._autocast():
@@ -107,7 +109,7 @@ class Pieces:
 
     @contextmanager
     def _autocast(self) -> Generator[None]:
-        """Inside, what is captured and what runs as Python computes in the dtypes of mixed precision."""
+        """Run programs and Python in the dtypes of mixed precision, inside the block."""
         held = [*self.root.parameters(), *self.root.buffers()]
         device = held[0].device.type if held else "cpu"
         with torch.autocast(device, torch.bfloat16) if self.amp.enable else nullcontext():
@@ -128,7 +130,7 @@ class Pieces:
             self._put(f"{path}.{name}".lstrip("."), child)
 
     def _running(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """What runs instead of the module's own `forward`."""
+        """Return the function that replaces the module's own `forward`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             found = None if kwargs or path in self.eager or transforming() else self._find(path, module, args)
@@ -143,7 +145,7 @@ class Pieces:
 
     @contextmanager
     def _bare(self, modules: Iterable[nn.Module]) -> Generator[None]:
-        """Inside, the modules have the `forward` that is theirs."""
+        """Restore the modules' own `forward` inside the block."""
         taken = [m for m in modules if m in self._placed and "forward" in m.__dict__]
         for m in taken:
             del m.__dict__["forward"]
@@ -154,7 +156,7 @@ class Pieces:
                 m.__dict__["forward"] = self._placed[m]
 
     def _find(self, path: str, module: nn.Module, args: Sequence[Any]) -> Compiled | None:
-        """The programs of the call, recorded now if there are none; None for a call that must be Python."""
+        """Return the programs of the call, recorded now if there are none; None for a call that must run as Python."""
         leaves = list(leaves_in(args))
         try:
             check_plain(leaves, "given", module)
@@ -168,7 +170,7 @@ class Pieces:
         return known.latest
 
     def _known_of(self, path: str, module: nn.Module) -> _Known:
-        """What is known of the module, which may have taken the place of another."""
+        """Return the programs of the module; a new record if another module was at this path before."""
         known = self._known.get(path)
         if known is None or known.network is not module:
             known = _Known(module, Variants[Compiled](self.strategy.max_programs))
@@ -179,7 +181,7 @@ class Pieces:
         found = known.variants.find(key, leaves)
         if found is None:
             dynamic = known.variants.open_sizes(key, leaves)
-            dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are made for known sizes
+            dynamic = {} if self.strategy.compiler == "inductor" else dynamic  # kernels are compiled for fixed sizes
             try:
                 found = self._made_for(known, key, args, leaves, dynamic)
             except (SideEffectError, TypeError):
@@ -203,9 +205,12 @@ class Pieces:
         return found
 
     def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Form]:
-        """The module's call as a program that gives its tensors, after the passes on captured programs; and its form.
+        """Return the captured program of the module's call, which outputs tensors, and the form of its output.
 
-        Raises CaptureError for what cannot be part of an autograd graph beside what can be no program at all.
+        The strategy's passes on captured programs have run.
+
+        Raises:
+            CaptureError: the module cannot be a program, or cannot be part of an autograd graph.
         """
         form = Form()
 
@@ -217,7 +222,7 @@ class Pieces:
 
         try:
             captured = capture(module, call, args, dynamic)
-        except RuntimeError as error:  # Python says the same, or can do what fake tensors cannot
+        except RuntimeError as error:  # Python raises it too, or runs operators that fake tensors do not support
             raise CaptureError(
                 f"to capture {type(module).__name__}", str(error).split("\n")[0],
                 "torch refuses it on tensors that hold nothing", "operators that torch.compile takes",
@@ -227,7 +232,7 @@ class Pieces:
         return replace(captured, program=apply_passes(program, self.strategy.passes_on("captured"))), form
 
     def _made(self, name: str, captured: Capture, form: Form, leaves: Sequence[Any]) -> Compiled:
-        """The programs of this rank, after all passes, and what runs them."""
+        """Return the programs of this rank after all passes, with the functions that run them."""
         here, grad = current(), torch.is_grad_enabled()
         asked = [at for at, x in enumerate(leaves) if grad and isinstance(x, Tensor) and x.requires_grad]
         taken = replace(captured, program=_reading_copies(captured.program))
@@ -246,7 +251,7 @@ class Pieces:
         )
 
     def _passed(self, captured: Capture, piece: Piece) -> Piece:
-        """The piece after all passes, with the changes of those that the captured program went through."""
+        """Return the piece after all passes, with the changes that passes made to the captured program."""
         passes = self.strategy.passes_on("recorded")
         with local_parts():
             apart = lie_apart(s.tensor for s in captured.slots)
@@ -256,12 +261,12 @@ class Pieces:
         return replace(piece, forward=forward, backward=backward)
 
     def _runner(self, program: Program) -> Run:
-        """The program as a function, compiled where the strategy asks for it."""
+        """Return the program as a function, compiled if the strategy asks for it."""
         return runner(compiled(program, current(), writes=False) if self.strategy.compiler == "inductor" else program)
 
 
 def _reading_copies(program: Program) -> Program:
-    """The captured program, whose operators read copies of what is written: autograd may keep what they read."""
+    """Return the captured program; operators read copies of what it writes, since autograd may keep their inputs."""
     read = {v for n in program.nodes if isinstance(n.op, _Operator) for v in n.ins}
     copies = {x: Value(f"{x.name}_before", x.shape, x.dtype, x.device) for x, _ in program.writes if x in read}
 
@@ -275,13 +280,13 @@ def _reading_copies(program: Program) -> Program:
 
 
 def _for_saved_sizes(passes: Sequence[Pass], backward: Program) -> Sequence[Pass]:
-    """The passes that need not know what the sizes are that the forward pass hands over."""
+    """Return the passes that do not need the sizes that the forward pass hands to `backward`."""
     sizes = any(not i.value.is_tensor for i in backward.inputs)
     return [p for p in passes if not (sizes and isinstance(p, InPlace))]
 
 
 @contextmanager
 def _unhooked() -> Generator[None]:
-    """Inside, what autograd saves is nobody else's business: what is recorded is not what runs."""
+    """Switch off, inside the block, the hooks of saved tensors: a recording is not a run."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         yield

@@ -1,4 +1,4 @@
-"""A pipeline in the static mode: the model's stages, its schedule, and the run of a step."""
+"""Pipelines in the static mode: the model's stages, the schedule, and the run of a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The schedule of a pipeline, and why it is that one, in a line."""
+    """The schedule of a pipeline, and the reason for it in one line."""
 
     schedule: Schedule
     why: str
@@ -57,9 +57,9 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """A step in a pipeline: the parts of this rank for each copy of the model, how batches come in, the schedule.
+    """A step in a pipeline: this rank's parts for each copy of the model, the intake of batches, and the schedule.
 
-    `again` makes all updates of an asynchronous step but the first, where that one makes states.
+    `again` is the program of all updates of an asynchronous step but the first, if the first creates states.
     """
 
     copies: tuple[Parts, ...]
@@ -68,7 +68,7 @@ class Piped:
     again: Program | None = None
 
     def after(self, act: Callable[[Program], Program]) -> Piped:
-        """The step, each of whose programs is what `act` makes of it."""
+        """Return the step with `act` applied to each of its programs."""
         again = None if self.again is None else act(self.again)
         return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
 
@@ -81,13 +81,13 @@ class Piped:
         return PipelineRun(self.copies, schedule, here, self.intake, make, again=self.again, looks=looks)
 
     def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
-        """All programs as one, to be read and saved, and the table that tells them apart."""
+        """Return all programs joined into one, to be read and saved, and the table that separates them."""
         program, table = end_to_end(self.copies, self.intake, self.chosen.schedule)
         return program, {**table, "why": self.chosen.why}
 
 
 def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
-    """What `Piped.end_to_end` laid end to end. Raises what Python raises for a table of another form."""
+    """Return the step that `Piped.end_to_end` joined. Raises Python's own errors for a table of another form."""
     copies, intake, schedule = taken_up(program, table)
     check(schedule, stale=True)
     check_fits(schedule, copies[0].stages)
@@ -95,13 +95,13 @@ def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
 
 
 class Separate(tuple[Any, ...]):
-    """Batches that are taken one by one, as the microbatches of a step."""
+    """Batches that are passed one by one, as the microbatches of a step."""
 
     __slots__ = ()
 
     @property
     def firsts(self) -> list[Any]:
-        """The first batch of each form: of the sizes that there are among them."""
+        """Return the first batch of each form, which is the sizes of its tensors."""
         found: dict[Any, Any] = {}
         for batch in self:
             found.setdefault(_sizes(batch), batch)
@@ -109,7 +109,7 @@ class Separate(tuple[Any, ...]):
 
     @property
     def form_of(self) -> tuple[int, ...]:
-        """The number of each batch's form."""
+        """Return the number of each batch's form."""
         sizes = [_sizes(batch) for batch in self.firsts]
         return tuple(sizes.index(_sizes(batch)) for batch in self)
 
@@ -124,10 +124,13 @@ def piped(
     strategy: Strategy,
     update: Callable[[Program], Sequence[Program]],
 ) -> Piped:
-    """The step of a batch; `update` puts the optimizer's step behind: its first one, and the others where they differ.
+    """Return the step of a batch; `update` appends the optimizer's step and returns the first and any later variants.
 
-    Of batches that are `Separate` every form has a capture. Raises StageError, or ScheduleError, for a table that is
-    none for the model's chunks, and StrategyError for a number of batches that it is not for.
+    For `Separate` batches, there is one capture per form.
+
+    Raises:
+        StageError, ScheduleError: the schedule does not fit the model's chunks.
+        StrategyError: the schedule is for another number of microbatches.
     """
     first, *_ = programs = [staged(c.program) for c in captured]
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
@@ -159,7 +162,7 @@ def piped(
 
 
 def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, others: Sequence[Program]) -> None:
-    """Several updates of a step are one program each time, on sums that each of them finds."""
+    """Raise StageError if the several updates of an asynchronous step cannot be runs of one program."""
     if not is_stale(schedule):
         return
     last = others[0] if others else first
@@ -180,7 +183,7 @@ def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, 
 def _staged_step(
     captured: Capture, found: tuple[Program, Stages], way: int, strategy: Strategy
 ) -> tuple[Program, Stages]:
-    """The step of one microbatch that goes one way, and its stages."""
+    """Return the step of one microbatch in one direction through the chunks, and its stages."""
     program, stages = staged(mirrored(captured.program, found[1])) if way else found
     return _step(replace(captured, program=program), strategy), stages
 
@@ -194,7 +197,7 @@ def _check_alike(found: Sequence[Stages]) -> None:
 
 
 def _step(captured: Capture, strategy: Strategy) -> Program:
-    """The step of one microbatch, after the passes that look at its forward and backward pass together."""
+    """Return the step of one microbatch, after the passes that need its forward and backward pass together."""
     step = verify(record_gradients(captured, current().rank, current().size, strategy.amp.scaling is not None))
     return apply_passes(step, strategy.passes_on("step"))
 
@@ -210,7 +213,7 @@ def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collec
 
 
 def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
-    """The table for these stages, checked."""
+    """Return the schedule for these stages, checked. Raises StrategyError or StageError if it does not fit."""
     found = _table(options, stages)
     check_fits(found, stages)
     if found.sequences != options.accumulate_steps:
@@ -230,7 +233,7 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
 
 
 def _check_meaning(found: Schedule, options: Pipeline) -> None:
-    """A table may change weights while microbatches are on their way where that is accepted, and only there."""
+    """Raise an error unless `asynchronous` says whether the schedule updates weights while batches are in flight."""
     if is_stale(found) == options.asynchronous:
         return
     if options.asynchronous:
@@ -259,14 +262,14 @@ def _table(options: Pipeline, stages: Stages) -> Schedule:
 
 
 def slices_of(options: Pipeline) -> int:
-    """The number of slices that sequences are cut into; that of a table in text is its own."""
+    """Return the number of slices of a sequence; the text of a table has its own."""
     if options.slices == 1 and "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode).slices
     return options.slices if isinstance(options.slices, int) else len(options.slices)
 
 
 def sequences_cut(program: Program, options: Pipeline) -> Program:
-    """The captured program of a microbatch, its sequence in slices where the options ask for it."""
+    """Return the captured program of a microbatch, with its sequence in slices if the options ask for it."""
     count = slices_of(options)
     if count == 1:
         return program

@@ -177,7 +177,7 @@ def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back:
 
 
 def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[str, Any]]:
-    """Where the kernels of the program are, if they can be saved."""
+    """Yield the file of the program's kernels, its checksum and the machine, if they can be saved."""
     path = place / name.replace(".safetensors", ".pt2")
     if save_kernels(program, current(), path):
         checksum = sha256(read_file(path, MOST_KERNELS)).hexdigest()
@@ -195,7 +195,7 @@ def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """What the caller of a load trusts: the native code of `kernels`, and `operators` of other libraries."""
+    """The code that the caller of a load trusts: native code of `kernels`, and `operators` of other libraries."""
 
     kernels: bool = False
     operators: frozenset[str] = frozenset()

@@ -20,7 +20,7 @@ _state = _State()
 
 @contextmanager
 def record() -> Generator[list[Decided]]:
-    """Everything decided on this rank inside: for each call, and where the program itself reshards."""
+    """Collect the decisions on this rank inside the block: those for each call, and the program's own reshards."""
     with decisions() as found:
         before, _state.add_reshard = _state.add_reshard, found.add_reshard
         try:
@@ -30,6 +30,6 @@ def record() -> Generator[list[Decided]]:
 
 
 def note_reshard(src: Spec, dst: Spec) -> None:
-    """Adds a conversion that the program asked for to the record, if one is kept."""
+    """Add a conversion that the program asked for to the record, if one is kept."""
     if _state.add_reshard is not None:
         _state.add_reshard(src, dst)

@@ -1,4 +1,4 @@
-"""States of torch in which a program cannot make the step that Python would make."""
+"""Refuse calls in states of torch in which a program's step would differ from Python's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Saved for the backward pass: parts, in the place of the tensors that were gathered from them for a module.
+"""Save local parts for the backward pass, in place of the tensors that were gathered from them for a module.
 
-A gathered parameter (ZeRO-3) or sequence (Korthikanti et al. 2022) is let go behind its module's forward pass and
+A gathered parameter (ZeRO-3) or sequence (Korthikanti et al. 2022) is freed after its module's forward pass. It is
 gathered again when a gradient needs it.
 """
 
@@ -24,7 +24,7 @@ from .torch_hooks import top_saved_hooks
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A tensor that was gathered, from what, and the number of times it had been written to."""
+    """A tensor that was gathered, the part it was gathered from, and its version counter at that time."""
 
     part: DistTensor
     whole: DistTensor
@@ -37,12 +37,12 @@ class _Live(threading.local):
 
 
 _live = _Live()
-"""Address → what was gathered there, while a module runs that uses it."""
+"""Address → the tensor that was gathered there, while a module that uses it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """How a tensor reads memory: numbers of another dtype may be there, or conjugates, or numbers of the other sign."""
+    """The view of a tensor on its memory: dtype, offset, shape and strides, and lazy conjugation and negation."""
 
     dtype: torch.dtype
     offset: int
@@ -64,7 +64,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """What is saved in the place of a gathered tensor: how to have it again, distributed where it has a spec."""
+    """The object saved in place of a gathered tensor; `redeem` gathers it again, distributed if it has a spec."""
 
     part: DistTensor
     layout: Layout
@@ -80,17 +80,17 @@ class _Ticket:
 
 
 class Regather:
-    """Saves parts in the place of gathered tensors, from `enter` to `leave`.
+    """Save parts in place of gathered tensors, from `enter` to `leave`.
 
-    Where others watch what is saved, such as `torch.utils.checkpoint`, it is left to them: a checkpointed module saves
-    nothing, and gathers again when it is run again.
+    If other hooks see what is saved, such as those of `torch.utils.checkpoint`, it is left to them: a checkpointed
+    module saves nothing, and gathers again when it is run again.
     """
 
     def __init__(self) -> None:
         self._open: list[tuple[Any, list[int]]] = []
 
     def enter(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """A module runs, with these parts and what was gathered from them; nothing is saved while it is captured."""
+        """Begin the run of a module with pairs of parts and gathered tensors; during capture nothing is replaced."""
         real = [(p, w) for p, w in pairs if isinstance(p, DistTensor) and isinstance(w, DistTensor) and p is not w]
         top = top_saved_hooks(True)
         free = real and not transforming() and (top is None or top[1] is _unpack)
@@ -110,7 +110,7 @@ class Regather:
 
 
 def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
-    """From now on the layer's inputs are gathered so, and parts of them are what it saves."""
+    """Gather the layer's inputs by `gather` from now on; the layer saves their local parts for the backward pass."""
     watch = Regather()
 
     def before(_: nn.Module, inputs: Any, named: Any) -> Any:

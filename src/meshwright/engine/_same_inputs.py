@@ -63,7 +63,7 @@ _MADE = "inputs of parallel models"
 
 
 def _same_everywhere(digest: int, like: Tensor) -> bool:
-    """True if all processes give the same number."""
+    """True if the number is equal on all processes."""
     number = torch.tensor(digest, device=like.device)
     return int(largest_anywhere(number)) == -int(largest_anywhere(-number))
 

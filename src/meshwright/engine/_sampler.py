@@ -1,8 +1,8 @@
-"""Which samples a step takes: whole batches by global sample index, whatever the number of ranks.
+"""Choose the samples of a step: whole batches by global sample index, for any number of ranks.
 
-The order of an epoch is a permutation computed for one index at a time (a Feistel network whose walk ends inside the
-data set; Black and Rogaway 2002), so it costs no memory however large the data set is. The samples of a step depend on
-the seed, the epoch and how many samples of the epoch were taken before, on nothing else: not on the ranks.
+The order of an epoch is a permutation that is computed index by index. It is a Feistel network with cycle walking
+(Black and Rogaway 2002), so it needs no memory for any size of the data set. The samples of a step depend only on the
+seed, the epoch and the number of samples of the epoch that were taken before, not on the ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ._errors import BatchError
 from ._mesh import resolve_mesh
 
 Axis = str | int | None | tuple[str | int, ...]
-"""The mesh axis over which a batch is split: its name, its position, several of them, or None for none."""
+"""The mesh axis over which a batch is split: its name, its index, a tuple of axes, or None for no split."""
 _ROUNDS = 6
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """So many samples of this epoch were taken."""
+    """The number of samples that were taken of an epoch."""
 
     epoch: int = 0
     taken: int = 0
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The samples of a step: `count` from the place `of` on, and the place behind them."""
+    """The samples of a step: `count` samples from the place `of` on, and the place after them."""
 
     of: Place
     count: int
@@ -44,15 +44,18 @@ class Rows:
 
 
 class GlobalSampler:
-    """Batches of sample indices for a `DataLoader`; give it as `batch_sampler`.
+    """Batches of sample indices for a `DataLoader`; pass it as `batch_sampler`.
 
-    `data` is a data set or its length, `batch` the samples of a step over all ranks. Every rank gets whole global
-    batches, as `shard_dataloader` wants them. With `axis` each rank gets only its rows along that axis of `mesh`: for
-    samples that are dear to read. Iterating gives the rest of the epoch; the next time gives the next epoch, in another
-    order. The last batch may be smaller, or is dropped with `drop_last`.
+    `data` is a data set or its length; `batch` is the number of samples of a step over all ranks. Every rank gets whole
+    global batches, as `shard_dataloader` expects them. With `axis`, each rank gets only its rows along that axis of
+    `mesh`, for samples that are expensive to read. One iteration yields the rest of the epoch; the next one yields the
+    next epoch, in another order. The last batch may be smaller, or is dropped with `drop_last`.
 
-    `state_dict` tells how many samples of which epoch were taken. A run that goes on from there, on other ranks or with
-    another batch, takes every other sample of the epoch once. Raises BatchError for an epoch without a batch.
+    `state_dict` has the epoch and the number of samples taken. A run that resumes there, on other ranks or with another
+    batch size, takes each remaining sample of the epoch once.
+
+    Raises:
+        BatchError: an epoch would have no batch.
 
     >>> sampler = GlobalSampler(7, 3, shuffle=False)
     >>> list(sampler), sampler.place
@@ -82,11 +85,11 @@ class GlobalSampler:
 
     @property
     def is_split(self) -> bool:
-        """Whether this rank gets its own rows only."""
+        """True if this rank gets only its own rows."""
         return self.target is not None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -95,7 +98,7 @@ class GlobalSampler:
             yield self.indices(rows)
 
     def steps(self, place: Place) -> Iterator[Rows]:
-        """The steps from a place to the end of its epoch."""
+        """Yield the steps from a place to the end of its epoch."""
         end = Place(place.epoch + 1)
         while place.epoch < end.epoch:
             count = min(self.batch, self.length - place.taken)
@@ -104,7 +107,7 @@ class GlobalSampler:
             place = behind
 
     def indices(self, rows: Rows) -> list[int]:
-        """The samples that this rank reads for a step; one to know shapes by, where it has no row of the batch."""
+        """Return the samples that this rank reads for a step; one sample, for its shape, if the rank has no row."""
         start, count = self.part(rows)
         first = rows.of.taken + min(start, rows.count - 1)
         at = np.arange(first, first + max(count, 1), dtype=np.uint64)
@@ -112,7 +115,7 @@ class GlobalSampler:
         return found.tolist()
 
     def part(self, rows: Rows) -> tuple[int, int]:
-        """First row and number of rows of this rank's part of a batch."""
+        """Return the first row and the number of rows of this rank's part of a batch."""
         if self.target is None or current().rank not in self.target[0]:
             return 0, rows.count
         mesh, placements = self.target
@@ -120,16 +123,17 @@ class GlobalSampler:
         return spec.local_ranges(current().rank)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, and what the order depends on; the same on every rank."""
+        """Return the place, and the parameters of the order; equal on every rank."""
         return {
             "epoch": self.place.epoch, "taken": self.place.taken,
             "seed": self.seed, "shuffle": self.shuffle, "length": self.length,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on behind the samples that were taken, in the order in which they were taken.
+        """Continue after the samples that were taken, in the same order.
 
-        Raises BatchError where the data set had another length: its order was another one then.
+        Raises:
+            BatchError: the data set had another length, and thus another order.
         """
         if state["length"] != self.length:
             raise BatchError(
@@ -140,13 +144,13 @@ class GlobalSampler:
         self.place = self._settled(Place(state["epoch"], state["taken"]))
 
     def _settled(self, place: Place) -> Place:
-        """The place, or the beginning of the next epoch where no batch is left."""
+        """Return the place, or the beginning of the next epoch if no batch is left."""
         left = self.length - place.taken
         return Place(place.epoch + 1) if left < (self.batch if self.drop_last else 1) else place
 
 
 def target(mesh: ProcessMesh | None, axis: Axis) -> tuple[ProcessMesh, list[Placement]]:
-    """The mesh, and the placements of a tensor whose rows are split along an axis, or along several."""
+    """Return the mesh, and the placements of a tensor with rows split along one axis or several."""
     mesh = resolve_mesh(mesh)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
@@ -158,7 +162,7 @@ def target(mesh: ProcessMesh | None, axis: Axis) -> tuple[ProcessMesh, list[Plac
 
 
 def permuted(at: Words, size: int, seed: int, epoch: int) -> Words:
-    """What stands at these places of the permutation of `range(size)` that seed and epoch decide.
+    """Return the elements at the indices `at` of the permutation of `range(size)` given by seed and epoch.
 
     >>> sorted(permuted(np.arange(5, dtype=np.uint64), 5, seed=0, epoch=3).tolist())
     [0, 1, 2, 3, 4]
@@ -172,7 +176,7 @@ def permuted(at: Words, size: int, seed: int, epoch: int) -> Words:
 
 
 def _encrypted(x: Words, half: np.uint64, keys: Words) -> Words:
-    """A permutation of the numbers of `2 * half` bits."""
+    """Return a permutation of the numbers of `2 * half` bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for key in keys:
@@ -181,7 +185,7 @@ def _encrypted(x: Words, half: np.uint64, keys: Words) -> Words:
 
 
 def _mixed(x: Words) -> Words:
-    """Well mixed bits of each number (splitmix64)."""
+    """Return the hash of each number (splitmix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

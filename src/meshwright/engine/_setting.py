@@ -1,7 +1,7 @@
-"""The setting of a program: all that Python read while it was recorded, how tensors lie, and torch's state.
+"""The setting of a program: everything that Python read while it was recorded, layouts of tensors, and torch's state.
 
-A program is recorded once. Before it runs again, this is compared with what is there now: attributes and globals that
-were set, layers that were switched, parameters that were frozen or replaced, states that were loaded, hooks.
+A program is recorded once. Before it runs again, its setting is compared with the present one. This finds changed
+attributes and globals, switched layers, frozen or replaced parameters, loaded states, and hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """The objects that a program was recorded of: a network, functions beside it such as the loss, an optimizer."""
+    """The objects from which a program was recorded: a network, functions beside it such as the loss, an optimizer."""
 
     network: nn.Module
     calls: tuple[Any, ...] = ()
@@ -73,12 +73,12 @@ class Setting:
 
 
 def first_marks(network: nn.Module) -> dict[str, str]:
-    """Return how parameters and buffers lie."""
+    """Return the layouts of parameters and buffers as text, by name."""
     return {slot.name: lies_text(slot.tensor) for slot in slots_of(network)}
 
 
 def facts_of(roots: Roots) -> tuple[Any, ...]:
-    """Return everything about torch's state and about tensors that counts. Tensors count by how they lie."""
+    """Return the facts about torch's state and tensors that a program depends on; tensors count by layout."""
     with local_parts():
         return (*torch_state(), *_of_network(roots.network), *_of_optimizer(roots.optimizer))
 
@@ -116,7 +116,7 @@ def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
 
 
 def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
-    """Return the hooks of a parameter or an optimizer but our `own`, by the numbers that torch gives out once."""
+    """Return the ids of the hooks of a parameter or an optimizer other than our `own`; torch never reuses an id."""
     held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
     return tuple(held) if any(held) else ()
 
@@ -126,7 +126,7 @@ def _lies(x: Tensor) -> Any:
 
 
 def form_of(tree: Any) -> Any:
-    """How a batch is built, without its tensors: types, lengths, keys in their order.
+    """Return the structure of a batch without its tensors: types, lengths, keys in their order.
 
     Raises StaticError for a leaf that is no tensor and cannot be compared.
     """

@@ -1,7 +1,7 @@
-"""ZeRO in the eager mode: optimizer states, gradients and parameters cut along axes that cut the batch.
+"""ZeRO in the eager mode: optimizer states, gradients and parameters are sharded along axes that shard the batch.
 
-All three stages are layouts (Rajbhandari et al. 2020). In stage 1 a parameter is a part of itself during the
-optimizer's step alone; in stages 2 and 3 it always is one, and the modules that own parameters use them whole.
+All three stages are layouts (Rajbhandari et al. 2020). In stage 1 a parameter is sharded only during the optimizer's
+step. In stages 2 and 3 it is always sharded, and the modules that own it compute with the whole parameter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ._stand_in import stand_in
 Axes = str | tuple[str, ...]
 Around = Callable[[], None]
 Cut = Mapping[Tensor, Spec]
-"""Parameter → how it lies where it is cut."""
+"""Parameter → its sharded layout."""
 
 
 @dataclass(frozen=True)
 class ShardingStage1:
-    """States cut along `axes`: each rank updates its part of a parameter, then the parts are gathered.
+    """ZeRO stage 1: states sharded along `axes`. Each rank updates its part of a parameter; then parts are gathered.
 
     Parameters of fewer than `least` elements stay whole.
     """
@@ -38,7 +38,11 @@ class ShardingStage1:
     least: int = 1024
 
     def around(self, optimizer: Optimizer) -> tuple[Around, Around]:
-        """What comes before and behind each step. Raises MeshError for an axis that a parameter's mesh has not."""
+        """Return the functions to call before and after each step.
+
+        Raises:
+            MeshError: a parameter's mesh lacks an axis.
+        """
         cut = _cut(optimizer, self.axes, self.least, self)
         wholes: dict[Tensor, tuple[Spec, Any]] = {}
 
@@ -59,10 +63,10 @@ class ShardingStage1:
 
 @dataclass(frozen=True)
 class ShardingStage2:
-    """States, gradients and parameters cut along `axes`; the modules of `model` gather what they own, once per step.
+    """ZeRO stage 2: states, gradients and parameters sharded along `axes`; modules gather them once per step.
 
-    A gathered parameter lives from its module's forward to its backward pass; its gradient is reduced and scattered.
-    Parameters of fewer than `least` elements stay whole.
+    Modules gather the parameters that they own. A gathered parameter lives from its module's forward to its backward
+    pass. Its gradient is reduced and scattered. Parameters of fewer than `least` elements stay whole.
     """
 
     axes: Axes
@@ -70,20 +74,20 @@ class ShardingStage2:
     least: int = 1024
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Cuts the parameters, and prepares modules. Raises MeshError for an axis that a parameter's mesh has not."""
+        """Shard the parameters, and hook the modules. Raises MeshError if a parameter's mesh lacks an axis."""
         gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self))
 
 
 @dataclass(frozen=True)
 class ShardingStage3:
-    """As stage 2, but a gathered parameter is let go behind its module's forward pass and gathered again backward."""
+    """ZeRO stage 3: like stage 2, but a gathered parameter is freed after the forward pass and gathered again."""
 
     axes: Axes
     model: nn.Module = field(repr=False)
     least: int = 1024
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Cuts the parameters, and prepares modules. Raises MeshError for an axis that a parameter's mesh has not."""
+        """Shard the parameters, and hook the modules. Raises MeshError if a parameter's mesh lacks an axis."""
         gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self), again=True)
 
 
@@ -91,7 +95,7 @@ ShardingStage = ShardingStage1 | ShardingStage2 | ShardingStage3
 
 
 def _cut(optimizer: Optimizer, axes: Axes, least: int, asked: ShardingStage) -> Cut:
-    """The parameters that are cut, with how they lie then."""
+    """Return the parameters that are to be sharded, with their sharded layouts."""
     names = (axes,) if isinstance(axes, str) else axes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = {p: _cut_of(p, names, least, asked) for p in parameters}
@@ -115,7 +119,7 @@ def _spec(p: Any) -> Spec:
 
 
 def _lay_with_gradient(p: Tensor, spec: Spec) -> None:
-    """A parameter becomes the part that `spec` says, and so does its gradient."""
+    """Change the layout of a parameter to `spec`, and that of its gradient to the dual one."""
     grad = p.grad
     part = None if grad is None else place(grad, spec.mesh, spec.dual().layout)
     p.grad = None
@@ -127,7 +131,7 @@ def _lay_with_gradient(p: Tensor, spec: Spec) -> None:
 
 
 def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
-    """Parameters become parts, and are whole while a module that owns them runs; with `again`, backward anew."""
+    """Shard the parameters, and gather them while a module that owns them runs; with `again`, once more backward."""
     wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
     for p, spec in cut.items():
         _lay_with_gradient(p, spec)
@@ -138,6 +142,6 @@ def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
 
 
 def _varying(whole: Spec, cut: Spec) -> Spec:
-    """Whole, and used differently by each rank along the axes that cut it: so its gradient is scattered to them."""
+    """Return the layout of the gathered parameter; it is varying, so that its gradient is scattered."""
     axes = tuple(a for a in cut.layout.cut_axes if a not in whole.layout.axes)
     return whole.with_layout(replace(whole.layout, varying=(*whole.layout.varying, *axes)))

@@ -1,4 +1,4 @@
-"""Programs recorded once for all simulated ranks: those that live in one process find what the first one recorded."""
+"""Record programs once for all simulated ranks: ranks in one process reuse what the first one recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_KEPT = 128
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A program, the rank that recorded it, and its constants that were the captured program's."""
+    """A program, the rank that recorded it, and those of its constants that were the captured program's."""
 
     program: Program
     fits: Fits
@@ -54,12 +54,12 @@ class _Recorded:
 def recorded_once(
     here: Carrier, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
 ) -> tuple[Program, Fits]:
-    """What `record()` gives, and which batches it is right for; what it gave to a rank that captured the same.
+    """Return `record()` and the test of batches that fit it, or both as an earlier simulated rank recorded them.
 
-    `how` is everything beside the captured program that decides. The first program that a rank records is shared with
-    the first one of others, and so on: a later model may have other hooks, or another optimizer's step. A rank whose
-    parts have other shapes records its own. `alike` is True if each rank makes the same tensors of Python numbers while
-    it records.
+    `how` is everything beside the captured program that the recording depends on. The n-th program that a rank records
+    is shared with the n-th programs of other ranks only, since a later model may have other hooks or another optimizer.
+    A rank with parts of other shapes records its own program. `alike` is True if each rank makes the same tensors of
+    Python numbers while it records.
     """
     if not isinstance(here, Simulated):
         return record(), captured.fits()
@@ -88,7 +88,7 @@ def captured_once(here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, m
         return make()
     leaves = [_look(x) if isinstance(x, Tensor) else x for x in leaves_in(batch)]
     key = ("captures", nth_request(here, "capture"), repr((leaves, how, [*torch_state()], get_mesh())))
-    known: list[Capture] = here.shared.setdefault(key, [])
+    known: list[Capture] = _kept(here).setdefault(key, [])
     for each in known:
         found = captured_for(each, roots.network, roots.named())
         if found is not None:
@@ -109,7 +109,7 @@ def _look(x: Tensor) -> Any:
 
 
 class SteadyCalls:
-    """Checksums of calls that changed nothing in two passes: those of saved programs, and of other simulated ranks."""
+    """Checksums of calls that changed nothing in two runs: those of saved programs and of other simulated ranks."""
 
     def __init__(self, here: Carrier, saved: Iterable[str]) -> None:
         self._saved, self._others = set(saved), set[str]()
@@ -125,7 +125,7 @@ class SteadyCalls:
 
 
 def nth_request(here: Carrier, what: str) -> int:
-    """Return how many requests for `what` this rank made before; simulated ranks make them in the same order."""
+    """Return the number of earlier requests for `what` on this rank; simulated ranks make them in the same order."""
     if not isinstance(here, Simulated):
         return 0
     return next(here.shared.setdefault((what, here.rank), count()))
@@ -146,9 +146,9 @@ def completed_once(here: Carrier, program: Program, given: Mapping[str, Spec]) -
 
 
 def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[], T]) -> T:
-    """What `search()` gives, or gave to a simulated rank with the same program; `how` is what else decides.
+    """Return `search()`, or its result on a simulated rank with the same program; `how` is what it depends on besides.
 
-    All ranks have one answer then, and each takes what it needs of it by the names of its own values.
+    All ranks then share one result, and each reads it by the names of its own values.
     """
     if not isinstance(here, Simulated):
         return search()
@@ -156,7 +156,7 @@ def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[]
 
 
 def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
-    """Return `make()`, or what it returned to a simulated rank with an equal key."""
+    """Return `make()`, or its result on a simulated rank with an equal key."""
     if not isinstance(here, Simulated):
         return make()
     kept = _kept(here)
@@ -177,7 +177,7 @@ def runner_once(here: Carrier, program: Program) -> Run:
 
 
 def is_shared(program: Program, constants: Iterable[Tensor], alike: bool) -> bool:
-    """True if the program holds no constants of its rank's own, which are none of those that were captured.
+    """True if each constant of the program is one of the captured call's `constants`, or equal on all ranks.
 
     `alike` is True if each rank makes the same tensors of Python numbers while it records.
     """
@@ -199,7 +199,7 @@ def constant_numbers(program: Program, constants: Sequence[Tensor]) -> dict[int,
 
 
 def _with_constants(found: _Recorded, mine: Sequence[Tensor]) -> Program:
-    """The program with this rank's own constants in the place of the other's."""
+    """Return the program with this rank's own constants in place of the other rank's."""
     became = {id(x): y for x, y in zip(found.constants, mine, strict=True)}
 
     def own(given: Input) -> Input:

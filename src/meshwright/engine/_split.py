@@ -1,4 +1,4 @@
-"""Splitting a model into the chunks of a pipeline without touching its code: at named modules, or evenly by cost."""
+"""Split a model into the chunks of a pipeline without changing its code: at named modules, or evenly by cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._stand_in import stand_in
 from ._tensors import shard_tensor
 
 Costs = Mapping[str, float]
-"""Module path → what it costs: operations of a forward pass, or parameters."""
+"""Module path → its cost: operations of a forward pass, or parameters."""
 
 
 def split_pipeline(
@@ -37,16 +37,20 @@ def split_pipeline(
     shard_fn: ShardFn | None = None,
     example: Sequence[Any] | None = None,
 ) -> nn.Module:
-    """`model` with its layers on the stages of `mesh` along `axis`, and its inputs moved there; the same module.
+    """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names, in the order in which modules are registered. Without names, layers
-    of the longest list are shared out so that the dearest chunk costs least: by the operations of a forward pass of
-    `example`, which is captured and not run, or by parameters. `way` names the stage of each chunk; the default is one
-    chunk per stage. Plain tensors that go into a layer lie as `batch` says on its stage, distributed ones as they did
-    on theirs; `shard_fn` marks parameters as in `shard_layer`, those too that modules around layers hold. A parameter
-    that layers share is on the stage of the first, and sent to the others; one that a module around layers holds is on
-    the stage of its first layer, a scalar on that of its last. Raises StageError for names and numbers of chunks that
-    do not fit.
+    A chunk begins at each module that `at` names, in the order of registration. Without names, the layers of the
+    longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
+    of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
+    one chunk per stage.
+
+    Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
+    their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
+    A parameter that layers share is on the stage of the first of them, and is sent to the others. A parameter that a
+    module around layers holds is on the stage of its first layer, a scalar on that of its last.
+
+    Raises:
+        StageError: a name or the number of chunks does not fit.
 
     >>> import meshwright as mw
     >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -77,9 +81,10 @@ def split_pipeline(
 
 
 def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared, shard_fn: ShardFn | None) -> None:
-    """Lays what modules around layers hold themselves: scalars, which scale what comes out, where their last layer is,
-    and all else, such as tokens and places that are put in, where their first one is, as `shard_fn` marks it there.
-    What a layer holds too stays one.
+    """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
+
+    Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
+    layer, with the marks of `shard_fn`. A tensor that a layer holds too stays one tensor.
     """
     inside: dict[str, list[ProcessMesh]] = {}
     for name, home in homes.items():
@@ -101,19 +106,19 @@ def _is_plain(x: Any) -> bool:
 
 
 class _Shared:
-    """Parameters of several layers: each is laid once, and stands in its place in the other layers when they run."""
+    """Parameters of several layers: each is distributed once, and used by the other layers when they run."""
 
     def __init__(self) -> None:
         self._laid: dict[int, tuple[Tensor, Any]] = {}
 
     def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Any:
-        """`x` as a layer holds it, else as it was marked, else whole on `home`."""
+        """Return the distributed tensor for `x`: that of a layer, else the marked one, else replicated on `home`."""
         own = marked if isinstance(marked, DistTensor) else shard_tensor(x, home, [])
         return self._laid.setdefault(id(x), (x, own))[1]
 
     @contextmanager
     def kept(self, part: nn.Module) -> Generator[None]:
-        """The parameters of `part` are laid inside the block."""
+        """Replace, after the block, parameters of `part` that an earlier layer shares by that layer's tensors."""
         slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
         yield
         for module, name, old in slots:
@@ -125,18 +130,18 @@ class _Shared:
 
 
 def _holds(part: nn.Module) -> bool:
-    """Whether a layer has any tensors: one that has none works where what goes into it lies."""
+    """True if a layer has tensors. A layer without tensors runs on the stage of its inputs."""
     return next(chain(part.parameters(), part.buffers()), None) is not None
 
 
 def _keep_order(model: nn.Module, order: StageOrder) -> None:
-    """While `model` runs, a value is sent to a stage once."""
+    """Send a value to a stage only once during a call of `model`."""
     model.register_forward_pre_hook(lambda *_: order.begin())
     model.register_forward_hook(lambda *_: order.end(), always_call=True)
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The modules of the list with the most parameters, and all that stands beside it, in the order of registration."""
+    """Return the modules of the list with the most parameters, and all modules beside it, in registered order."""
     lists = {
         path: m for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     }
@@ -156,7 +161,7 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
-    """What each module costs, and those inside it: operations of a forward pass of `example`, else parameters."""
+    """Return each module's cost without its children: operations of a forward pass of `example`, or parameters."""
     costs: dict[str, float] = {}
     if example is None:
         for name, p in model.named_parameters():
@@ -169,7 +174,7 @@ def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
 
 
 def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:
-    """The layers at which all chunks but the first begin, such that the dearest chunk costs least."""
+    """Return the layers at which all chunks but the first begin, such that the most expensive chunk costs least."""
     if not 0 < chunks <= len(layers):
         return []
     total = [0.0, *accumulate(_prices(layers, costs))]
@@ -195,10 +200,11 @@ def _prices(layers: Sequence[str], costs: Costs) -> list[float]:
 
 
 def _one_more(before: Sequence[tuple[float, int]], total: Sequence[float], least: int) -> list[tuple[float, int]]:
-    """Return, for the first 0, 1, ... layers in one chunk more, the cost of the dearest chunk and the last one's begin.
+    """Return the tables of the dynamic program for one chunk more.
 
-    The layers before the last chunk cost the more the later it begins, and the chunk the less: the best place is where
-    the two meet. Of equal ones it is the first. `least` is the number of chunks before.
+    Entry n is for the first n layers: the cost of the most expensive chunk, and the begin of the last chunk. The later
+    the last chunk begins, the more the layers before it cost, and the less it costs itself. The best begin is where the
+    two costs meet; of equal ones it is the first. `least` is the number of chunks before.
     """
     found = [(inf, 0)] * len(total)
     for end in range(least + 1, len(total)):

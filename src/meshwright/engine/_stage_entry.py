@@ -1,4 +1,4 @@
-"""Moves the arguments of a pipeline's layer to its stage; lists and dicts stay the caller's own."""
+"""Move the arguments of a pipeline's layer to its stage; lists and dicts stay the caller's own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ._tensors import reshard
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Moves the arguments of a layer to `home`, in which plain tensors are placed as `batch` says.
+    """A hook that moves the arguments of a layer to `home`, with the placements `batch` for plain tensors.
 
-    With `same`, the chunk that begins here is on the mesh of the one before it.
+    `same`: True if the chunk that begins here is on the mesh of the chunk before.
     """
 
     order: StageOrder
@@ -28,7 +28,7 @@ class Entry:
     _handed: list[_Handed] = field(default_factory=list["_Handed"])
 
     def put_on(self, layer: nn.Module) -> None:
-        """`layer` gets its arguments there from now on."""
+        """Register the hook on `layer`."""
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         layer.register_forward_hook(self._behind, always_call=True)
 
@@ -55,9 +55,10 @@ class Entry:
         return note(Arrival(self.home, layout), (x,), lambda: x.view_as(x))
 
     def _placements(self, x: Tensor, rows: int) -> Sequence[Placement]:
-        """Return the layout of a tensor on the stage that it comes to, with pending sums taken.
+        """Return the placements of a tensor on its new stage, with pending sums reduced.
 
-        One that was on no mesh and has not as many rows as the layer's first argument is no batch: its rows stay whole.
+        A tensor that was on no mesh and has another number of rows than the layer's first argument is no batch: its
+        rows are replicated.
         """
         if isinstance(x, DistTensor) and x.mesh.dim_names == self.home.dim_names:
             return [Replicate() if isinstance(p, Partial) else p for p in x.placements]
@@ -66,7 +67,7 @@ class Entry:
 
 
 class _Handed:
-    """Copies of the caller's lists and dicts, whose tensors are moved; what a layer changes in them comes back."""
+    """Copies of the caller's lists and dicts with moved tensors; changes by the layer are copied back."""
 
     def __init__(self, move: Any) -> None:
         self._move = move
@@ -74,7 +75,10 @@ class _Handed:
         self._origin: dict[int, tuple[Any, Any]] = {}
 
     def given(self, tree: Any) -> Any:
-        """`tree` for the layer; values of dataclasses and other mappings are sent by the operations that read them."""
+        """Return `tree` for the layer, with tensors moved, and lists and dicts copied.
+
+        Values of dataclasses and other mappings are sent by the operations that read them.
+        """
         if isinstance(tree, Tensor):
             return self._noted(tree, self._move(tree))
         if type(tree) is tuple:
@@ -94,7 +98,7 @@ class _Handed:
         return self._noted(old, new)
 
     def give_back(self) -> None:
-        """Changes the caller's lists and dicts as the layer has changed its copies."""
+        """Apply the layer's changes of its copies to the caller's lists and dicts."""
         for old, new, before in self._copies:
             if _is_same(new, before):
                 continue

@@ -1,4 +1,4 @@
-"""Parameters that lie otherwise while their module runs: what it computes with stands in their place until then."""
+"""Parameters with another layout while their module runs: another tensor takes their place until it ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.layout import Spec
 from meshwright.tensor import place
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Module → its parameters that something stands in for."""
+"""Module → the names of its parameters that are replaced while it runs."""
 
 
 class Watch(Protocol):
-    """Is told when a module begins, with its parameters and what stands in their place, and when it ends."""
+    """An observer of a module's run: its beginning, with pairs (parameter, replacement), and its end."""
 
     def enter(self, stand_ins: Iterable[tuple[Tensor, Tensor]], /) -> None: ...
 
@@ -24,9 +24,9 @@ class Watch(Protocol):
 
 
 def stand_in(module: nn.Module, owned: Mapping[str, Spec], watch: Watch | None = None) -> None:
-    """While `module` runs, its parameters are what `owned` says; the gradient comes to the parameter that it has.
+    """Give the parameters of `module` the layouts `owned` while it runs; gradients go to the original parameters.
 
-    A parameter that something stands in for already is left to that.
+    A parameter that is replaced already is left as it is.
     """
     taken = _known.setdefault(module, set())
     new = {name: spec for name, spec in owned.items() if name not in taken}

@@ -46,7 +46,7 @@ def to_static(
 
 
 class DistModel:
-    """What `to_static` gives: call it with a batch.
+    """A model whose steps run as programs, made by `to_static`: call it with a batch.
 
     In training it makes a step and gives the loss of the whole batch; in evaluation it gives the loss, in prediction
     what the network gives. It trains where there are a loss and an optimizer, and predicts where there is none.
@@ -72,7 +72,7 @@ class DistModel:
         scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
         self._builder = Builder(Model(network, loss, optimizer, strategy), mode, scale)
         self.plan: MeshPlan | None = None
-        """How the model is divided, where that was chosen and not marked (`auto`)."""
+        """The plan that `auto` has chosen; None for a marked model."""
         self.before: list[Callable[[Sequence[Any]], None]] = []
         """Is called with the leaves of each batch that is trained on, and may refuse it."""
         self.pieces: Pieces | None = None
@@ -96,7 +96,7 @@ class DistModel:
 
     @property
     def layouts(self) -> Layouts | None:
-        """How the values of the captured model lie, once it was called."""
+        """Return the layouts of the captured model's values; None before the first call."""
         return self._builder.layouts
 
     @property
@@ -233,7 +233,7 @@ class DistModel:
 
     @property
     def recordings(self) -> int:
-        """How many programs were recorded so far; those that were loaded do not count."""
+        """Return the number of programs recorded so far; loaded ones do not count."""
         return self._builder.recordings
 
     def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
@@ -319,6 +319,6 @@ class DistModel:
             self.optimizer.state[parameters[name]][key] = value if spec is None else stamp(value, spec)
 
     def _key(self, batch: Sequence[Any]) -> Any:
-        """What two calls must share, beside the sizes of their batches, to be runs of one program."""
+        """Return the key that two calls must share, beside the sizes of their batches, to use one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))

@@ -1,4 +1,4 @@
-"""A wish to end, told by SIGTERM: whoever trains finishes the step, saves, and ends."""
+"""Stop a run by SIGTERM: the training loop finishes its step, saves, and ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _wishes: list[int] = []
 
 @contextmanager
 def stop_signals() -> Generator[Callable[[], bool]]:
-    """Inside, SIGTERM ends nothing: the function that this gives tells whether it came.
+    """Catch SIGTERM inside the block; the yielded function returns True once it has come.
 
-    Signals belong to the main thread. In another one, such as that of a simulated rank, the signals are those of a
-    `stop_signals` around it, if there is one.
+    Signals belong to the main thread. In another thread, such as that of a simulated rank, the function reports the
+    signals of a `stop_signals` block of the main thread around it, if there is one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: bool(_wishes)

@@ -1,7 +1,7 @@
-"""What a static program is to be made into: one typed place for all options, which reads and writes TOML.
+"""The options of static programs, in one typed place, which is read from and written to TOML.
 
-Names are those of `paddle.distributed.Strategy` where it has the option. Every option has an effect on the program, or
-is refused with a reason; what each did stands in `program.changes`.
+Names are those of `paddle.distributed.Strategy` if it has the option. Every option has an effect on the program, or is
+refused with a reason; `program.changes` lists the effects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FUSED: Mapping[str, type[Pass]] = {p.name: p for p in (FuseNorm, FuseAttention, 
 
 @dataclass(frozen=True)
 class Sharding:
-    """ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut along the axes that cut the batch.
+    """ZeRO: states (stage 1), gradients (2) and parameters (3) sharded along the axes that shard the batch.
 
     `axes` names other mesh axes; tensors of fewer than `least` elements stay whole. In stage 3 parameters are gathered
     again for the backward pass, unless `regather` is off; in a pipeline they are gathered once per step.
@@ -73,11 +73,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Operators in half precision, parameters and states as they are: O1 as `torch.autocast`, O2 as pure as it goes.
+    """Mixed precision: operators in half precision, parameters and states as they are (O1), or nearly everything (O2).
 
-    In float16 the loss is scaled, as `torch.amp.GradScaler` does: by `init_loss_scaling` at first, by `decr_ratio` less
-    behind a step whose gradients are not all finite on all ranks (no rank makes its update), and by `incr_ratio` more
-    behind `incr_every_n_steps` steps without such. `DistModel.loss_scale` holds the factor.
+    O1 is as `torch.autocast`. In float16 the loss is scaled as by `torch.amp.GradScaler`. The scale begins at
+    `init_loss_scaling`. It is multiplied by `decr_ratio` after a step whose gradients are not all finite on all ranks,
+    which no rank applies. It is multiplied by `incr_ratio` after `incr_every_n_steps` steps without such gradients.
+    `DistModel.loss_scale` holds the scale.
     """
 
     enable: bool = False
@@ -113,16 +114,17 @@ class MixedPrecision:
 
     @property
     def scaling(self) -> Scaling | None:
-        """How the loss is scaled, where it is."""
+        """Return the rules of the loss scale, or None if the loss is not scaled."""
         scaled = self.enable and self.dtype == "float16"
         return Scaling(self.incr_ratio, self.decr_ratio, self.incr_every_n_steps) if scaled else None
 
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """The batch in `k_steps` pieces, whose gradients are added up before one update; `avg` makes them means.
+    """Gradient accumulation: the batch in `k_steps` pieces, and one update for all of them.
 
-    The products that make a piece's gradients add them to those of the pieces before, where `fused` is on.
+    The gradients of the pieces are summed, or averaged with `avg`. With `fused`, the matrix products that compute a
+    piece's gradients add them to those of the earlier pieces.
     """
 
     enable: bool = False
@@ -140,9 +142,9 @@ class GradientMerge:
 
 @dataclass(frozen=True)
 class Recomputing:
-    """Activations made again in the backward pass: those of the layers that `layers` match, or to fit a `budget`.
+    """Activations that are recomputed in the backward pass: those of matching layers, or enough to fit a `budget`.
 
-    `layers` are patterns of module paths ("blocks.*"); `budget` is the fraction of activations that may stay.
+    `layers` are patterns of module paths ("blocks.*"); `budget` is the fraction of activations that may be kept.
     """
 
     enable: bool = False
@@ -160,7 +162,7 @@ class Recomputing:
 
 @dataclass(frozen=True)
 class FusedPasses:
-    """Operators written out by hand replaced by fused ones: all kinds, or those that `fused_passes_list` names."""
+    """Replacement of operators written out by hand by fused ones: all kinds, or those in `fused_passes_list`."""
 
     enable: bool = False
     fused_passes_list: tuple[str, ...] = ()
@@ -176,7 +178,7 @@ class FusedPasses:
 
 @dataclass(frozen=True)
 class DpOptimization:
-    """Gradients' reductions in buckets of `fuse_grad_size_in_MB`; sums of reductions as one reduction of the sum."""
+    """Reductions of gradients in buckets of `fuse_grad_size_in_MB`, and one reduction for a sum of reductions."""
 
     enable: bool = True
     fuse_grad_size_in_MB: int = 25
@@ -185,14 +187,14 @@ class DpOptimization:
 
 @dataclass(frozen=True)
 class MpOptimization:
-    """Conversions shared, inverse ones cancelled, and reductions of what is then sliced scattered."""
+    """Layout conversions: equal ones shared, inverse ones cancelled, reduce-scatter for reductions before a slice."""
 
     enable: bool = True
 
 
 @dataclass(frozen=True)
 class SpOptimization:
-    """Sequence parallelism: between layers that `axis` cuts, each of its ranks works on its part of dim `dim`."""
+    """Sequence parallelism: between layers sharded along `axis`, each of its ranks works on its part of dim `dim`."""
 
     enable: bool = False
     axis: str = "tp"
@@ -201,16 +203,18 @@ class SpOptimization:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The batch in `accumulate_steps` microbatches, which go through the model's stages in the order of a schedule.
+    """A pipeline: the batch in `accumulate_steps` microbatches that run through the stages by a schedule.
 
-    `schedule_mode` names one ("1F1B", "ZB-H1": `meshwright schedule list`), or is the text of a table; "auto" takes the
-    shortest known one for the work of the model's chunks, and `DistModel.pipeline` tells why; `capacity` is how many
-    (chunk, microbatch) a rank may hold then, from their forward to their backward. Stages are the meshes that marks
-    take values to. Losses and gradients are means over the microbatches. A schedule of slices ("Seq1F1B", "TeraPipe")
-    cuts the sequence of each microbatch, dim 1 of the batch, into `slices` of nearly one length, or of these lengths.
+    `schedule_mode` is a name ("1F1B", "ZB-H1": `meshwright schedule list`) or the text of a table. "auto" takes the
+    shortest known schedule for the work of the model's chunks, and `DistModel.pipeline` has the reason. With "auto",
+    `capacity` is the most pairs (chunk, microbatch) that a rank may hold from their forward to their backward pass.
+    Stages are the meshes to which marks move values. Losses and gradients are means over the microbatches. A schedule
+    of slices ("Seq1F1B", "TeraPipe") splits the sequence of each microbatch, dim 1 of the batch, into `slices` nearly
+    equal parts, or into parts of the given lengths.
 
-    `asynchronous` accepts tables that update weights while microbatches are on their way ("PipeDream",
-    "PipeDream-2BW"): a step is several updates, with gradients of older weights. That changes what the optimizer means.
+    `asynchronous` accepts schedules that update weights while microbatches are in flight ("PipeDream",
+    "PipeDream-2BW"). A step is then several updates, with gradients of older weights, which changes the meaning of the
+    optimizer.
     """
 
     enable: bool = False
@@ -246,12 +250,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The options of `to_static`; `passes` come behind those that options name, but before writing in place.
+    """The options of `to_static`; `passes` run after the passes of the options, but before the one for writes in place.
 
-    `foreach` updates all parameters by few operators; `release` updates each one as soon as its gradient is there, and
-    takes the place of `foreach`. `max_programs` bounds how often a model is recorded, and compiled. Without
-    `full_graph` a model that cannot be one program runs in pieces, and options of the whole step are refused then.
-    Inductor groups updates by itself; with it, `inplace` tells whether kernels write parameters and states in place.
+    `foreach` updates all parameters by few operators. `release` updates each parameter as soon as its gradient exists,
+    and replaces `foreach`. `max_programs` bounds the number of recordings of a model. Without `full_graph`, a model
+    that cannot be one program runs in pieces, and options of the whole step are then refused. With Inductor, which
+    groups updates itself, `inplace` selects whether kernels write parameters and states in place.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -311,20 +315,21 @@ class Strategy:
 
     @property
     def merge(self) -> Merge | None:
-        """How a batch is taken in pieces, where it is."""
+        """Return how a batch is split for gradient accumulation, or None."""
         how = self.gradient_merge
         return Merge(how.k_steps, how.avg) if how.enable and how.k_steps > 1 else None
 
     @property
     def microbatches(self) -> Merge | None:
-        """How a pipeline takes a batch in pieces, where there is one."""
+        """Return how a pipeline splits a batch, or None without a pipeline."""
         return Merge(self.pipeline.accumulate_steps) if self.pipeline.enable else None
 
     @classmethod
     def of(cls, **options: Any) -> Strategy:
-        """The strategy with these options, sections as mappings: what a TOML file holds.
+        """Return the strategy with these options, sections as mappings, as in a TOML file.
 
-        Raises StrategyError for an unknown key, naming the nearest, and for a value of another type.
+        Raises:
+            StrategyError: a key is unknown (the message names the closest match), or a value has another type.
 
         >>> Strategy.of(sharding={"enable": True, "stage": 2}).sharding.stage
         2
@@ -333,9 +338,10 @@ class Strategy:
         return _built(cls, {**options, "passes": passes}, "")
 
     def passes_on(self, program: Literal["captured", "step", "recorded"]) -> tuple[Pass, ...]:
-        """All passes for the captured, or for the recorded program, in their order.
+        """Return all passes for the captured or the recorded program, in their order.
 
-        In a pipeline those for the "step" of one microbatch come before it is taken apart, and then the others.
+        In a pipeline, the passes for the "step" of one microbatch run before the step is taken apart; the others run
+        after.
         """
         if program == "step":
             return tuple(self._recomputing())
@@ -345,7 +351,7 @@ class Strategy:
         return (*self._recorded(), *own, *([InPlace()] if self.inplace and self.compiler == "none" else []))
 
     def autocast(self, batch: Iterable[Any]) -> AbstractContextManager[Any]:
-        """What a model is captured in, so that its own casts and dtypes are those that it will meet."""
+        """Return the autocast context for the capture, so that the model sees the dtypes of the program."""
         amp = next((p for p in self.passes_on("captured") if isinstance(p, Amp)), None)
         kinds = [x.device.type for x in batch if isinstance(x, torch.Tensor) and x.device.type != "meta"]
         device = kinds[0] if kinds else torch.get_default_device().type

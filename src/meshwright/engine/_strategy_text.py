@@ -1,4 +1,4 @@
-"""Strategies in TOML: written, and read back to an equal strategy."""
+"""Read and write strategies as TOML; a strategy that is written and read is equal to the original."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._strategy import Strategy
 
 
 def strategy_to_toml(strategy: Strategy) -> str:
-    """The options that are not what they are by default, as TOML.
+    """Return the options that differ from their defaults, as TOML. Raises StrategyError if `layouts` are set.
 
     >>> print(strategy_to_toml(Strategy(compiler="inductor")))
     compiler = "inductor"
@@ -37,7 +37,10 @@ def strategy_to_toml(strategy: Strategy) -> str:
 
 
 def strategy_from_toml(text: str) -> Strategy:
-    """The strategy that a TOML text describes. Raises StrategyError for an unknown key, naming the nearest.
+    """Return the strategy that a TOML text describes.
+
+    Raises:
+        StrategyError: the text is no TOML, or a key is unknown; the message names the closest match.
 
     >>> strategy_from_toml("[sharding]\\nenable = true\\nstage = 2").sharding.stage
     2
@@ -50,7 +53,7 @@ def strategy_from_toml(text: str) -> Strategy:
 
 
 def _lines(value: Any) -> Iterator[str]:
-    """Plain fields that are not as by default."""
+    """Yield lines for the plain fields that differ from their defaults."""
     for each in fields(value):
         item = getattr(value, each.name)
         if item != _default(each) and not is_dataclass(item) and each.name != "passes" and item is not None:

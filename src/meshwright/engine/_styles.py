@@ -1,4 +1,4 @@
-"""How a module is parallel: what a plan by module names says of each, as marks on its weights, inputs and outputs."""
+"""The styles of parallel modules: each marks the weights, inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ._regather import gather_inputs
 from ._tensors import reshard, shard_tensor
 
 LayerFn = Callable[[Any, ProcessMesh], Any]
-"""Inputs, or outputs, of a layer and the mesh of its stage → what takes their place."""
+"""Inputs or outputs of a layer, and the mesh of its stage → their replacement."""
 
 
 class Style(Protocol):
-    """What a plan says of a module; layers that are split over stages are each on a mesh of their own."""
+    """The style of a module in a plan. In a pipeline, each layer is on the mesh of its stage."""
 
     def mark(self, layer: nn.Module, mesh: ProcessMesh) -> None:
-        """Lays the layer's weights, and puts hooks where its inputs or outputs are to lie otherwise."""
+        """Distribute the layer's weights, and register hooks that change the layouts of its inputs or outputs."""
         ...
 
 
 @dataclass(frozen=True)
 class ColwiseParallel:
-    """A weight cut over what the layer gives: features of a linear layer or an embedding, channels of a convolution.
+    """A column-parallel layer: its weight is sharded along output features (linear, embedding) or output channels.
 
-    What it gives stays cut, unless it is to be gathered with `gather_output`. A weight that has the features which it
-    takes first is `transposed`.
+    The output stays sharded, unless `gather_output` is set. Set `transposed=True` if the weight is stored as (in, out),
+    as in Hugging Face's `Conv1D`.
     """
 
     gather_output: bool = False
@@ -48,10 +48,10 @@ class ColwiseParallel:
 
 @dataclass(frozen=True)
 class RowwiseParallel:
-    """A weight cut over what the layer takes: features of a linear layer, words of an embedding, channels.
+    """A row-parallel layer: its weight is sharded along input features (linear), words (embedding) or input channels.
 
-    What it gives is a sum over the axis, which is taken where it is needed. A weight that has the features which it
-    takes first is `transposed`.
+    The output is a pending sum over the axis, which is reduced where the whole value is needed. Set `transposed=True`
+    if the weight is stored as (in, out), as in Hugging Face's `Conv1D`.
     """
 
     axis: str = "tp"
@@ -63,12 +63,12 @@ class RowwiseParallel:
 
 
 VocabParallel = RowwiseParallel
-"""An embedding cut over its words."""
+"""A vocabulary-parallel embedding: its table is sharded along the words."""
 
 
 @dataclass(frozen=True)
 class SequenceParallelBegin:
-    """What the layer gives is cut along dim `dim` from here on."""
+    """The begin of a sequence-parallel region: the layer's output is sharded along dim `dim`."""
 
     dim: int = 1
     axis: str = "tp"
@@ -79,7 +79,10 @@ class SequenceParallelBegin:
 
 @dataclass(frozen=True)
 class SequenceParallelEnd:
-    """What the layer takes is whole along the axis from here on; it saves this rank's part, to be gathered again."""
+    """The end of a sequence-parallel region: the layer's inputs are gathered along the axis.
+
+    The layer saves this rank's part for the backward pass, which gathers it again.
+    """
 
     axis: str = "tp"
 
@@ -89,7 +92,7 @@ class SequenceParallelEnd:
 
 @dataclass(frozen=True)
 class SequenceParallelEnable:
-    """The layer works on parts along dim `dim`: its inputs and outputs are cut, with others around it as they are."""
+    """A sequence-parallel layer: its inputs and outputs are sharded along dim `dim`."""
 
     dim: int = 1
     axis: str = "tp"
@@ -101,9 +104,9 @@ class SequenceParallelEnable:
 
 @dataclass(frozen=True)
 class SequenceParallelDisable:
-    """The layer works on the whole sequence; what it gives is cut again along dim `dim`.
+    """A layer that gets the whole sequence; its output is sharded again along dim `dim`.
 
-    Of what it takes it saves this rank's part, which is gathered again in the backward pass.
+    The layer saves this rank's part of its inputs for the backward pass, which gathers it again.
     """
 
     dim: int = 1
@@ -116,7 +119,7 @@ class SequenceParallelDisable:
 
 @dataclass(frozen=True)
 class PrepareLayerInput:
-    """`fn(inputs, mesh)` sees what goes into the layer."""
+    """A hook: `fn(inputs, mesh)` gets the inputs of the layer and may replace them."""
 
     fn: LayerFn
 
@@ -126,7 +129,7 @@ class PrepareLayerInput:
 
 @dataclass(frozen=True)
 class PrepareLayerOutput:
-    """`fn(outputs, mesh)` sees what comes out of the layer."""
+    """A hook: `fn(outputs, mesh)` gets the outputs of the layer and may replace them."""
 
     fn: LayerFn
 
@@ -135,7 +138,7 @@ class PrepareLayerOutput:
 
 
 def along(x: Tensor, axis: str, placement: Placement) -> Tensor:
-    """`x` lying so along one axis, and as it does along the others; what has fewer dims stays as it is."""
+    """Return `x` with this placement along one axis; a tensor with too few dims is returned as it is."""
     if not isinstance(x, DistTensor) or (isinstance(placement, Shard) and placement.dim >= x.dim()):
         return x
     if axis not in x.mesh.sizes:
@@ -145,7 +148,7 @@ def along(x: Tensor, axis: str, placement: Placement) -> Tensor:
 
 
 def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) -> None:
-    """One more axis that cuts a parameter; those of other styles stay."""
+    """Shard a parameter along one more axis; the placements of other styles stay."""
     held: Any = getattr(layer, name, None)
     if not isinstance(held, Tensor):
         return

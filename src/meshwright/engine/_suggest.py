@@ -1,4 +1,4 @@
-"""From what the search finds to what a person writes: styles by patterns of module names, and what they cannot say."""
+"""From a searched plan to code for a person: styles by patterns of module names, and the remainder of the plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Styles by patterns for `parallelize`, and what of the searched plan they leave out."""
+    """Styles by patterns for `parallelize`, and the parts of the searched plan that they leave out."""
 
     mesh: ProcessMesh
     config: Parallelism
@@ -34,7 +34,7 @@ class Suggestion:
     searched: MeshPlan
 
     def text(self) -> str:
-        """Lines of Python to put into a program."""
+        """Return lines of Python to paste into a program."""
         rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
         lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
         lies += f", split={self.config.split!r}" if self.config.split else ""
@@ -54,7 +54,7 @@ class Suggestion:
 
 
 def said(style: Any) -> str:
-    """A style as a person writes it.
+    """Return a style as a person writes it.
 
     >>> said(ColwiseParallel(transposed=True))
     'ColwiseParallel(transposed=True)'
@@ -67,10 +67,13 @@ def suggest(
     model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None = None, *,
     mesh: Mapping[str, int] | None = None, cluster: Cluster | str | None = None, ranks: int | None = None,
 ) -> Suggestion:  # fmt: skip
-    """How to make `model` parallel by names, from the best plan for a `mesh` of pp, dp and tp, or for so many `ranks`.
+    """Suggest a `Parallelism` for `model`: the best plan for a `mesh` of pp, dp and tp, or for a number of `ranks`.
 
-    The styles are tried on the model: a parameter that they lay otherwise than the plan asks is told as left out.
-    Raises SearchError where no plan has that mesh, or nothing fits.
+    The styles are tried on the model. A parameter to which they give another layout than the plan is reported in
+    `left_out`.
+
+    Raises:
+        SearchError: no plan has that mesh, or no plan fits into memory.
     """
     sizes = dict(mesh or {})
     if strange := sorted(set(sizes) - set(AXES)):
@@ -98,7 +101,7 @@ def suggest(
 
 
 def _scheduled(best: MeshPlan) -> Iterator[str]:
-    """The order of microbatches, which is no matter of where chunks begin."""
+    """Yield the schedule of the microbatches, which `split` and `way` do not express."""
     if best.pipeline is not None:
         how = best.pipeline
         asked = {"enable": True, "schedule_mode": how.schedule, "accumulate_steps": how.microbatches}
@@ -106,7 +109,7 @@ def _scheduled(best: MeshPlan) -> Iterator[str]:
 
 
 def _saved(saving: Saving) -> Iterator[str]:
-    """What takes less memory and is no matter of how tensors lie."""
+    """Yield the memory-saving options of the plan that layouts do not express."""
     if saving.recompute:
         layers = {"enable": True, "layers": [*saving.recompute]}
         yield f"{', '.join(saving.recompute)} made again: torch.utils.checkpoint, or Strategy.of(recompute={layers})"
@@ -116,13 +119,13 @@ def _saved(saving: Saving) -> Iterator[str]:
 
 
 def _inputs(model: nn.Module, best: MeshPlan) -> dict[str, Spec]:
-    """What is no parameter and no buffer."""
+    """Return the layouts of values that are neither parameter nor buffer."""
     own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: spec for name, spec in best.layouts.items() if name not in own}
 
 
 def _batch(model: nn.Module, best: MeshPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that cut the first two dims of the first input that is cut."""
+    """Return the axes that shard the first two dims of the first sharded input."""
     first = next((s for s in _inputs(model, best).values() if s.layout.cut_axes), None)
     dims = [axes_of(d) for d in first.layout.dims[:2]] if first is not None else []
     rows, columns = [*dims, (), ()][:2]
@@ -130,13 +133,13 @@ def _batch(model: nn.Module, best: MeshPlan) -> tuple[tuple[str, ...], tuple[str
 
 
 def _styles(model: nn.Module, layouts: Mapping[str, Spec]) -> Iterator[tuple[str, Style]]:
-    """Path of a module → the style that cuts its weight as the plan has it."""
+    """Yield the path of each module and the style that shards its weight as in the plan."""
     for path, module in model.named_modules():
         spec = layouts.get(f"{path}.weight" if path else "weight")
         where = spec.layout.on("tp") if spec is not None and "tp" in spec.mesh.sizes else None
         if not isinstance(where, Shard) or not isinstance(getattr(module, "weight", None), Tensor):
             continue
-        transposed = type(module).__name__ == "Conv1D"  # transformers' linear layer, which takes first
+        transposed = type(module).__name__ == "Conv1D"  # stores its weight as (in, out)
         over_results = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
         style = ColwiseParallel if where.dim == (1 if over_results else 0) else RowwiseParallel
         if where.dim < 2:
@@ -144,7 +147,7 @@ def _styles(model: nn.Module, layouts: Mapping[str, Spec]) -> Iterator[tuple[str
 
 
 def _patterns(model: nn.Module, wanted: Mapping[str, Style]) -> dict[str, Style]:
-    """Patterns that give each module its style and no other one; numbers of layers become stars where they may."""
+    """Return patterns that give each module its style and match no other; numbers of layers become `*` if possible."""
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: dict[str, Style] = {}
     for path, style in wanted.items():
@@ -156,7 +159,7 @@ def _patterns(model: nn.Module, wanted: Mapping[str, Style]) -> dict[str, Style]
 
 
 def _left_out(model: nn.Module, best: MeshPlan, config: Parallelism) -> Iterator[str]:
-    """Tensors that the styles lay otherwise than the plan, found by laying a copy that holds nothing."""
+    """Yield the tensors to which the styles give other layouts than the plan, found on a copy on the meta device."""
     laid = deepcopy(model).to("meta")
     with use(Recorded(0, best.mesh.size)):
         parallelize(laid, None, best.mesh, replace(config, zero=0))

@@ -1,4 +1,4 @@
-"""Making, moving and collecting distributed tensors; signatures as in `paddle.distributed`, words as in torch."""
+"""Create, move and collect distributed tensors; signatures are as in `paddle.distributed`, terms as in torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def shard_tensor(
     device: torch.device | str | None = None,
     requires_grad: bool | None = None,
 ) -> DistTensor:
-    """A tensor that every rank has whole, laid over `mesh`: one placement per mesh axis, padded with `Replicate()`.
+    """Distribute a tensor that every rank has whole: one placement per axis of `mesh`, padded with `Replicate()`.
 
-    `data` may be anything `torch.as_tensor` takes. A leaf stays a leaf, with its gradient, and an
-    `nn.Parameter` a parameter; use `reshard` to move a tensor within a computation. Raises PlacementError for a
-    placement that the tensor or the mesh cannot have.
+    `data` may be anything that `torch.as_tensor` takes. A leaf stays a leaf, with its gradient, and an `nn.Parameter`
+    stays a parameter. Use `reshard` to move a tensor within a computation.
+
+    Raises:
+        PlacementError: the tensor or the mesh cannot have a placement.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -63,7 +65,10 @@ def shard_tensor(
 
 
 def _take_gradient(old: Tensor, new: DistTensor) -> None:
-    """Give the leaf `new` the gradient of the leaf `old`, laid as a gradient of `new`; a captured tensor has none."""
+    """Give the leaf `new` the gradient of the leaf `old`, in the layout of a gradient of `new`.
+
+    A captured tensor has no gradient.
+    """
     if captured_whole(old) is not None:
         return
     if isinstance(old, DistTensor) and old.requires_grad:
@@ -76,7 +81,7 @@ def _take_gradient(old: Tensor, new: DistTensor) -> None:
 
 
 def _take_over(old: nn.Parameter, new: Tensor) -> None:
-    """Give a parameter the attributes and the hooks of the one that it stands for."""
+    """Give a parameter the attributes and the hooks of the parameter that it replaces."""
     for name, value in vars(old).items():
         if name not in OWN and name not in vars(new):
             setattr(new, name, value)
@@ -87,7 +92,7 @@ def _take_over(old: nn.Parameter, new: Tensor) -> None:
 
 
 def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
-    """`x`, which is distributed already, under other placements; a leaf stays one."""
+    """Return a distributed `x` with other placements; a leaf stays a leaf."""
     if not x.is_leaf:
         return reshard(x, mesh, placements)
     with torch.no_grad():
@@ -103,9 +108,12 @@ def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement
 def dtensor_from_local(
     local: Tensor, mesh: ProcessMesh | None, placements: Sequence[Placement], *, shape: Sequence[int] | None = None
 ) -> DistTensor:
-    """The tensor of which `local` is this rank's part; no copy, no communication, differentiable.
+    """Return the tensor of which `local` is this rank's part; no copy, no communication, differentiable.
 
-    Give `shape`, the global shape, when parts are uneven. Raises LocalShapeError for a part that does not fit.
+    Pass the global `shape` if parts are uneven.
+
+    Raises:
+        LocalShapeError: the part does not fit the placements.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["dp"])
@@ -118,14 +126,17 @@ def dtensor_from_local(
 def dtensor_from_fn(
     fn: Callable[..., Tensor], mesh: ProcessMesh | None, placements: Sequence[Placement], *args: Any, **kwargs: Any
 ) -> DistTensor:
-    """`fn(*args, **kwargs)`, a factory such as `torch.ones`, laid over `mesh`: the numbers of one device."""
+    """Return `fn(*args, **kwargs)` distributed over `mesh`, for a factory such as `torch.ones`.
+
+    The numbers are those of one device.
+    """
     return distribute(fn(*args, **kwargs), resolve_mesh(mesh), check(placements))
 
 
 def reshard(x: Tensor, mesh: ProcessMesh | None = None, placements: Sequence[Placement] = ()) -> DistTensor:
-    """`x` under other placements, or on a mesh of other ranks, size or shape; differentiable.
+    """Return `x` with other placements, or on a mesh of other ranks, size or shape; differentiable.
 
-    Without `mesh` it stays on its own. Every rank of both meshes has to make the call.
+    Without `mesh`, `x` stays on its own mesh. Every rank of both meshes must make the call.
     """
     if not isinstance(x, DistTensor):
         return distribute(x, resolve_mesh(mesh), check(placements))
@@ -136,12 +147,12 @@ def reshard(x: Tensor, mesh: ProcessMesh | None = None, placements: Sequence[Pla
 
 
 def unshard_dtensor(x: Tensor) -> Tensor:
-    """The whole value as a plain tensor on every rank of the world; a plain tensor is returned as it is."""
+    """Return the whole value as a plain tensor on every rank of the world; a plain tensor is returned as it is."""
     return whole(x)
 
 
 def check(placements: Sequence[Placement]) -> Sequence[Placement]:
-    """`placements`, if it is a list; raises PlacementError for a single placement or anything else."""
+    """Return `placements` if it is a list. Raises PlacementError for a single placement or anything else."""
     if isinstance(placements, (list, tuple)):
         return placements
     raise PlacementError(

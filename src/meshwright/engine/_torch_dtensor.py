@@ -1,4 +1,4 @@
-"""To torch's own DTensor and back, without a copy, where its layouts say the same."""
+"""Convert to torch's own DTensor and back, without a copy, for layouts that both can express."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "prod": "product"}
-"""What joins terms: our word → torch's."""
+"""The operation of a pending reduction: our name → torch's name."""
 _BACK = {theirs: ours for ours, theirs in _OPS.items()}
 
 
 def _torch() -> Any:
-    """torch.distributed.tensor, imported when it is first wanted: that takes as long as torch itself."""
+    """Return torch.distributed.tensor, imported at first use because the import is as slow as that of torch."""
     return import_module("torch.distributed.tensor")
 
 
 def to_torch_dtensor(x: DistTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """`x` as a `torch.distributed.tensor.DTensor`: the same memory, no communication, differentiable.
+    """Return `x` as a `torch.distributed.tensor.DTensor`: the same memory, no communication, differentiable.
 
-    Every rank of the world makes the call, since a DeviceMesh is made of process groups; `device_mesh` spares that.
-    Raises TorchDTensorError for what DTensor has no word for (a dim that is a product of factors, axes that cut a dim
-    in another order than the mesh's, terms of any and all), and where torch.distributed is not initialized.
+    Every rank of the world makes the call, because it creates a DeviceMesh of process groups, unless `device_mesh` is
+    given.
+
+    Raises:
+        TorchDTensorError: DTensor cannot express the layout (a dim that is a product of factors, axes that shard a dim
+            in another order than the mesh's, pending `any` and `all`), or torch.distributed is not initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise TorchDTensorError(
@@ -51,9 +54,10 @@ def to_torch_dtensor(x: DistTensor, device_mesh: DeviceMesh | None = None) -> DT
 
 
 def from_torch_dtensor(x: DTensor) -> DistTensor:
-    """torch's DTensor as ours: the same memory, no communication, differentiable.
+    """Return torch's DTensor as a distributed tensor: the same memory, no communication, differentiable.
 
-    Raises TorchDTensorError for placements beyond `Shard`, `Replicate` and `Partial`.
+    Raises:
+        TorchDTensorError: a placement is none of `Shard`, `Replicate` and `Partial`.
     """
     on = x.device_mesh
     mesh = ProcessMesh(on.mesh.tolist(), on.mesh_dim_names)
@@ -64,12 +68,12 @@ def from_torch_dtensor(x: DTensor) -> DistTensor:
 
 @lru_cache(maxsize=256)
 def _device_mesh(mesh: ProcessMesh, device: str, world: object) -> DeviceMesh:
-    """The DeviceMesh of the same ranks, made once in the life of `world`."""
+    """Return the DeviceMesh of the same ranks, created once per `world`."""
     return _torch().DeviceMesh(device, mesh.mesh.tolist(), mesh_dim_names=mesh.dim_names)
 
 
 def _check_order(spec: Spec) -> None:
-    """Raises unless the placements say all that the layout does."""
+    """Raise TorchDTensorError if the placements do not express the whole layout."""
     said = layout_of(spec.placements, spec.ndim, spec.mesh)
     if said.dims == spec.layout.dims:
         return

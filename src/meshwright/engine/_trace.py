@@ -1,4 +1,4 @@
-"""Which collectives a program makes, in order, and by which of its lines; and what the rank does meanwhile."""
+"""Trace the collectives of a program in order, with the lines that need them, and the work of the rank meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = {"", "bytes"}
 
 @dataclass(repr=False)
 class CommTrace:
-    """What one rank sent and received inside `trace_comm`, in order, and what it worked on; print it, or save it."""
+    """The communication of one rank inside `trace_comm`, in order, and its work; print it, or save it."""
 
     rank: int
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
@@ -38,18 +38,18 @@ class CommTrace:
 
     @property
     def received(self) -> int:
-        """Bytes from other ranks."""
+        """Return the bytes received from other ranks."""
         return sum(call.received for call in self.calls)
 
     def to_json(self) -> str:
-        """Everything, for programs."""
+        """Return everything as JSON."""
         works = [asdict(work) for work in self.works]
         return json.dumps({"rank": self.rank, "calls": [asdict(call) for call in self.calls], "works": works})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what all ranks did into one file, which ui.perfetto.dev and Chrome's tracing page open.
+        """Write the traces of all ranks into one file for ui.perfetto.dev or Chrome's tracing page.
 
-        Every rank makes the call, behind the block. The file is there as a whole or not at all; rank 0 writes it.
+        Every rank makes the call, after the block. The file appears complete or not at all; rank 0 writes it.
         """
         events = world().gathered(list(rank_events(self.rank, self.calls, self.works)))
         if self.rank == 0:
@@ -68,13 +68,15 @@ class CommTrace:
 
 @contextmanager
 def trace_comm() -> Generator[CommTrace]:
-    """The collectives and messages that this rank makes inside, each with the line of the program that needs it.
+    """Record the collectives and messages of this rank inside the block, each with the program line that needs it.
 
-    Those of a backward pass are told by the line of the forward pass whose gradient needs them, where that line ran
-    inside as well. Gradients of parameters are reduced together, when they are first looked at. A program by Inductor
-    shows the line that calls it. Times and the works around them, for `save`, are those of a real run: forward and
-    backward passes of modules, updates, programs, and a pipeline's actions. Raises NoCarrierError outside of ranks: it
-    goes into the function that is simulated.
+    Communication of a backward pass has the line of the forward pass whose gradient needs it, if that line ran inside
+    the block as well. Gradients of parameters are reduced together, when they are first read. A program by Inductor has
+    the line that calls it. For `save`, calls have times, and the work around them is recorded: forward and backward
+    passes of modules, updates, programs, and a pipeline's actions.
+
+    Raises:
+        NoCarrierError: there are no ranks; put the block inside the function that is simulated.
 
     >>> import torch, meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
@@ -124,7 +126,7 @@ def _traced(here: Carrier, call: Call, received: int, frame: FrameType) -> Trace
 
 
 def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
-    """The step of the conversion that makes the call, the axes along which its group lies, and what it is for."""
+    """Return the conversion's step that makes the call, the axes of its group, and the conversion's purpose."""
     while frame is not None and not isinstance(frame.f_locals.get("way"), Plan):
         frame = frame.f_back
     if frame is None:
@@ -137,7 +139,7 @@ def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[st
 
 
 def _axes(mesh: ProcessMesh, rank: int, group: Sequence[int]) -> tuple[str, ...]:
-    """The fewest axes of the mesh along which a group lies; none for one that lies across."""
+    """Return the fewest axes of the mesh that span the group; () if no axes do."""
     if rank not in mesh:
         return ()
     every = (axes for count in range(1, mesh.ndim + 1) for axes in combinations(mesh.dim_names, count))

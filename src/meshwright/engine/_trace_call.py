@@ -1,4 +1,4 @@
-"""One collective or message, as `trace_comm` tells of it."""
+"""One collective or message in a trace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One collective or message of a rank: what it is, the bytes that come by it, and where the program asked for it.
+    """One collective or message of a rank: its kind, the bytes received by it, and the place that needs it.
 
-    `step` is the step of a conversion that needs it, `axes` those of the mesh along which its `group` lies; both are
-    empty for calls that are no conversion's. In a backward pass `line` and `module` are those of the forward pass whose
-    gradient needs it, where that is known. `at` is the line that was running. It `began` at a time of the clock, in
-    seconds since 1970, took so many `seconds`, waiting for other ranks included, and was done `aside` of the rank's own
-    thread or by it. Messages have a `peer` and a `tag`.
+    `step` is the step of a conversion that needs it, and `axes` are the mesh axes of its `group`; both are empty for
+    calls outside conversions. In a backward pass, `line` and `module` are those of the forward pass whose gradient
+    needs the call, if known. `at` is the line that was running. `began` is its start in seconds since 1970, and
+    `seconds` its duration, including the wait for other ranks. `aside` is True if another thread than the rank's own
+    made it. Messages have a `peer` and a `tag`.
     """
 
     kind: str

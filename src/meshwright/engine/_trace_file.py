@@ -1,4 +1,4 @@
-"""What ranks did as a trace file: the Chrome trace format, a process for each rank, a row for each kind of thing."""
+"""Write the work of all ranks as a Chrome trace: a process for each rank, a row for each kind of event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 def rank_events(rank: int, calls: Sequence[TracedCall], works: Sequence[TracedWork]) -> Iterator[Event]:
-    """The events of one rank; times are seconds since 1970."""
+    """Yield the events of one rank; times are seconds since 1970."""
     for work in works:
         yield _lasting(rank, WORK, work.kind, f"{work.kind} {work.name}", work.began, work.seconds, {})
     numbers: Counter[tuple[int, int, int]] = Counter()
@@ -38,7 +38,7 @@ def _lasting(rank: int, row: int, kind: str, name: str, began: float, seconds: f
 
 
 def _arrow(rank: int, row: int, call: TracedCall, numbers: Counter[tuple[int, int, int]]) -> Event:
-    """One end of a message: as many messages of a tag as there are, they come in the order in which they were sent."""
+    """Return one end of a message's arrow; messages with one tag arrive in the order in which they were sent."""
     assert call.peer is not None
     sends = call.kind == "send"
     way = (rank, call.peer, call.tag) if sends else (call.peer, rank, call.tag)
@@ -51,7 +51,7 @@ def _arrow(rank: int, row: int, call: TracedCall, numbers: Counter[tuple[int, in
 
 
 def trace_file(ranks: Iterable[Sequence[Event]]) -> str:
-    """The file of all ranks; times are microseconds since the first event."""
+    """Return the trace file of all ranks; times are microseconds since the first event."""
     every = [list(events) for events in ranks]
     first = min((event["ts"] for events in every for event in events), default=0.0)
     named = [event for rank in range(len(every)) for event in _names(rank)]

@@ -1,4 +1,4 @@
-"""What a rank works on, and when: passes of modules, updates, programs, and the actions of a pipeline."""
+"""Record the work of a rank with its times: passes of modules, updates, programs, and the actions of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLAIN = (Tensor, nn.Parameter, DistTensor)
 
 
 def clock() -> float:
-    """Seconds since 1970, by a clock that never goes back."""
+    """Return the seconds since 1970, by a clock that never goes back."""
     return _SINCE + perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
 class TracedWork:
-    """A piece of work: its kind (forward, backward, update, program, pipeline), its name, its beginning, its length."""
+    """A piece of work: its kind (forward, backward, update, program, pipeline), name, start and duration."""
 
     kind: str
     name: str
@@ -36,7 +36,7 @@ class TracedWork:
 
 
 class Works:
-    """Notes the works of the rank whose calls are counted in `seen`, each when it has ended."""
+    """A recorder of the work of the rank with the counters `seen`; each piece is added when it has ended."""
 
     def __init__(self, seen: Counters, found: list[TracedWork]) -> None:
         self._seen, self._found = seen, found
@@ -45,7 +45,7 @@ class Works:
         self._backward: tuple[str, float] | None = None
 
     def watch(self, kind: str, name: str) -> Callable[[], None]:
-        """A work that begins now; call what it gives when it has ended."""
+        """Begin a piece of work; call the returned function when it has ended."""
         self._end_of_backward()
         began = clock()
 
@@ -57,7 +57,7 @@ class Works:
 
     @contextmanager
     def of_modules(self) -> Generator[None]:
-        """Inside, passes of modules and updates of optimizers are noted."""
+        """Record passes of modules and updates of optimizers inside the block."""
         updates: list[Callable[[], None]] = []
 
         def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -80,7 +80,7 @@ class Works:
             self._end_of_backward()
 
     def _before(self, module: nn.Module, _: Any) -> None:
-        if isinstance(module, fx.GraphModule) or not self._is_here():  # a program's own code is no user's module
+        if isinstance(module, fx.GraphModule) or not self._is_here():  # the code of a program is no module of the user
             return
         if not self._forward:
             self._end_of_backward()
@@ -97,11 +97,11 @@ class Works:
             self._tell_of_gradient(name, x)
 
     def _tell_of_gradient(self, name: str, x: Tensor) -> None:
-        """Has the backward pass tell when it comes to the module: when the gradient of what it gave is there.
+        """Register a hook that is called when the backward pass reaches the module, at the gradient of its output.
 
-        Of modules that give the same tensor it is the innermost; tensors that hold nothing are only recorded.
+        If several modules return the same tensor, the innermost one counts. Fake tensors of a capture get no hook.
         """
-        with local_parts():  # the node itself, which computes this rank's part
+        with local_parts():  # the node of the plain tensor, which computes this rank's part
             node = x.grad_fn if type(x) in PLAIN else None
         if node is None:
             return
@@ -115,7 +115,7 @@ class Works:
             self._backward = (name, clock())
 
     def _end_of_backward(self) -> None:
-        """The backward pass of a module lasts until that of the next, or until something else begins."""
+        """End the recorded backward pass of a module: it lasts until the next one or other work begins."""
         if self._backward is not None:
             self._note("backward", *self._backward)
             self._backward = None
@@ -124,7 +124,7 @@ class Works:
         self._found.append(TracedWork(kind, name, began, clock() - began))
 
     def _is_here(self) -> bool:
-        """Whether the rank that is noted is the one that runs: hooks are for all ranks of the process."""
+        """True if the recorded rank is the running one: hooks are called for all ranks of the process."""
         try:
             return current().seen is self._seen
         except NoCarrierError:

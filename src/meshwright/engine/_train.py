@@ -1,7 +1,7 @@
-"""A training loop that is short enough to read: steps, what they tell, evaluations, checkpoints, and how it ends.
+"""A short training loop: steps, reports, evaluations, checkpoints, and the end of a run.
 
-Whoever wants another loop writes it: every line here is one of the door's functions. What this one promises: a run that
-was stopped goes on as if it had not been, and no update is made of gradients that are not finite.
+Write your own loop if you need another one: every line here calls a public function. This loop guarantees two things. A
+run that was stopped resumes as if it had not been stopped, and gradients that are not finite are never applied.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How long `mw.train` trains, and what it does beside its steps.
+    """The length of a run of `mw.train`, and its work beside the steps.
 
-    `folder` holds checkpoints, one each `save_every` steps and at the end, of which the latest `keep` stay, and the log
-    `log.jsonl`, unless `log` names another file. A checkpoint that cannot be written is told on all ranks; then the run
-    stops, or goes on with `on_failed_save="continue"` and tries the next one. `clip` is the largest norm of the
-    gradients together. `flops` is the work of a step (6 per parameter and token if not told), `device` a name that
-    `meshwright.cost` knows. `plan` is for the banner: what `mw.plan` gave, or a line that tells how the model is
-    divided and why.
+    `folder` holds checkpoints, one each `save_every` steps and one at the end, of which the latest `keep` stay. It also
+    holds the log `log.jsonl`, unless `log` names another file. A failure to write a checkpoint is reported on all
+    ranks. Then the run stops, or with `on_failed_save="continue"` goes on and tries the next one. `clip` is the largest
+    total norm of the gradients. `flops` is the work of a step (default: 6 per parameter and token). `device` is a name
+    that `meshwright.cost` knows. `plan` is shown in the banner: a result of `mw.plan`, or a line that says how the
+    model is divided and why.
     """
 
     steps: int
@@ -83,7 +83,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class TrainingEnd:
-    """How a run ended: the step that it began behind, its losses, whether it was asked to stop, the last checkpoint."""
+    """The end of a run: the step it began after, its losses, whether it was asked to stop, the last checkpoint."""
 
     begun: int
     losses: tuple[float, ...]
@@ -92,7 +92,7 @@ class TrainingEnd:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 0, or 143 when SIGTERM had asked it to stop."""
+        """Return the code for `sys.exit`: 0, or 143 if SIGTERM had asked the run to stop."""
         return STOPPED if self.stopped else 0
 
 
@@ -108,21 +108,24 @@ def train(
     evaluation: Iterable[Any] | None = None,
     tell: Tell | None = None,
 ) -> TrainingEnd:
-    """Trains until step `training.steps`, from the latest checkpoint of the folder on; every rank makes the call.
+    """Train until step `training.steps`, from the latest checkpoint of the folder on; every rank makes the call.
 
-    Batches are tuples or dicts of the model's arguments. `loss` takes what the model gives and the last of a batch;
-    without it the model gives the loss, or something that has one as `.loss`. `data` is iterated over again and again,
-    and has `state_dict` where there is a folder; `scheduler` steps once a step. Rank 0 tells, on its standard error, in
-    the log, and by calling `tell` with each event.
+    Batches are tuples or dicts of the model's arguments. `loss` gets the model's result and the last part of a batch.
+    Without it, the model returns the loss, or an object with the attribute `loss`. `data` is iterated over repeatedly,
+    and needs `state_dict` if there is a folder. `scheduler` is stepped once per step. Rank 0 reports events on its
+    standard error, in the log, and by calling `tell` with each event. At SIGTERM, the step is finished and saved. With
+    a `scaler`, for float16, all ranks skip an update with gradients that are not finite, and go on with a smaller
+    scale.
 
-    At SIGTERM the step is finished and saved. Raises NonFiniteGradientError, on all ranks, before such an update; with
-    a `scaler`, for float16, all ranks leave the update out and go on with a smaller scale.
+    Raises:
+        NonFiniteGradientError: gradients are not finite and there is no `scaler`; raised on all ranks before the
+            update.
     """
     return _Run(model, optimizer, data, training, loss, scheduler, scaler, evaluation).go(tell)
 
 
 class _Run:
-    """The parts of a run, and the step it is at."""
+    """The parts of a run, and its current step."""
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class _Run:
         self.step, self.saves.path = resumed.step, resumed.path
 
     def _start(self) -> dict[str, Any]:
-        """The banner."""
+        """Return the event of the banner."""
         meshes = dict.fromkeys(repr(p.mesh) for p in self.network.parameters() if isinstance(p, DistTensor))
         plan, schedule = self.training.plan, getattr(getattr(self.model, "schedule", None), "name", None)
         predicted = plan if isinstance(plan, MeshPlan) else None
@@ -206,7 +209,7 @@ class _Run:
         }  # fmt: skip
 
     def _one(self, batches: Iterator[Any], stop: Callable[[], bool], say: Tell) -> tuple[StepTold, bool]:
-        """One step, and whether some rank was asked to stop."""
+        """Run one step; return its numbers, and True if some rank was asked to stop."""
         start = perf_counter()
         batch = next(batches)
         if isinstance(self.model, Microbatches):
@@ -241,7 +244,7 @@ class _Run:
         return nullcontext() if dtype is None else torch.autocast(self.device, dtype)
 
     def _norm(self, loss: float, say: Tell) -> float:
-        """The norm of all gradients, which are clipped. Raises NonFiniteGradientError."""
+        """Return the norm of all gradients, and clip them. Raises NonFiniteGradientError."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler.unscale_(self.optimizer)
         norm = gradient_norm(parameters)
@@ -269,7 +272,7 @@ class _Run:
         return self.loss(self.network(*inputs), labels)
 
     def _evaluated(self, batches: Iterable[Any]) -> float:
-        """The mean loss of all batches, with the model in evaluation."""
+        """Return the mean loss of all batches, with the model in evaluation mode."""
         was = self.network.training
         self.network.eval()
         with torch.no_grad(), self._autocast():
@@ -293,7 +296,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What a checkpoint holds beside model, optimizer and scheduler: the place in the data, and the scale."""
+    """The part of a checkpoint beside model, optimizer and scheduler: the place in the data, and the loss scaler."""
 
     data: Any
     scaler: torch.amp.GradScaler
@@ -310,7 +313,7 @@ class _Kept:
 
 
 def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
-    """Raises for what cannot be trained, or cannot go on."""
+    """Raise TrainingError for a model or scaler that does not fit, BatchError for data that cannot resume."""
     if isinstance(model, Microbatches) and model.scaler not in (None, scaler):
         raise TrainingError(
             "mw.train of microbatches with a scaler of their own", "a loop that does not know it",
@@ -331,7 +334,7 @@ def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
 
 
 def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonFiniteGradientError:
-    """The error, which names the parameters; every rank asks all of them."""
+    """Return the error that names the parameters; every rank checks all of them."""
     of = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     wrong = [name for name, grad in of.items() if not unshard_dtensor(grad.isfinite().all()).item()]
     names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -343,7 +346,7 @@ def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonF
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch; the first may be over already. Raises BatchError for data that give nothing anew."""
+    """Yield batches epoch after epoch; the first may be over already. Raises BatchError for two empty epochs."""
     empty = 0
     while empty < 2:
         empty += 1
@@ -363,7 +366,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tokens(batch: Any) -> int:
-    """Elements of the first input where they are whole numbers, else its rows."""
+    """Return the elements of the first input if they are integers, else its rows."""
     first = next(tensors_in(batch), None)
     if first is None or first.dim() == 0:
         return 1
@@ -375,7 +378,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _largest(*numbers: float) -> list[float]:
-    """The largest of all ranks, number by number."""
+    """Return the largest value over all ranks, for each of the numbers."""
     here = world()
     if here.carrier is None or here.size == 1:
         return list(numbers)
@@ -384,7 +387,7 @@ def _largest(*numbers: float) -> list[float]:
 
 
 def _peak_memory(on: str) -> int:
-    """Bytes that this rank has held at most: of its device, else of its process."""
+    """Return the peak memory of this rank in bytes: of its CUDA device, else of its process."""
     if on == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -392,7 +395,7 @@ def _peak_memory(on: str) -> int:
 
 
 def _peak(device: str | None, on: str) -> Callable[[torch.dtype], float] | None:
-    """Operations per second of a device by dtype, where it is known: by name, or by what CUDA tells."""
+    """Return the peak operations per second by dtype of a device, given by name or found by CUDA, if known."""
     if device is None and on == "cuda":
         words = torch.cuda.get_device_name().replace("-", " ").split()
         device = next((name for name in DEVICES if name in words), None)
@@ -404,4 +407,4 @@ def _text(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _silent(_: Any) -> None:
-    """What the other ranks tell."""
+    """Ignore an event, on ranks other than 0."""

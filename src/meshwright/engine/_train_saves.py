@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: each is begun beside the steps, and a failure is told once, on all ranks."""
+"""The checkpoints of a training run: each is written in the background, and a failure is reported once on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.checkpoint import CheckpointError, Saving
 from ._train_told import Tell
 
 ON_FAILED_SAVE = ("stop", "continue")
-"""What a run does when a checkpoint was not written."""
+"""The choices after a checkpoint could not be written."""
 
 
 class Saves:
@@ -23,7 +23,7 @@ class Saves:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a failure that has not been told."""
+        """True if this rank knows of a failure that has not been reported."""
         return self._saving is not None and self._saving.failed
 
     def begin(self, step: int, save: Callable[[], Saving], say: Tell) -> None:
@@ -47,7 +47,7 @@ class Saves:
             self._tell(error, step, say)
 
     def _tell(self, error: CheckpointError, step: int, say: Tell) -> None:
-        """Tell of a failure. Raises it if the run is to stop."""
+        """Report a failure. Raises it if the run is to stop."""
         say({"event": "failed checkpoint", "step": step, "error": str(error), "goes_on": self._goes_on})
         if not self._goes_on:
             raise error

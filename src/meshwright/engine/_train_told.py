@@ -1,4 +1,4 @@
-"""What a training run tells: a line of JSON for everything that happens, curves, and a bar for a person."""
+"""Report the events of a training run: as lines of JSON, as curves, and as a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ._errors import TrainingError
 
 Event = Mapping[str, Any]
-"""What happened, at which step, and its numbers.
+"""An event with its step and its numbers.
 
 `event` is start, step, evaluation, checkpoint, failed checkpoint, error or end.
 """
@@ -29,10 +29,10 @@ Where = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class StepTold:
-    """Numbers of one step; `mfu` is the share of the devices' peak, where both the work and the peak are known.
+    """The numbers of one step; `mfu` is the share of the devices' peak, if the work and the peak are known.
 
-    `peak_memory` is the most that a rank has held so far, in bytes: of its device, or of its process. A norm that is
-    not finite with a `loss_scale` means that there was no update.
+    `peak_memory` is the most bytes that a rank has held so far, of its device or of its process. A `gradient_norm` that
+    is not finite, with a `loss_scale`, means that the update was skipped.
     """
 
     step: int
@@ -52,7 +52,7 @@ class StepTold:
 
 @contextmanager
 def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, tell: Tell | None) -> Generator[Tell]:
-    """Gives the function to call with each event; what it is told goes to all that listen."""
+    """Yield the function to call with each event; it passes the event to all listeners."""
     with ExitStack() as stack:
         listeners = [] if tell is None else [tell]
         if log is not None:
@@ -71,7 +71,7 @@ def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, t
 
 @contextmanager
 def _lines(path: Path) -> Generator[Tell]:
-    """Appends a JSON object per line; a number that is not finite is a string, since JSON has none."""
+    """Append one JSON object per line. A number that is not finite becomes a string, because JSON has none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a", encoding="utf-8", buffering=1)
@@ -96,7 +96,7 @@ def _in_json(value: Any) -> Any:
 
 @contextmanager
 def _curves(folder: Where) -> Generator[Tell]:
-    """Numbers by step for TensorBoard, which is imported only here."""
+    """Write numbers by step for TensorBoard, which is imported only here."""
     try:
         writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
     except ImportError as error:
@@ -122,7 +122,7 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def _shown(steps: int) -> Generator[Tell]:
-    """The banner, a bar with the numbers of the latest step, and a line for everything else."""
+    """Show the banner, a bar with the numbers of the latest step, and a line for every other event."""
     columns = (
         TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[numbers]}"),
         TextColumn("left"), TimeRemainingColumn(),
@@ -151,7 +151,7 @@ def _numbers_of_step(event: Event) -> str:
 
 
 def line_of(event: Event) -> str:
-    """An event as a person reads it.
+    """Return an event as a line for a person.
 
     >>> line_of({"event": "evaluation", "step": 20, "loss": 0.5})
     'evaluation at step 20: loss 0.5'

@@ -1,4 +1,4 @@
-"""A script without a mark: each module that it calls is planned at its first call, and laid over all ranks."""
+"""Run a script without marks: each module is planned at its first call, and distributed over all ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ CUTS_ALONE = "a script is laid out in cuts alone, without ZeRO, recomputation or
 
 @contextmanager
 def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
-    """Inside, modules whose parameters lie on no mesh are laid as the best plan for their first inputs says.
+    """Distribute modules without distributed parameters, inside the block, by the best plan for their first inputs.
 
-    The outermost module of a call is the one that is planned; its inputs are laid from then on. Parameters stay the
-    same objects, so that optimizers made before go on; nothing of the script's loop or optimizer is changed, so that a
-    plan has cuts alone. Every rank makes the same calls. Raises SearchError and CaptureError as `auto` does, at the
-    first call.
+    The outermost module of a call is planned, and its inputs are distributed from then on. Parameters stay the same
+    objects, so that existing optimizers go on. The script's loop and optimizer are not changed, so a plan consists of
+    shardings only. Every rank makes the same calls.
+
+    Raises:
+        SearchError, CaptureError: as in `auto`, at the first call.
     """
     planner, plain = _Planner(cluster), nn.Module.__call__
 
@@ -49,7 +51,7 @@ def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
 
 
 class _Depth(threading.local):
-    """How many modules a thread's call is inside of."""
+    """The number of module calls that a thread is inside of."""
 
     value = 0
 
@@ -62,7 +64,7 @@ class _Planner:
 
     @contextmanager
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> Generator[tuple[Any, Any]]:
-        """Arguments as the module takes them, inside the call of it."""
+        """Yield the arguments for the module, inside its call; those of the outermost module are distributed."""
         self._depth.value += 1
         try:
             yield self._arguments(module, args, kwargs) if self._depth.value == 1 else (args, kwargs)
@@ -79,7 +81,7 @@ class _Planner:
         return map_leaves(lambda x: _placed(x, batch.get(next(numbers))), (args, kwargs))
 
     def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
-        """The module becomes what its plan says; gives how its inputs lie, by their numbers."""
+        """Distribute the module as its plan says; return the layouts of its inputs by their numbers."""
         memory = ModuleMemory(module, f"to lay {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
         plan = self._cuts(program)
@@ -96,7 +98,7 @@ class _Planner:
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
 
     def _cuts(self, program: Program) -> MeshPlan:
-        """The plan of cuts alone. Raises SearchError where it does not fit, with what would have more."""
+        """Return the plan of shardings only. Raises SearchError if it does not fit."""
         try:
             return fastest(program, self._machines, saving=False)
         except SearchError as error:
@@ -105,7 +107,7 @@ class _Planner:
 
 
 def _placed(x: Any, spec: Spec | None) -> Any:
-    """A plain input as the plan has it; one of other sizes lies likewise."""
+    """Return a plain input in the layout of the plan; an input of other sizes gets the same layout."""
     if spec is None or not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != spec.ndim:
         return x
     return place(x, spec.mesh, spec.layout)

@@ -1,4 +1,4 @@
-"""One program per kind of batch: which recorded program takes a batch, and which sizes the next one leaves open."""
+"""One program per kind of batch: find the recorded program for a batch, and the sizes that the next one leaves open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Dynamic = Mapping[int, frozenset[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant(Generic[T]):
-    """A program, the sizes it was recorded for, the dims that may have others, when it takes those, and its setting.
+    """A program, the sizes it was recorded for, the dims with open sizes, its test of other sizes, and its setting.
 
     Variants with one `digest` have the same program, in other settings.
     """
@@ -42,7 +42,7 @@ class Variant(Generic[T]):
 
 @dataclass(slots=True)
 class Variants(Generic[T]):
-    """The programs recorded so far, at most `most`; a batch of new sizes makes the sizes that changed symbolic."""
+    """The programs recorded so far, at most `most`. For a batch of new sizes, the changed sizes become symbolic."""
 
     most: int
     exact: dict[Any, list[Variant[T]]] = field(default_factory=lambda: Cache[Any, "list[Variant[T]]"](1024))
@@ -52,12 +52,12 @@ class Variants(Generic[T]):
 
     @property
     def count(self) -> int:
-        """The number of different programs that were recorded."""
+        """Return the number of different programs that were recorded."""
         without = sum(v.digest is None for variants in self.known.values() for v in variants)
         return len(self._digests() - {None}) + without
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
-        """The program that takes the batch in the setting of now, if one does; `key` must be equal beside sizes."""
+        """Return the program for the batch in the present setting, or None; calls with one `key` differ in sizes."""
         skeleton = (key, tuple(map(kind_of, leaves)))
         sizes = sizes_of(leaves)
         exact = self.exact.get((skeleton, sizes), [])
@@ -71,7 +71,7 @@ class Variants(Generic[T]):
         return None
 
     def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
-        """The dims that the next program should leave open: those in which batches of this kind differ.
+        """Return the dims that the next program should leave open: those in which batches of this kind differ.
 
         Raises StaticError for new sizes if there are `most` programs.
         """
@@ -125,17 +125,17 @@ def fits_sizes(known: Sizes, dynamic: Dynamic, sizes: Sizes) -> bool:
 
 
 def sizes_of(leaves: Sequence[Any]) -> Sizes:
-    """The shape of every leaf; () for what is no tensor."""
+    """Return the shape of every leaf; () for a leaf that is no tensor."""
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves)
 
 
 def differences(a: Sizes, b: Sizes) -> list[tuple[int, int]]:
-    """(leaf, dim) where the sizes are not the same."""
+    """Return the pairs (leaf, dim) whose sizes differ."""
     return [(at, d) for at, (x, y) in enumerate(zip(a, b, strict=True)) for d in range(len(x)) if x[d] != y[d]]
 
 
 def kind_of(x: Any) -> Any:
-    """What two leaves must share to be taken by one program, beside sizes."""
+    """Return the properties that two leaves must share, beside sizes, to fit one program."""
     if isinstance(x, DistTensor):
         return (x.spec.mesh, x.spec.layout, x.spec.dtype)
     if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""One device and a mesh side by side: which tensor is the first that differs, and what that says."""
+"""Compare a model on one device with the same model on a mesh, and find the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._parallelize import Parallelism, parallelize
 
 Marks = Parallelism | Callable[[nn.Module, ProcessMesh], Any]
 Parts = Mapping[int, Part]
-"""What each rank holds of one tensor."""
+"""Rank → its part of one tensor."""
 MOST = 8
 NOISE = 10.0
 _LOOK = {
@@ -34,10 +34,11 @@ _LOOK = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor of the sharded run that is not that of one device.
+    """A tensor of the sharded run that differs from that of one device.
 
-    `what` is an output, an input, or a gradient; `path` of its module or parameter; `layout` how it lies; `error` the
-    largest deviation, relative to the largest number; `why` what is odd about it; `look` where to look.
+    `what` is an output, an input, or a gradient; `path` is that of its module or parameter; `layout` is its layout.
+    `error` is the largest deviation, relative to the largest number. `why` says what is wrong with the numbers, and
+    `look` where to look for the cause.
     """
 
     what: str
@@ -50,7 +51,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """Which tensor it is."""
+        """Return the name of the tensor for a person."""
         of = f" of {self.path or 'the model'}" if self.what != LOSS else ""
         return f"{self.what}{of}" + (f", number {self.call + 1}" if self.call else "")
 
@@ -60,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Verified:
-    """What `verify` found: how many tensors it compared, the largest error, and what differs, in order."""
+    """The result of `verify`: the number of compared tensors, the largest error, and the differences in order."""
 
     mesh: ProcessMesh
     compared: int
@@ -69,16 +70,16 @@ class Verified:
 
     @property
     def equal(self) -> bool:
-        """Whether all is as on one device."""
+        """True if all tensors equal those on one device."""
         return not self.differences
 
     @property
     def first(self) -> Difference | None:
-        """The tensor that was the first to differ; all before it are right."""
+        """Return the first tensor that differs, or None; all tensors before it are right."""
         return self.differences[0] if self.differences else None
 
     def check(self) -> None:
-        """Raises DifferenceError if anything differs."""
+        """Raise DifferenceError if a tensor differs."""
         if self.first is not None:
             raise DifferenceError(
                 f"the numbers of one device on {self.mesh!r}", f"the {self.first.name} is the first that differs",
@@ -107,12 +108,13 @@ def verify(
     lay: Callable[[Sequence[Any], ProcessMesh], Sequence[Any]] | None = None,
     rtol: float | None = None,
 ) -> Verified:
-    """`model` on one device and, marked, on simulated ranks: the first tensor that differs, or that none does.
+    """Compare `model` on one device with the marked model on simulated ranks, and find the first tensor that differs.
 
-    `marks` is a `Parallelism`, or a function that lays a model over the mesh; `lay` one that lays the batch. Both runs
-    make a forward and a backward pass with copies of the model; inputs and outputs of every module, their gradients and
-    those of the parameters are compared. `loss` is called as `to_static` calls it; without it what the model gives is
-    summed. `rtol` is the relative error that is allowed, by default the square root of the dtype's precision.
+    `marks` is a `Parallelism`, or a function that distributes a model over the mesh; `lay` is a function that
+    distributes the batch. Both runs make a forward and a backward pass with copies of the model. Inputs and outputs of
+    every module, their gradients and those of the parameters are compared. `loss` is called as by `to_static`; without
+    it, the model's results are summed. `rtol` is the allowed relative error, by default the square root of the dtype's
+    precision.
 
     >>> import torch, meshwright as mw
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -169,7 +171,7 @@ def _compared(
 
 
 def _names(model: nn.Module, key: Key) -> tuple[str, str]:
-    """The module or parameter, and the module that it is in, as a person would name them."""
+    """Return the names, for a person, of the module or parameter and of the module around it."""
     what, path, _ = key
     above = path.rpartition(".")[0]
     kinds = {name: type(m).__name__ for name, m in model.named_modules()}
@@ -186,9 +188,10 @@ def _size(x: Tensor) -> float:
 
 
 def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
-    """The largest deviation of the parts from the whole, relative to its largest number, and what is odd about them.
+    """Return the largest deviation of the parts from the whole, relative to its largest number, and what is wrong.
 
-    A tensor whose numbers are below `least` is rounding: what cancels, such as a bias's gradient before a batch norm.
+    A tensor with numbers below `least` is rounding error: terms that cancel, such as a bias's gradient before a batch
+    norm.
     """
     if not held:
         return float("inf"), "no rank of the mesh makes it"
@@ -207,7 +210,7 @@ def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
 
 
 def _pairs(whole: Tensor, spec: Spec | None, held: Parts) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Rank, what it holds (terms joined with those of the others), and that part of the whole."""
+    """Yield the rank, its part (pending reductions done), and the same part of the whole."""
     if spec is None or spec.shape != whole.shape:
         yield from ((rank, part.local, whole) for rank, part in held.items())
         return
@@ -222,7 +225,7 @@ def _pairs(whole: Tensor, spec: Spec | None, held: Parts) -> Iterator[tuple[int,
 
 
 def _whole_term(mesh: ProcessMesh, axes: Sequence[tuple[str, str]], rank: int, held: Parts) -> Tensor:
-    """The terms along all these axes, joined."""
+    """Return the terms along all these axes, reduced."""
     if not axes:
         return held[rank].local
     *others, (axis, op) = axes
@@ -230,7 +233,7 @@ def _whole_term(mesh: ProcessMesh, axes: Sequence[tuple[str, str]], rank: int, h
 
 
 def _far(a: Tensor, b: Tensor) -> float:
-    """The largest distance; infinite where only one of them is a number."""
+    """Return the largest distance; infinite if only one of two numbers is NaN."""
     if not b.numel():
         return 0.0
     wide = torch.complex128 if b.is_complex() or a.is_complex() else torch.float64
@@ -240,7 +243,7 @@ def _far(a: Tensor, b: Tensor) -> float:
 
 
 def _oddness(pairs: Sequence[tuple[int, Tensor, Tensor]], rank: int) -> str:
-    """All parts a multiple of what they should be, or ranks that should hold the same and do not."""
+    """Return, in words, the common factor of all parts, or else the rank whose numbers differ."""
     a = torch.cat([held.reshape(-1).to(torch.complex128) for _, held, _ in pairs])
     b = torch.cat([right.reshape(-1).to(torch.complex128) for *_, right in pairs])
     power = float((b.abs() ** 2).sum())

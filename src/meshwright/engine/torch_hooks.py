@@ -1,4 +1,4 @@
-"""The private torch names that this room needs, each with the reason."""
+"""The private names of torch that this package needs, each with the reason."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ import torch
 
 top_saved_hooks: Callable[[bool], tuple[Any, Any] | None]
 top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
-"""The hooks that see what is saved for backward passes: those entered last hide all others."""
+"""The hooks that see what is saved for backward passes; the hooks entered last hide all others."""

@@ -1,6 +1,7 @@
 """Models written for one device and marked for any mesh, and the loop that trains them.
 
-Knows: model files, their text and the main job. Does not know: how a mark is carried out.
+This package contains the model files, their training text, and the main training job. It uses only public functions,
+and does not depend on how marks are applied.
 """
 
 from meshwright.models._corpus import batch, corpus

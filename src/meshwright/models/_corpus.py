@@ -1,6 +1,6 @@
-"""Real text that every machine has: the source files of Python's standard library, as bytes.
+"""A training text that every machine has: the source files of Python's standard library, as bytes.
 
-A sample is known by its global number alone, so any number of ranks draws the same batches.
+A sample depends on its global number only, so any number of ranks draws the same batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__py
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """All `.py` files below `root` in a fixed order, without tests and installed packages."""
+    """Yield all `.py` files below `root` in a fixed order, without tests and installed packages."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - SKIPPED)
         yield from (Path(folder) / file for file in sorted(files) if file.endswith(".py"))
@@ -30,13 +30,13 @@ def source_files(root: Path) -> Iterator[Path]:
 
 @functools.cache
 def corpus() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The standard library as one row of bytes."""
+    """Return the standard library as one row of bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return np.frombuffer(b"\n".join(path.read_bytes() for path in source_files(root)), dtype=np.uint8)
 
 
 def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`length` consecutive bytes at a place that (seed, number) alone decides."""
+    """Return `length` consecutive bytes, at a place that depends on (seed, number) only."""
     text = corpus()
     if length >= len(text):
         asked, why = f"sequences of {length - 1} bytes", "a sequence is a part of the text"
@@ -46,19 +46,19 @@ def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.u
 
 
 def batch(step: int, size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and the tokens that follow them, both [size, length], of global samples `step * size …`."""
+    """Return tokens and the tokens that follow them, both [size, length], of the samples from `step * size` on."""
     return samples(step * size, size, length, seed)
 
 
 def samples(first: int, count: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and the tokens that follow them, both [count, length], of global samples `first …`."""
+    """Return tokens and the tokens that follow them, both [count, length], of the samples from `first` on."""
     rows = np.stack([sample(first + i, length + 1, seed) for i in range(count)])
     tokens = torch.from_numpy(rows.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Text:
-    """Batches of the corpus without end, which go on behind the samples that were taken, whatever the batch was."""
+    """Endless batches of the corpus; a resumed run continues after the samples taken, also with another batch size."""
 
     def __init__(self, size: int, length: int, seed: int) -> None:
         self.size, self.length, self.seed = size, length, seed

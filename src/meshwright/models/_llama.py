@@ -1,7 +1,7 @@
 """A Llama-style language model over bytes, for one device and for any mesh.
 
-The model is plain PyTorch. All of its parallel code stands at the end of the file: `mark` says where each part's
-weights live and how its inputs come in. Without that call it is a model for one device.
+The model is plain PyTorch. All of its parallel code is at the end of the file: `mark` gives each module its stage, the
+layouts of its weights, and the layout of its inputs. Without that call it is a model for one device.
 
 Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, f feed-forward, v vocabulary.
 """
@@ -25,7 +25,7 @@ class ModelError(MeshwrightError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model; heads that do not fit are refused.
+    """The sizes of the model. Raises ModelError if the heads do not fit.
 
     >>> LlamaConfig().head_size
     32
@@ -53,7 +53,7 @@ class LlamaConfig:
 
     @classmethod
     def of_width(cls, hidden: int, layers: int) -> LlamaConfig:
-        """The usual proportions for a hidden size: heads of 32, half as many for keys, feed-forward of 8/3.
+        """Return the usual proportions: heads of 32 channels, half as many for keys, feed-forward of 8/3.
 
         >>> LlamaConfig.of_width(256, 6) == LlamaConfig()
         True
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         return self.o(out_bhse.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
-        """b s (h e) -> b h s e"""
+        """Split the heads: b s (h e) -> b h s e."""
         return x.unflatten(2, (-1, self.head_size)).transpose(1, 2)
 
 
@@ -102,7 +102,7 @@ class FeedForward(nn.Module):
 
 
 class Entry(nn.Module):
-    """Bytes to vectors."""
+    """The embedding: bytes to vectors."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Exit(nn.Module):
-    """Vectors to the mean loss of predicting the targets."""
+    """The output layer: vectors to the mean loss of predicting the targets."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Exit(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; `forward` gives the mean loss of predicting `targets` from `tokens`, both [b, s]."""
+    """The whole model; `forward` returns the mean loss of predicting `targets` from `tokens`, both [b, s]."""
 
     def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Llama(nn.Module):
 
 
 def rotate(x_bhse: Tensor) -> Tensor:
-    """Turn the pairs (channel i, channel i + e / 2) by an angle that grows with the position."""
+    """Rotate the pairs (channel i, channel i + e / 2) by an angle that grows with the position."""
     cos_se, sin_se = rope_table(*x_bhse.shape[-2:])
     left, right = x_bhse.chunk(2, dim=-1)
     return torch.cat([left * cos_se - right * sin_se, right * cos_se + left * sin_se], dim=-1)
@@ -166,14 +166,14 @@ def rotate(x_bhse: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def rope_table(length: int, head_size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, both [s, e / 2] (Su et al. 2021, RoFormer)."""
+    """Return the cosine and sine of position times frequency, both [s, e / 2] (Su et al. 2021, RoFormer)."""
     frequency = base ** (-torch.arange(0, head_size, 2) / head_size)
     angle = torch.outer(torch.arange(length), frequency)
     return angle.cos(), angle.sin()
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
-    """Fill the matrices with the same normal numbers for the same seed; those that end a branch are smaller."""
+    """Fill the matrices with normal random numbers of the seed; those that end a residual branch are smaller."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
@@ -182,7 +182,7 @@ def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
             nn.init.normal_(weight, std=std, generator=generator)
 
 
-# The marks, for a mesh with the axes "pp", "dp" and "tp": stages of layers, parts of the batch, parts of the weights.
+# The marks, for a mesh with the axes "pp", "dp" and "tp": stages of layers, shards of the batch, shards of the weights.
 
 BATCH = [mw.Shard(0), mw.Replicate()]
 COLUMN, ROW = [mw.Replicate(), mw.Shard(0)], [mw.Replicate(), mw.Shard(1)]
@@ -190,7 +190,7 @@ CUTS = dict.fromkeys(["embed", "q", "k", "v", "gate", "up", "head"], COLUMN) | d
 
 
 def mark(model: Llama, mesh: mw.ProcessMesh) -> None:
-    """Give each part of the model to its stage, with its weights cut as `CUTS` says and its inputs as `BATCH` says."""
+    """Put each module on its stage, with its weights sharded as in `CUTS` and its inputs as in `BATCH`."""
     count, depth = mesh.get_dim_size("pp"), len(model.blocks)
     stages = [mesh["pp", i * count // depth] for i in range(depth)]
     parts = [model.entry, *model.blocks, model.exit]

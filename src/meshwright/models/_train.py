@@ -1,4 +1,4 @@
-"""The training loop of the main job: the same lines on one device and on every rank of a mesh."""
+"""The training loop of the main job: the same code on one device and on every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnSchedule = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to train, on how many ranks, for how long; a job that cannot be cut as asked is refused."""
+    """A training job: the model, its mesh, steps, batch and learning rate. Raises ModelError for too many stages."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     mesh: tuple[int, int, int] = (2, 2, 2)
@@ -47,28 +47,28 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens in one step."""
+        """Return the number of tokens in one step."""
         return self.batch * self.sequence
 
     @property
     def pieces(self) -> int:
-        """In how many microbatches a batch goes through a pipeline: `microbatches`, or fewer if those are not even."""
+        """Return the number of microbatches of a pipeline's batch: at most `microbatches`, of equal sizes."""
         rows = self.batch // self.mesh[1]
         even = self.batch % self.mesh[1] == 0
         return max(n for n in range(1, self.microbatches + 1) if n == 1 or (even and rows % n == 0))
 
     def rate(self, step: int) -> float:
-        """Learning rate: rises during the warm-up, then stays."""
+        """Return the learning rate: it rises during the warm-up, then stays constant."""
         return self.learning_rate * min(1.0, (step + 1) / self.warm_up)
 
 
 def train(
     job: Job, mesh: mw.ProcessMesh | None = None, on_step: OnStep | None = None, on_schedule: OnSchedule | None = None
 ) -> list[float]:
-    """The loss of each step; `on_step(step, loss)` is called after each.
+    """Return the loss of each step; `on_step(step, loss)` is called after each.
 
-    Stages on meshes of their own run as a pipeline in the static mode, whose schedule is told to `on_schedule` when it
-    is chosen; everything else runs eagerly.
+    Stages on meshes of their own run as a pipeline in the static mode; `on_schedule` is called with its schedule when
+    it is chosen. Everything else runs eagerly.
     """
     model = Llama(job.model, job.seed)
     if mesh is not None:
@@ -116,13 +116,13 @@ def _pipelined(
 
 
 def train_on_mesh(job: Job, on_step: OnStep | None = None, on_schedule: OnSchedule | None = None) -> list[float]:
-    """`train` as each rank of `job.mesh` runs it; only rank 0 calls `on_step` and `on_schedule`."""
+    """Run `train` on one rank of `job.mesh`; only rank 0 calls `on_step` and `on_schedule`."""
     mesh = mw.ProcessMesh(np.arange(job.ranks).reshape(job.mesh), dim_names=AXES)
     return train(job, mesh, on_step, on_schedule) if mw.get_rank() == 0 else train(job, mesh)
 
 
 def train_on(job: Job, training: mw.Training) -> mw.TrainingEnd:
-    """The job as a run that is logged, saved and gone on with; each rank of `job.mesh` makes the call.
+    """Run the job with a log, checkpoints and resume; each rank of `job.mesh` makes the call.
 
     Stages on meshes of their own run as a pipeline in the eager mode.
     """
@@ -136,7 +136,7 @@ def train_on(job: Job, training: mw.Training) -> mw.TrainingEnd:
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference between two rows of losses; not a number where one of them is none.
+    """Return the largest relative difference between two rows of losses; NaN if one of them has a NaN.
 
     >>> largest_difference([2.0, 1.0], [2.0, 1.25])
     0.2

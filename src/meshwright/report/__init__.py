@@ -1,4 +1,4 @@
-"""Accounts to look at: as text, as data for programs, and as one page that needs nothing else."""
+"""Show accounts of a training step: as text, as data for programs, and as one self-contained page."""
 
 from ._data import data
 from ._model import account_of

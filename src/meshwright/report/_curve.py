@@ -1,4 +1,4 @@
-"""A rank's memory over time, as a picture."""
+"""Draw a rank's memory over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, LETTERS = 1200, 170, 70, 1192, 14, 24, 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Moments and bytes to places in the picture."""
+    """The scale of a picture: time and bytes to coordinates."""
 
     end: float
     top: float
@@ -27,7 +27,7 @@ class _Scale:
 
 
 def drawn(curve: Curve, room: float) -> Markup:
-    """The bytes that live from moment to moment, and a line for what there may be, where that is not far above."""
+    """Return the picture of the bytes held over time, with a line for the limit if it is at most twice the peak."""
     end = max((when for when, _ in curve.points), default=0.0) or 1.0
     most = max((held for _, held in curve.points), default=0.0)
     near = room <= 2 * most
@@ -48,6 +48,6 @@ def drawn(curve: Curve, room: float) -> Markup:
 
 
 def _steps(curve: Curve, scale: _Scale) -> str:
-    """From each change to the next the same height."""
+    """Return the path of a step function: a constant height from each change to the next."""
     body = "".join(f"H{scale.x(when)}V{scale.y(held)}" for when, held in curve.points)
     return f"M{scale.x(0.0)} {scale.y(0.0)}{body}V{scale.y(0.0)}Z"

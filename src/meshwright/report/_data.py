@@ -1,4 +1,4 @@
-"""An account as plain data: what `json.dumps` takes."""
+"""An account as plain data for `json.dumps`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.search import Account
 
 
 def data(account: Account, measured: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The same for programs; numbers are seconds and bytes."""
+    """Return the account for programs; numbers are seconds and bytes."""
     found: dict[str, Any] = {
         "what": account.what,
         "how": account.how,

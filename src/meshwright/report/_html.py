@@ -1,4 +1,4 @@
-"""HTML that cannot be broken by what is written into it: every text is escaped, unless an element made it."""
+"""Build HTML safely: every text is escaped, unless `element` made it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Markup(str):
 
 
 def element(name: str, *inside: str, **attributes: str | int | None) -> Markup:
-    """An element; an attribute that is None is left out, and a trailing `_` of its name.
+    """Return an element; attributes that are None are left out, as is a trailing `_` of an attribute's name.
 
     >>> element("p", "1 < 2 ", element("b", "bold"), class_="note")
     '<p class="note">1 &lt; 2 <b>bold</b></p>'
@@ -29,7 +29,7 @@ def element(name: str, *inside: str, **attributes: str | int | None) -> Markup:
 
 
 def joined(parts: Iterable[str]) -> Markup:
-    """One after the other, what is no HTML yet escaped."""
+    """Return the parts joined; parts that are no HTML yet are escaped."""
     return Markup("".join(part if isinstance(part, Markup) else _safe(part) for part in parts))
 
 
@@ -39,9 +39,9 @@ def _safe(text: str) -> str:
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Markup:
-    """A table whose first column names its rows; columns in `numbers` are set to the right, those of nothing left out.
+    """Return a table whose first column names its rows; `numbers` are aligned right, empty columns are left out.
 
-    It scrolls by itself where the window is narrow, also by the keyboard; its caption stays where it is.
+    It scrolls by itself if the window is narrow, also by the keyboard; its caption stays in place.
     """
     every = [tuple(row) for row in rows]
     full = [at for at, name in enumerate(head) if not name or not every or any(row[at] for row in every)]
@@ -65,10 +65,10 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numb
 
 
 def scrolled(label: str, inside: Markup) -> Markup:
-    """Something wide, in a part of the page that can be scrolled sideways."""
+    """Return a wide element inside a part of the page that scrolls sideways."""
     return element("div", inside, class_="wide", role="region", aria_label=label, tabindex=0)
 
 
 def folded(summary: str | Markup, *inside: str, is_open: bool = False) -> Markup:
-    """What is shown when its summary is chosen."""
+    """Return a section that is shown when its summary is clicked."""
     return element("details", element("summary", summary), *inside, open="open" if is_open else None)

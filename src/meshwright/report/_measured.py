@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured."""
+"""Compare predicted with measured numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.search import Account, seconds, size
 
 
 def beside(account: Account, measured: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """Rows of name, predicted, measured and difference; of `seconds`, `bytes`, and the parts of the step by name."""
+    """Yield rows (name, predicted, measured, difference) of `seconds`, `bytes`, and the parts of the step by name."""
     told = {"seconds": account.seconds, "bytes": account.nbytes, **account.spent}
     for name, value in measured.items():
         shown = size if name == "bytes" else seconds

@@ -9,9 +9,12 @@ from meshwright.search import Account, program_account
 
 
 def account_of(step: DistModel, cluster: Cluster | str) -> Account:
-    """What the model's program takes on a cluster, by its prices: communications in order, layouts, memory, pipeline.
+    """Return the predicted costs of the model's program on a cluster: communication, layouts, memory, pipeline.
 
-    `cluster` is one, or its text ("64xH100"). Raises StaticError before the first call.
+    `cluster` is a cluster or its text ("64xH100").
+
+    Raises:
+        StaticError: the model has not been called yet.
     """
     machines = read_cluster(cluster) if isinstance(cluster, str) else cluster
     program = step.program

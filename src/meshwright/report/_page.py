@@ -1,4 +1,4 @@
-"""One page that needs nothing else: no script, no file, no network."""
+"""One self-contained page: no script, no other file, no network."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ._style import STYLE
 from ._tree import tree
 
 DRAWN = 4000
-"""So many actions of a time line are drawn; of more, those that come first."""
+"""Most actions of a timeline that are drawn; the first ones are."""
 CURVES = 16
-"""So many ranks' memory is drawn."""
+"""Most ranks whose memory is drawn."""
 OPEN = 60
-"""Tables of so many rows are open from the start."""
+"""Tables of at most so many rows are open at first."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 FORBIDDEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), 127])
-"""Characters that no page may hold."""
+"""Characters that a page must not contain."""
 
 
 def page(account: Account, measured: Mapping[str, float] | None = None) -> str:
-    """The account as HTML; `measured` are seconds and bytes by name, to stand beside what was predicted."""
+    """Return the account as HTML; `measured` maps names to seconds and bytes, shown beside the predicted numbers."""
     parts = [(title, body) for title, body in _parts(account, measured) if body]
     links = [element("li", element("a", title, href=f"#part-{n}")) for n, (title, _) in enumerate(parts)]
     sections = [

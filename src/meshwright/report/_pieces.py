@@ -1,4 +1,4 @@
-"""A tensor as pieces on a mesh: along each dim the segments that are cut, and for each piece the ranks that hold it."""
+"""Split a tensor into pieces on a mesh: the segments of each dim, and the ranks that hold each piece."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import prod
 from meshwright.layout import Product, Range, Spec, axes_of, cut, expand_products
 
 MOST_RUNS = 16
-"""A product dim in more segments than these is drawn as its factors."""
+"""A product dim with more segments is drawn as its factors."""
 Place = Mapping[str, int]
 """Axis → index along it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one dim, and where on the axes that cut the dim it lies."""
+    """A range of one dim, and its indices on the axes that shard the dim."""
 
     start: int
     length: int
@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`segments[d]` are those of dim d that hold something, in order; dims are those of `spec`, or their factors."""
+    """The pieces of a tensor: `segments[d]` are the nonempty segments of dim d (or of a factor), in order."""
 
     spec: Spec
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class Pieces:
 
     @staticmethod
     def of(spec: Spec) -> Pieces:
-        """The pieces of a tensor; sizes that are symbolic count by their hint."""
+        """Return the pieces of a tensor; symbolic sizes count by their hint."""
         spec = spec.concrete
         names = [f"dim {d}" for d in range(spec.ndim)]
         shape, layout = tuple(spec.shape), spec.layout
@@ -61,11 +61,11 @@ class Pieces:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The dims that are in more than one segment."""
+        """Return the dims that have more than one segment."""
         return tuple(d for d, found in enumerate(self.segments) if len(found) > 1)
 
     def holders(self, chosen: Sequence[Segment]) -> list[tuple[int, ...]]:
-        """Ranks that hold the piece made of one segment per dim: each tuple makes the value, by its terms together."""
+        """Return the holders of the piece of one segment per dim; a tuple of ranks holds the terms of one value."""
         fixed = {axis: i for segment in chosen for axis, i in segment.at}
         mesh, layout = self.spec.mesh, self.spec.layout
         terms = [a for a in mesh.dim_names if a in layout.partial_axes]
@@ -86,14 +86,14 @@ def _places(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[dict[str,
 
 
 def _runs(dim: Product, sizes: Mapping[str, int]) -> int:
-    """In how many segments the flat dim is held."""
+    """Return the number of segments of the flat dim."""
     last = max((i for i, (_, axes) in enumerate(dim.factors) if axes), default=0)
     outer = prod(n for n, _ in dim.factors[:last])
     return outer * prod(sizes[a] for a in dim.factors[last][1])
 
 
 def _segments(size: int, dim: object, sizes: Mapping[str, int]) -> Iterator[Segment]:
-    """Every stretch of one dim, the empty ones included."""
+    """Yield every segment of one dim, empty ones included."""
     if not isinstance(dim, Product):
         axes: tuple[str, ...] = dim if isinstance(dim, tuple) else ()
         for at in _places(axes, sizes):
@@ -109,7 +109,7 @@ def _segments(size: int, dim: object, sizes: Mapping[str, int]) -> Iterator[Segm
 
 
 def _stretches(held: Sequence[Range], sizes: Sequence[int]) -> Iterator[Range]:
-    """The runs of the flat index in which all but the last factor have one value."""
+    """Yield the runs of the flat index in which all but the last factor are constant."""
     *outer, (start, length) = held
     for index in product(*(range(begin, begin + count) for begin, count in outer)):
         flat = 0

@@ -1,4 +1,4 @@
-"""How a tensor lies on its mesh, or how the parameters of a model do, to look at: in a terminal and in a notebook."""
+"""Show the layout of a tensor on its mesh, or of the parameters of a model, in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._html import Markup, element, table
 from ._pieces import Pieces, Segment
 
 MOST_ROWS, MOST_COLUMNS, MOST_GRIDS, MOST_HOLDERS = 16, 8, 8, 6
-"""What is more than these is told in a number."""
+"""Most rows, columns, grids and holders that are shown; the number of further ones is printed."""
 JOINED = {"sum": "+", "avg": "+", "max": "^", "min": "v", "prod": "·", "any": "|", "all": "&"}
 COLOURS = ("#a9c4e9", "#a8d8b9", "#f2d49b", "#d9c0e6", "#efb0a8", "#c9cdd2", "#9fd9d9", "#e3c7ad")
 CELL, HIGH, LEFT, TOP = 92, 34, 96, 44
 
 
 class ShowError(MeshwrightError, TypeError):
-    """Something was to be shown that lies on no mesh."""
+    """An object was to be shown that is on no mesh."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +41,7 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        """The picture, which needs nothing else."""
+        """Return the picture as self-contained SVG."""
         return _svg(Pieces.of(self.spec))
 
     def _repr_svg_(self) -> str:
@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, repr=False)
 class Listing:
-    """The parameters and buffers of a model, in a table: how each lies, and the bytes of the whole and of the part."""
+    """A table of a model's parameters and buffers: layouts, and bytes of the whole tensor and of a rank's part."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
@@ -74,9 +74,10 @@ _HEAD = ("name", "lies", "whole", "a rank's part")
 
 
 def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
-    """How `x` lies: a distributed tensor, a spec, a spec's text with its `mesh`, or a model's parameters.
+    """Return a picture of the layout of `x`: a distributed tensor, a spec, a spec's text with its `mesh`, or a model.
 
-    A cell is a piece, with the ranks that hold it: "0, 2" hold the same, "0+2" hold terms of it.
+    A cell is a piece with the ranks that hold it: "0, 2" hold the same piece, "0+2" hold terms of it. A model is shown
+    as a table of its parameters and buffers.
 
     >>> import meshwright as mw
     >>> mesh = mw.ProcessMesh([[0, 1, 2], [3, 4, 5]], ["dp", "tp"])
@@ -86,7 +87,8 @@ def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
            dim 1  0:4  4:8  8:10
     dim 0  0:8    0+3  1+4  2+5
 
-    Raises ShowError for what lies on no mesh.
+    Raises:
+        ShowError: `x` is on no mesh.
     """
     if isinstance(x, DistTensor):
         return Picture(x.spec)
@@ -125,7 +127,7 @@ def _listing(model: nn.Module) -> Listing:
 
 
 def _most(spec: Spec) -> int:
-    """Bytes of the largest part: that of the first rank."""
+    """Return the bytes of the largest part, which is that of the first rank."""
     return prod(spec.concrete.local_shape(spec.mesh.process_ids[0])) * spec.dtype.itemsize
 
 
@@ -144,13 +146,13 @@ def _text(pieces: Pieces) -> list[str]:
 
 
 def _sides(pieces: Pieces) -> tuple[int | None, int | None]:
-    """The dims that go down and across: those that are cut before others, each in its order."""
+    """Return the dims of the rows and of the columns: sharded dims first."""
     dims = sorted([*pieces.cut, *(d for d in range(len(pieces.names)) if d not in pieces.cut)][:2])
     return (dims[0] if dims else None), (dims[1] if len(dims) > 1 else None)
 
 
 def _grids(pieces: Pieces) -> Iterator[tuple[str, list[list[str]]]]:
-    """For each choice of segments of the other dims a title and a table of cells; its first column names the rows."""
+    """Yield, for each choice of segments of the other dims, a title and a table; its first column names rows."""
     down, across = _sides(pieces)
     rest = [d for d in range(len(pieces.names)) if d not in (down, across)]
     for others in product(*(pieces.segments[d] for d in rest)):
@@ -187,7 +189,7 @@ def _chosen(pieces: Pieces, fixed: dict[int | None, Segment]) -> list[Segment]:
 
 
 def _held(pieces: Pieces, chosen: Sequence[Segment]) -> str:
-    """The ranks of a piece."""
+    """Return the ranks of a piece as text."""
     sign = JOINED[next((op for _, op in pieces.spec.layout.partial), "sum")]
     holders = [sign.join(map(str, ranks)) for ranks in pieces.holders(chosen)]
     if len(holders) > MOST_HOLDERS:
@@ -196,7 +198,7 @@ def _held(pieces: Pieces, chosen: Sequence[Segment]) -> str:
 
 
 def _svg(pieces: Pieces) -> str:
-    """The first grids, one below the other, each piece in the colour of the rank that holds it first."""
+    """Return the first grids below each other; the colour of a piece is that of its first rank."""
     grids = [cells for _, cells in islice(_grids(pieces), MOST_GRIDS)]
     titles = [title for title, _ in islice(_grids(pieces), MOST_GRIDS)]
     parts, y = [_label(8, 18, line_, False) for line_ in ["; ".join(_head(pieces.spec))]], float(TOP)
@@ -222,7 +224,7 @@ def _label(x: float, y: float, text: str, right: bool) -> Markup:
 
 
 def _cell(x: float, y: float, held: str) -> Iterator[Markup]:
-    """A piece; what is no rank, such as the name of a column, has no box."""
+    """Yield the elements of a piece; a cell without a rank, such as a column's name, has no box."""
     if not held:
         return
     first = held.replace("^", "+").partition("+")[0].partition(",")[0]

@@ -1,4 +1,4 @@
-"""How a page looks: two sets of colours, and nothing that has to be fetched."""
+"""The style sheet of a page: two sets of colours, and nothing that is fetched."""
 
 STYLE = """
 :root {

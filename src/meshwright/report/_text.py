@@ -1,4 +1,4 @@
-"""An account for a terminal."""
+"""An account as text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.search import Account, Laid, count, seconds, share, size
 from ._measured import beside
 
 MOST = 40
-"""So many rows of a table are shown; the page has them all."""
+"""Most rows of a table that are shown; the page shows all."""
 
 
 def text(account: Account, measured: Mapping[str, float] | None = None) -> str:
-    """What there is to say, part after part, each with its table."""
+    """Return the account as text: its parts in order, each with its table."""
     parts = [_head(account), _tensors(account), _sent(account), _spent(account), _held(account)]
     parts += [_measured(account, measured)] if measured else []
     parts.append(["why", *(f"  {line}" for line in account.why)])
@@ -35,7 +35,7 @@ def _tensors(account: Account) -> list[str]:
 
 
 def _alike(account: Account) -> Iterator[tuple[str, Laid]]:
-    """A row for all tensors of one name and layout, with the first layer that has it, and how many others do."""
+    """Yield one row for all tensors of one name and layout, with their first layer and the number of others."""
     found: dict[tuple[str, str], list[Laid]] = {}
     for row in account.laid:
         found.setdefault((row.name, row.layout), []).append(row)
@@ -81,7 +81,7 @@ def _rivals(account: Account) -> list[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:
-    """Columns two blanks apart; numbers end together, texts begin together."""
+    """Return the lines of a table, columns two blanks apart; numbers are aligned right, texts left."""
     every = [tuple(row) for row in rows]
     shown = [tuple(head), *every[:MOST]]
     widths = [max(len(row[at]) for row in shown) for at in range(len(head))]

@@ -1,4 +1,4 @@
-"""Layers as a tree: each can be opened, and shows its tensors and how they lie."""
+"""Show layers as a tree: each can be opened, and shows its tensors and their layouts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshwright.search import Laid, count, size
 from ._html import Markup, element, folded, joined, table
 
 SMALL = 2
-"""Layers of so few tensors are rows of the layer above."""
+"""Layers of at most so many tensors are rows of the layer above."""
 FEW = 12
-"""Trees of so few layers are open from the start."""
+"""Trees of at most so many layers are open at first."""
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class _Layer:
 
     @property
     def is_small(self) -> bool:
-        """Whether its tensors stand better among those of the layer above."""
+        """True if its tensors are shown among those of the layer above."""
         return not self.below and len(self.rows) <= SMALL
 
 
 def tree(rows: Iterable[Laid]) -> Markup:
-    """The layers of these rows, outermost first."""
+    """Return the tree of the layers of these rows, outermost first."""
     top = _Layer()
     for row in rows:
         at = top
@@ -42,7 +42,7 @@ def tree(rows: Iterable[Laid]) -> Markup:
 
 
 def _inside(name: str, layer: _Layer, is_open: bool) -> Iterator[Markup]:
-    """The tensors of a layer and of small ones in it, then the others, each to be opened."""
+    """Yield the tensors of a layer and of the small layers in it, then the other layers, each to be opened."""
     own = [(row.name, row) for row in layer.rows]
     own += [(f"{n}.{row.name}", row) for n, below in layer.below.items() if below.is_small for row in below.rows]
     if own:

@@ -1,13 +1,14 @@
-"""What is looked at before each update of an optimizer, on ranks that are processes.
+"""Checks before each update of an optimizer, on ranks that are processes.
 
 Modules, in reading order:
 
-- `_settings`: which checks there are, and how often each is made
+- `_settings`: the available checks, and how often each is made
 - `_tensors`: the parameters and states of an optimizer, by name
 - `_numbers`: gradients that are not finite
-- `_rhythm`: when replicas are compared
-- `_replicas`: parameters and states of which several ranks hold the same
-- `_known_answers`: sums and products whose results are known, by which a lasting fault is told from a passing one
+- `_rhythm`: the steps at which replicas are compared
+- `_first_values`: whole parameters that ranks have distributed, compared before the first update
+- `_replicas`: parameters and states that are replicated on several ranks
+- `_known_answers`: sums and products with known results, to tell a persistent fault from a transient one
 - `_eager`: the checks before `optimizer.step()`
 - `_static`: the checks around a static step, which may run twice
 """

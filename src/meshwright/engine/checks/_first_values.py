@@ -1,4 +1,4 @@
-"""Parameters of which each rank has laid a whole of its own: compared before the first update."""
+"""Compare, before the first update, the whole parameters that each rank has distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._errors import ReplicaError
 from ._tensors import Named
 
 _NONE = -1
-"""Stands for a part that was written to, or is of no whole tensor; checksums are not negative."""
+"""The value for a part that was written to, or is of no whole tensor; checksums are not negative."""
 _SHOWN = 4
 
 
@@ -28,10 +28,10 @@ def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
 
 
 def compare_first_values(tensors: Sequence[Named], step: str) -> None:
-    """Compare the whole tensors that the ranks have laid; every rank of every mesh makes the call.
+    """Compare the whole tensors that the ranks have distributed; every rank of every mesh makes the call.
 
     Raises:
-        ReplicaError: ranks have laid other values, and no rank has written over its part since.
+        ReplicaError: ranks have distributed different values, and no rank has written to its part since.
     """
     for group, laid in by_mesh(tensors).items():
         own = [first_of(each.tensor) for each in laid]

@@ -1,4 +1,4 @@
-"""Sums and products whose results are known: they tell whether a fault is still there."""
+"""Sums and products with known results, which show whether a fault persists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SIZE, _TIMES = 64, 8
 
 
 def diagnosis(group: Group) -> str:
-    """Return whether known sums between the ranks, and products on each, are right now; every rank makes the call."""
+    """Test known sums between ranks and products on each; return in words whether the fault persists.
+
+    Every rank makes the call.
+    """
     wrong = {name: _wrong_ranks(test, group) for name, test in _TESTS.items()}
     told = [f"{name} are wrong on rank {', '.join(map(str, ranks))}" for name, ranks in wrong.items() if ranks]
     if not told:

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: all ranks tell each other of them before an update."""
+"""Gradients that are not finite: all ranks exchange their findings before an update."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BYTES = 4
 
 
 def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
-    """Return True if an update is to be left out, because a tensor of some rank has numbers that are not finite.
+    """True if an update is to be left out, because a tensor of some rank has elements that are not finite.
 
     Every rank of the group makes the call, with tensors of its own. All calls are compared by then, so that no result
     of a mismatched call reaches a parameter.
 
     Raises:
-        NonFiniteGradientError: there is such a tensor, and the checks say "stop"; raised on all ranks.
+        NonFiniteGradientError: there is such a tensor, and `bad_numbers` is "stop"; raised on all ranks.
     """
     current().settle()
     if checks.bad_numbers == "off":
@@ -57,7 +57,7 @@ def _has_fractions(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor with numbers for which every operator is there; those of one byte have few."""
+    """Return a tensor of a dtype with all operators; dtypes of one byte have few."""
     return x if x.dtype.itemsize > 1 else x.float()
 
 

@@ -1,4 +1,4 @@
-"""When replicas are compared: first before the first update, then as often as a share of the time allows."""
+"""The steps at which replicas are compared: before the first update, then as often as a share of the time allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_STEPS = 10_000
 
 @dataclass(slots=True)
 class Rhythm:
-    """The number of the next step, and when replicas are compared next.
+    """The number of the next step, and the step of the next comparison of replicas.
 
     `every` is the number of steps between comparisons; 0 until the times of a comparison and of a step are known.
     """
@@ -34,14 +34,14 @@ class Rhythm:
     took: float = 0.0
     """Seconds of the last comparison."""
     began: float | None = None
-    """When the last step was looked at, in seconds."""
+    """Time of the last call of `wish`, in seconds."""
 
     def is_due(self) -> bool:
         """True if the replicas are to be compared before this step."""
         return self.step == self.next
 
     def wish(self) -> int:
-        """Return the number of steps between comparisons that this rank wishes; 0 if that is not known yet."""
+        """Return the number of steps between comparisons that this rank would choose; 0 if that is not known yet."""
         now, before = time.perf_counter(), self.began
         self.began = now
         if self.every or self.step == 0 or before is None:
@@ -49,7 +49,7 @@ class Rhythm:
         return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * (now - before)))))
 
     def advance(self, every: int) -> None:
-        """Go on to the next step, with comparisons after so many steps."""
+        """Advance to the next step, with a comparison every `every` steps once that is known."""
         if every and not self.every:
             self.every, self.next = every, max(every, self.step + 1)
         elif self.every and self.step == self.next:
@@ -60,7 +60,7 @@ class Rhythm:
 def compare_replicas(
     rhythm: Rhythm, checks: StepChecks, tensors: Callable[[], Iterable[Named]], step: str, group: Group
 ) -> None:
-    """Compare replicas if it is time for that, and go on to the next step; every rank of the group makes the call.
+    """Compare replicas if a comparison is due, and advance to the next step; every rank of the group makes the call.
 
     Raises:
         ReplicaError: ranks that should hold the same numbers do not; raised on all ranks.

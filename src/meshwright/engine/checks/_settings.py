@@ -1,4 +1,4 @@
-"""Which checks are made before an update, and how often."""
+"""The checks before an update, and how often each is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BadNumbers = Literal["stop", "skip", "off"]
 
 @dataclass(frozen=True, slots=True)
 class StepChecks:
-    """What is looked at before each update, where ranks are processes that compare their calls.
+    """The checks before each update, on ranks that are processes and compare their calls.
 
     bad_numbers: gradients with numbers that are not finite "stop" all ranks, or all of them "skip" the update.
     replicas: number of steps from one comparison of replicas to the next. None gives one that costs at most 0.5 % of

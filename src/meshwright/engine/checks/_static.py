@@ -1,4 +1,4 @@
-"""The checks around a step of a static program, which writes parameters only after it was found right."""
+"""The checks around a step of a static program; parameters are written only after the step was found right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHY = (
 
 
 class StepLike(Protocol):
-    """A training step as a program; `apart` has the update as a part of its own, where that can be had."""
+    """A training step as a program; `apart` has the update as a separate part, if there is one."""
 
     @property
     def run(self) -> Callable[..., Result]: ...
@@ -41,18 +41,18 @@ class StepLike(Protocol):
 
 
 class StaticChecks:
-    """The checks of the steps of one static model; `tensors` gives its parameters and states by name."""
+    """The checks of the steps of one static model; `tensors` returns its parameters and states by name."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Any]]) -> None:
         self.tensors = tensors
         self.rhythm = Rhythm()
 
     def run(self, step: StepLike, given: Sequence[Any]) -> tuple[Any, list[Any] | None]:
-        """Return the outputs of a training step, and what it writes; None for the latter if the update is left out.
+        """Return the outputs of a training step, and the values that it writes (None if the update is skipped).
 
         Raises:
-            ReplicaError: replicas differ, or the step gives other numbers when it is made again.
-            NonFiniteGradientError: a gradient has numbers that are not finite. Both are raised on all ranks.
+            ReplicaError: replicas differ, or the step gives other numbers when it is repeated.
+            NonFiniteGradientError: a gradient has elements that are not finite. Both are raised on all ranks.
         """
         if not is_compared():
             return step.run(*given)
@@ -77,7 +77,7 @@ class StaticChecks:
 
 
 def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
-    """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if a rank gives other numbers then."""
+    """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
     state, group = _random_states(), tuple(range(current().size))
     runs = [_once(program, given, state) for _ in range(2)]
     told = torch.tensor([float(_differ(*runs))])
@@ -99,19 +99,19 @@ def _set_random_states(state: tuple[Tensor, list[Tensor]]) -> None:
 
 
 def _once(program: Callable[..., Result], given: Sequence[Any], state: tuple[Tensor, list[Tensor]]) -> Result:
-    """Return what the program gives for copies of its inputs, from the same random states."""
+    """Return the results of the program on copies of its inputs, from the given random states."""
     _set_random_states(state)
     return program(*map_tensors(lambda x: x.clone(), list(given)))
 
 
 def _differ(a: Result, b: Result) -> bool:
-    """True if two runs gave other bits."""
+    """True if the bits of two results differ."""
     pairs = zip(tensors_in(a), tensors_in(b), strict=True)
     return any(not torch.equal(bits(x), bits(y)) for x, y in pairs)
 
 
 def _told_apart(name: str, runs: Sequence[Result]) -> ReplicaError:
-    """Return the error about a step that gave other numbers when it was made again; every rank makes the call."""
+    """Return the error about a step that gave other numbers when it was repeated; every rank makes the call."""
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
     here, group = current(), tuple(range(current().size))

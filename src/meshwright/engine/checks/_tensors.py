@@ -22,9 +22,9 @@ class Named:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Named]:
-    """Return the parameters in their order, the same on every rank.
+    """Return the parameters in their order, which is the same on every rank.
 
-    An optimizer that was given `model.named_parameters()` knows names; otherwise numbers stand for them.
+    An optimizer that was given `model.named_parameters()` has names; otherwise numbers are used.
     """
     found: list[Named] = []
     for at, group in enumerate(optimizer.param_groups):
