@@ -1,4 +1,4 @@
-"""A training step run in two parts, so that its gradients can be looked at before the update writes anything."""
+"""Execution of a training step in two parts, so that its gradients can be inspected before the update."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ._node import Node, Value, values_in
 from ._program import Input, Program
 
 LookAt = Callable[[Mapping[str, Any]], bool]
-"""Is called with the gradients by the names of their parameters; True if the update is to be left out."""
+"""Function that is called with the gradients by parameter name; it returns True to skip the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class InTwo:
-    """A step whose update is a part of its own. A run returns None for what is written if the update is left out."""
+    """A step whose update is a separate part. A call returns None for the written values if the update is skipped."""
 
     first: Callable[..., Any]
     second: Callable[..., Any]
     gradients: tuple[tuple[str, int], ...]
-    """The name of each parameter, and the place of its gradient among the results of the first part."""
+    """The name of each parameter, and the index of its gradient among the results of the first part."""
     exchanged: tuple[int, ...]
 
     def __call__(self, given: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
@@ -39,10 +39,10 @@ class InTwo:
 
 
 def in_two(program: Program) -> InTwo | None:
-    """Return the step in two parts; None if it has no update, or if the parts cannot be told apart.
+    """Return the step in two parts; None if it has no update, or if it cannot be split.
 
-    The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
-    the outputs of the program do not come from the update.
+    The first part must be able to run before the whole update: it overwrites nothing that the update reads, and the
+    outputs of the program do not depend on the update.
     """
     update = _update(program)
     first = [node for node in program.nodes if node not in update]
@@ -67,7 +67,7 @@ def in_two(program: Program) -> InTwo | None:
 
 
 def _update(program: Program) -> set[Node]:
-    """Return the nodes of the update, and all that come from them."""
+    """Return the nodes of the update, and all nodes that depend on them."""
     found, made = set[Node](), set[Value]()
     for node in program.nodes:
         if node.origin.phase == "update" or not made.isdisjoint(node.ins):
@@ -77,13 +77,13 @@ def _update(program: Program) -> set[Node]:
 
 
 def _crossing(program: Program, update: set[Node], made: set[Value]) -> tuple[Value, ...]:
-    """Return what the first part makes and the update reads, or the program writes."""
+    """Return the values of the first part that the update reads or the program writes."""
     read = [v for node in program.nodes if node in update for v in node.ins]
     return tuple(v for v in dict.fromkeys([*read, *[v for _, v in program.writes]]) if v in made)
 
 
 def _may_come_first(program: Program, update: set[Node]) -> bool:
-    """True if no node of the first part that stands behind one of the update writes over anything."""
+    """True if no node of the first part that comes after a node of the update writes in place."""
     began = False
     for node in program.nodes:
         began |= node in update
@@ -101,7 +101,10 @@ def _made_by(nodes: set[Node]) -> set[Value]:
 
 
 def _goes_to(program: Program, update: set[Node], crossing: Mapping[Value, int]) -> dict[Value, str]:
-    """Return the gradients with the names of their parameters: those that the update reads beside a state of theirs."""
+    """Return the gradients with the names of their parameters.
+
+    A gradient is a value of the first part that a node of the update reads together with a parameter or its state.
+    """
     names = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
     found: dict[Value, str] = {}
     for node in program.nodes:
@@ -117,7 +120,7 @@ _OWNERS = ("parameter", "state")
 
 
 def _rows(node: Node) -> Iterator[tuple[Value, ...]]:
-    """Yield the values that a call computes with each other: of lists, those at one place."""
+    """Yield the groups of values that a call combines: for list arguments, the values at one index."""
     lists = [list(a) for a in node.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Value)]
     if lists:
         yield from zip(*[each for each in lists if len(each) == len(lists[0])], strict=True)

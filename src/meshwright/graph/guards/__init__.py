@@ -1,15 +1,15 @@
-"""What a recorded program takes for granted: everything that Python read while it was recorded.
+"""Guards of a recorded program: comparisons of everything that Python code read while it was recorded.
 
 In reading order:
 
-    _trusted    libraries whose code is trusted: what they read is no setting
+    _trusted    libraries whose code is trusted: values that they read are not guarded
     _executed   the code that runs while a program is recorded
-    _slots      places that hold what code reads, and their values
-    _kinds      kinds of objects, and what is followed of each
-    _reach      every place that code can read, from some roots
-    _fast       all places compared at once
-    _guards     the guards of a program; calls that change something each time
-    _describe   texts for values
+    _slots      slots (attributes, items, variables) that hold the values that code reads
+    _kinds      kinds of objects, and the references that are followed from each
+    _reach      all slots that code can read, starting from some roots
+    _fast       fast comparison of all slots at once
+    _guards     the guards of a program; detection of calls that change state each time
+    _describe   text descriptions of values
 """
 
 from ._describe import class_text, code_text, described
