@@ -1,4 +1,4 @@
-"""Operands of a linear operator that may be pending sums.
+"""Conditions under which operands of a linear operator may be pending sums.
 
 In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong
 where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), where terms are divided by
