@@ -100,8 +100,8 @@ def capture(
     sizes may differ in later calls; these sizes are symbolic. `call` may return any tree of tensors.
 
     State that only the first pass sets may stay. Then a second pass is run and captured; it must change nothing and
-    give the same program. If the first pass changed nothing and `is_known` accepts its checksum (an earlier pass was
-    equal), no second pass is run.
+    give the same program. No second pass is needed if the first one changed nothing, and either ran no code of
+    installed packages that may change objects or has a checksum that `is_known` accepts (an earlier pass was equal).
 
     Raises:
         CaptureError: an operation cannot be part of one program, or there are more than `most` operators. The message
@@ -170,7 +170,7 @@ def _captured(
     check_hooks(module)
     slots = slots_of(module)
     recording = Recording(above=True)
-    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # sizes follow from inputs
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
     stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]

@@ -140,7 +140,7 @@ class _State:
         return len(self.known) != before
 
     def settle(self) -> bool:
-        """Assign the cheapest layout to unknown tensors with wishes, inputs first; True if there were any."""
+        """Assign the cheapest requested layout to unknown tensors, inputs first; True if there were any."""
         unknown = [v for v in self.wants if v not in self.known]
         inputs = [v for v in unknown if v not in self.program.producers]
         for v in inputs or unknown:
@@ -150,7 +150,7 @@ class _State:
         return bool(unknown)
 
     def _of_first_mesh(self, wants: Mapping[Node, tuple[Spec, str]]) -> list[tuple[Spec, str]]:
-        """Return the wished layouts of a value. If there are several meshes, only those of the first reader's mesh."""
+        """Return the requested layouts of a value; of several meshes, only those on the first reader's mesh."""
         if len({spec.mesh for spec, _ in wants.values()}) == 1:
             return list(wants.values())
         first = next(node for node in self.program.nodes if node in wants)
@@ -207,7 +207,10 @@ class _State:
             wants[node] = (spec, why)
 
     def _decided(self, node: Node, wish: Layout | None) -> Decision | None:
-        """Return the decision for the operator, and note its wishes for unknown operands; None without a rule."""
+        """Return the decision for the operator, and note the layouts that it requests of unknown operands.
+
+        Returns None without a rule.
+        """
         unknown = frozenset(v for v in node.ins if v not in self.known)
         found = self._described(node, unknown, wish)
         if found is None:
@@ -221,7 +224,7 @@ class _State:
         return decision
 
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
-        """Wish for replicated operands of an operator without a rule, on the mesh of its known operands or results."""
+        """Request replicated operands for an operator without a rule, on the mesh of its known operands or results."""
         near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
         if near is None or isinstance(node.op, (Mark, Sent)):
             return

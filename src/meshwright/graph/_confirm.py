@@ -83,21 +83,21 @@ class Confirmed:
             find = watch(self.rule.find, given, self.rank, modes, lie)
         except RewriteError:
             raise
-        except Exception:  # torch refuses such shapes, in many ways: so find does not compute this
+        except Exception:  # torch raises various errors for such shapes: find does not compute this
             return None
         return _Sides(find, given, lie) if len(find.calls) == len(self.pattern.told.calls) else None
 
     def _put(self, sides: _Sides, modes: Modes) -> None:
         """Trace `put` and set the template, or `refused`.
 
-        Refused are results whose shape or dtype differs under modes such as autocast, and calls with symbolic
-        constants. Raises RewriteError if `put` raises, or if its results differ from those of `find` without modes.
+        A match is refused if a call has symbolic constants, or if a result has another shape or dtype under modes such
+        as autocast. Raises RewriteError if `put` raises, or if its results differ from those of `find` without modes.
         """
         try:
             put = watch(self.rule.put, sides.given, self.rank, modes, sides.lie)
         except RewriteError:
             raise
-        except Exception as error:  # whatever torch raises for such arguments
+        except Exception as error:  # torch raises various errors for such arguments
             raise self._wrong(sides.given, f"put raises {str(error).splitlines()[0]}") from error
         calls, outs = _without_idle_casts(put)
         wanted = results(sides.find.out)

@@ -103,7 +103,7 @@ class Holds:
             return False
         try:
             found = computed(self.rows, values, CONDITIONS)
-        except (ValueError, ArithmeticError, TypeError):  # a size of zero was divided by
+        except (ValueError, ArithmeticError, TypeError):  # a division by a size of zero
             return False
         return all(found[name] for name in self.conditions)
 

@@ -170,6 +170,6 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         raise
     folder = os.open(place.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name
+        os.fsync(folder)  # make the new name durable
     finally:
         os.close(folder)

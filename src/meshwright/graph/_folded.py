@@ -96,7 +96,7 @@ def _computed(node: Node, known: Mapping[Value, Any]) -> Any:
 
 
 def _needed(nodes: Sequence[Node], program: Program) -> list[Node]:
-    """Return the nodes without those whose values nothing reads."""
+    """Return the nodes that have side effects or values that are read."""
     needed, found = set(program.results), list[Node]()
     for node in reversed(nodes):
         if is_needed(node.op, node.args, node.outs, needed):

@@ -43,7 +43,7 @@ class Outside:
     def lifted(self, x: Tensor) -> Tensor:
         """Return a copy of a tensor made of Python numbers, so that a write does not change the program's constant."""
         copy = x.clone()
-        if not x.untyped_storage().resizable():  # its memory belongs to an array of NumPy
+        if not x.untyped_storage().resizable():  # a NumPy array owns its memory
             self._arrays[memory_of(copy)] = copy  # kept alive, so that no other tensor gets its memory
         return copy
 

@@ -56,7 +56,7 @@ def _types(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         try:
             out = infer(node.op, node.args, node.kwargs, program.rank, Names(iter(())))
-        except Exception as error:  # whatever torch raises for such arguments
+        except Exception as error:  # torch raises various errors for such arguments
             yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
             return
         yield from _differences(node, tuple(values_in(out)))

@@ -260,7 +260,7 @@ def compile_graph(
     seconds, which programs without kernels do not need.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor itself imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Inductor's own imports
         from torch._inductor.compile_fx import compile_fx
     patches = {"fallback_random": True, **options}  # random numbers as in eager torch, in the same order
     made: Any = compile_fx(module, list(examples), config_patches=patches)
@@ -301,7 +301,7 @@ def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Cal
 def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str, options: Mapping[str, Any]) -> None:
     """Compile the module ahead of time for inputs like `examples`, into a file for `load_package`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        warnings.simplefilter("ignore")  # from Inductor's own imports
         from torch._inductor import aoti_compile_and_package
 
         exported = torch.export.export(module, tuple(examples))
@@ -312,7 +312,7 @@ def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str, op
 def load_package(path: str) -> Callable[..., Any]:
     """Return the kernels in a file, as a function that returns a list."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        warnings.simplefilter("ignore")  # from Inductor's own imports
         from torch._inductor import aoti_load_package
 
         return aoti_load_package(path)

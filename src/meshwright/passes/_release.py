@@ -2,7 +2,7 @@
 
 Nodes of the update that are connected by tensors move together, as early as their operands allow. They stay after the
 last node of the forward and backward pass that reads the updated values, so that new values can be written in place.
-Nodes that communicate or draw random numbers do not move.
+Groups with nodes that communicate, draw random numbers or assert do not move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.graph import (
 @register_pass
 @dataclass(frozen=True)
 class Release(Pass):
-    """Move the update of each parameter directly after the production of its gradient."""
+    """Run the update of each parameter as soon as its gradient is available."""
 
     name: ClassVar[str] = "release"
 

@@ -65,7 +65,7 @@ class Along:
         return redistribute(x, x.spec.mesh, self.layout(x.spec.layout))
 
     def layout(self, before: Layout) -> Layout:
-        """Return the new layout. Without a dim, the tensor is replicated along the axis with a varying gradient."""
+        """Return the new layout. Without a dim, the tensor is replicated and varying along the axis."""
         dims = [tuple(a for a in d if a != self.axis) for d in before.dims if not isinstance(d, Product)]
         partial = tuple(p for p in before.partial if p[0] != self.axis)
         varying = tuple(a for a in before.varying if a != self.axis)

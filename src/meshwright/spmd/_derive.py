@@ -120,7 +120,10 @@ def _present(
 
 
 def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTerm, ...]:
-    """Return the operand with `...` expanded to `...k`, counted from the right. Raises RuleError for a wrong rank."""
+    """Return the operand with `...` expanded to `...k`, counted from the right.
+
+    Raises RuleError if the number of dims does not fit.
+    """
     named = sum(1 for d in operand if d.names != (ELLIPSIS,))
     free = len(shape) - named
     has = named != len(operand)

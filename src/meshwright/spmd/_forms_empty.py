@@ -74,7 +74,7 @@ _TENSORS = ("Tensor", "Optional[Tensor]")
 
 
 def smallest_piece(text: str) -> int:
-    """Return a size that is valid for every dim: a multiple of the unsharded factors in products.
+    """Return a size that is valid for every dim: the product of all whole factors inside products of factors.
 
     >>> smallest_piece("b (g_2! c_4) -> b (c_4 g_2)")
     2

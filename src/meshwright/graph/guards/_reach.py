@@ -196,7 +196,7 @@ class Reach:
         for name, root in roots.items():
             self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}."))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated attributes of modules
+            warnings.simplefilter("ignore")  # from deprecated attributes of modules
             self._walk()
 
     def slots(self) -> Iterator[Slot]:

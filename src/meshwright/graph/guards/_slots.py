@@ -202,7 +202,7 @@ class Content:
         kinds: tuple[Any, ...] = (OrderedDict, dict, list)
         kind = next((k for k in kinds if isinstance(self.value, k)), None)
         if kind is not None:
-            kind.__setitem__(self.value, key, value)  # of the base class: a user's own method may do more
+            kind.__setitem__(self.value, key, value)  # method of the base class: a user's own method may do more
 
     def values(self) -> Iterator[tuple[Any, Any]]:
         known = self.known
@@ -262,7 +262,7 @@ def _refill(value: Any, known: Any) -> None:
     """Write the stored content back into a container."""
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)  # of the base class: a user's own method may do more
+        kind.clear(value)  # method of the base class: a user's own method may do more
         for key, item in _entries(known).items():
             kind.__setitem__(value, key, item)
     elif isinstance(value, list):
