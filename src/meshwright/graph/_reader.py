@@ -60,7 +60,7 @@ Operand = Value | Said
 
 
 Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
-"""`spell(reader, result, arguments)` returns the arguments of the other operator, or None. It takes all arguments."""
+"""`spell(reader, result, arguments)` returns the other operator's arguments, or None; `arguments` are complete."""
 
 
 @dataclass(frozen=True, slots=True)
