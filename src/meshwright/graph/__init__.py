@@ -1,4 +1,4 @@
-"""Programs: captured, completed, recorded per rank, checked, rewritten, run."""
+"""Programs: capture, layout completion, recording for each rank, verification, rewrites and execution."""
 
 from ._admitted import is_admitted, libraries_of
 from ._alike import are_alike, first_alike, specs_data, specs_in, specs_of

@@ -1,9 +1,9 @@
-"""Operators that a program of a file may name: functions of tensors and numbers, by torch's own schemas.
+"""Check of the operators in a program file: only functions of tensors and numbers are admitted.
 
 An operator is admitted if it is in one of NAMESPACES, takes and returns values of TYPES, has a tensor among them, and
-its texts are words such as `reduce="sum"`: a schema with the name of a file, a group of ranks, an object or a callback
-has other types or other arguments. SIDE_EFFECTS are the operators whose schema does not show what they do. Operators of
-other libraries are admitted where the caller names them.
+its string arguments are in WORDS, such as `reduce="sum"`. A schema that takes a file name, a process group, an object
+or a callback has other types or other arguments, and is refused. SIDE_EFFECTS matches operators whose schema does not
+show their effects. Operators of other libraries are admitted if the caller names them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .torch_hooks import Operator
 
 NAMESPACES = frozenset({"aten", "prims"})
 OWN = frozenset({"meshwright::matmul"})
-"""Operators of this library; the others name conversions by numbers of this process."""
+"""Admitted operators of this library. Its other operators refer to conversions by numbers of this process."""
 
 TYPES = frozenset({"Tensor", "int", "float", "bool", "complex", "number", "Device", "Generator", "str"})
-"""Types of arguments and results, alone or in lists, or optional."""
+"""Admitted types of arguments and results, also as lists and as optional values."""
 
 WORDS = frozenset({
     "UPLO", "activation", "algorithm", "approximate", "assert_msg", "driver", "equation", "indexing", "interpolation",
     "mode", "norm", "ord", "p", "pad_mode", "padding", "padding_side", "reduce", "rounding_mode", "side",
 })  # fmt: skip
-"""Arguments that are texts, and choose an algorithm."""
+"""Names of string arguments that only choose an algorithm."""
 
 SIDE_EFFECTS = re.compile(
     r"_?backward|dist_backward|requires_grad_|retain_grad|set_data|_make_dual|_fw_primal|_unpack_dual"  # autograd
@@ -43,7 +43,10 @@ CHECKS = frozenset({
 
 
 def is_admitted(op: Operator, operators: Collection[str] = ()) -> bool:
-    """True if a file may name the operator; `operators` are those of other libraries, as `mylib` or `mylib.scale`."""
+    """True if a program file may name the operator.
+
+    `operators` names admitted operators of other libraries: `mylib` for all of them, or `mylib.scale` for one.
+    """
     name = op._schema.name
     library, _, short = name.partition("::")
     if library in operators or f"{library}.{short}" in operators or name in OWN:
@@ -52,7 +55,7 @@ def is_admitted(op: Operator, operators: Collection[str] = ()) -> bool:
 
 
 def is_function(schema: Any, short: str = "") -> bool:
-    """True if the schema is that of a function of tensors: of nothing but TYPES, with results or writes."""
+    """True if the schema has only TYPES, at least one tensor, and results or writes (or `short` is in CHECKS)."""
     given, returned = [_type(a) for a in schema.arguments], [_type(r) for r in schema.returns]
     words = {a.name for a, kind in zip(schema.arguments, given, strict=True) if kind == "str"}
     has_tensor = "Tensor" in given or "Tensor" in returned
@@ -61,7 +64,7 @@ def is_function(schema: Any, short: str = "") -> bool:
 
 
 def _type(argument: Any) -> str:
-    """Return the type of an argument without its lists and options."""
+    """Return the type of an argument without enclosing `List[...]` and `Optional[...]`."""
     kind = str(argument.type)
     while found := _INSIDE.fullmatch(kind):
         kind = found[1]

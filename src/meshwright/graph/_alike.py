@@ -1,4 +1,4 @@
-"""Ranks that one program is for: those that hold parts of the same shapes of all its tensors."""
+"""Detection of ranks that can share one program, because their local tensors have equal shapes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def specs_in(program: Program) -> frozenset[Spec]:
 
 
 def are_alike(specs: Iterable[Spec], one: int, other: int) -> bool:
-    """True if the ranks are in the same meshes and hold parts of the same shapes: one program is for both."""
+    """True if one program serves both ranks: they are in the same meshes and all local shapes are equal."""
     return one == other or all(
         (one in s.mesh) == (other in s.mesh) and s.local_shape(one) == s.local_shape(other) for s in specs
     )
 
 
 def first_alike(specs: Iterable[Spec], rank: int) -> int:
-    """Return the first rank that the program of `rank` is for."""
+    """Return the lowest rank that can share the program of `rank`."""
     return next(r for r in range(rank + 1) if are_alike(specs, r, rank))
 
 

@@ -1,4 +1,7 @@
-"""Random numbers that several stages read: they belong to the stage that reads them first, which sends them on."""
+"""Placement of random numbers that several pipeline stages read.
+
+The first stage that reads the numbers draws them, and sends them to the other stages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ Readers = dict[Node, dict[ProcessMesh, None]]
 
 
 def anchored(program: Program) -> Program:
-    """The captured program; what is drawn on no mesh, for several meshes, is on the mesh of its first reader."""
+    """Return the captured program with a mark on every random value that several meshes read.
+
+    A node that draws on no mesh is marked with the mesh of its first reader.
+    """
     homes = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
     if not homes:
         return program
@@ -35,7 +41,7 @@ def anchored(program: Program) -> Program:
 
 
 def _readers(program: Program) -> Readers:
-    """Nodes that draw on no mesh → the meshes that read what is made of it, in their order."""
+    """Return, for each node that draws on no mesh, the meshes that read values computed from it, in program order."""
     mesh = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     drawn: dict[Value, frozenset[Node]] = {}
     found: Readers = {}

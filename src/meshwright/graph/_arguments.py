@@ -1,9 +1,9 @@
-"""What the arguments of a rule stand for: tensors, constants, choices, steps of conversions; and shapes in one line.
+"""Arguments of a rewrite rule (tensors, constants, choices, conversion steps) and the notation for their shapes.
 
-"... d, d"              one entry per tensor argument, in order: the same name is the same size
-"..."                   any leading dims, the same wherever it stands
-"* s t"                 any leading dims, not compared, and `s` or `t` may be one where the tensor is broadcast
-"n c, int n < c"        whole numbers below c; `bool` for masks
+"... d, d"              one entry per tensor argument, in order; equal names mean equal sizes
+"..."                   any leading dims, equal in all entries
+"* s t"                 any leading dims, not compared; `s` or `t` may be one if the tensor is broadcast
+"n c, int n < c"        integers below c; `bool` for masks
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["tensor", "attribute", "choice", "step"]
 Sizes = Mapping[str, Any]
 
 MOST_CHARACTERS = 1000
-"""Characters of the shapes of a rule."""
+"""Maximum length of a shapes line, in characters."""
 _ENTRY = re.compile(r"(?:(?P<kind>int|bool)\b)?\s*(?P<dims>[^<]*?)\s*(?:<\s*(?P<below>\w+))?")
 _ATTRIBUTES: dict[Any, tuple[Any, Any]] = {
     float: (0.5, 0.25),
@@ -40,14 +40,14 @@ _BY_NAME = {"float": float, "int": int, "bool": bool, "torch.dtype": torch.dtype
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One entry of a line of shapes."""
+    """One entry of a shapes line."""
 
     dims: tuple[str, ...]
     kind: Literal["float", "int", "bool"] = "float"
     below: str = ""
 
     def sized(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape for given sizes."""
+        """Return the shape with its names replaced by the given sizes."""
         found: list[int] = []
         for dim in self.dims:
             if dim == "...":
@@ -57,7 +57,7 @@ class Shape:
         return tuple(found)
 
     def fits(self, shape: Sequence[Any], sizes: dict[str, Any]) -> bool:
-        """True when a tensor can have this shape beside the sizes that are known; adds those that it tells."""
+        """True if a tensor of `shape` matches this entry under the known `sizes`; adds newly found sizes to `sizes`."""
         head, tail = (self.dims[:1], self.dims[1:]) if self.dims[:1] in (("...",), ("*",)) else ((), self.dims)
         lead = len(shape) - len(tail)
         if lead < 0 or (lead and not head):
@@ -72,12 +72,12 @@ class Shape:
 
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
-    """The word of the notation for a dtype."""
+    """Return the word that the notation uses for a dtype: `float`, `int` or `bool`."""
     return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
 
 
 def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
-    """Argument → shape.
+    """Return the shape of each tensor argument by name. Raises RewriteError for a line that cannot be read.
 
     >>> parse_shapes("n c, int n < c", ["x", "t"])["t"]
     Shape(dims=('n',), kind='int', below='c')
@@ -102,7 +102,7 @@ def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
 
 
 def sample_sizes(shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Any]:
-    """A size for every name, all different; with `other`, different ones again."""
+    """Return a distinct size for every name; with `other`, a second set of sizes."""
     sizes: dict[str, Any] = {"...": (3, 2) if other else (2, 3)}
     numbers = count(6 if other else 4, 2)
     for shape in shapes.values():
@@ -114,7 +114,10 @@ def sample_sizes(shapes: Mapping[str, Shape], other: bool = False) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a rule: `of` is the type of an attribute, the options of a choice, the class of a step."""
+    """One argument of a rule.
+
+    `of` is the type of an attribute, the options of a choice, or the class of a step.
+    """
 
     name: str
     kind: Kind
@@ -124,7 +127,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A rule with its choices made: `given` holds the chosen values, None for a tensor that is left out."""
+    """A rule with fixed choices. `given` holds the chosen values, None for an omitted tensor."""
 
     given: Mapping[str, Any]
     tensors: tuple[str, ...]
@@ -133,7 +136,7 @@ class Variant:
 
 
 def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -> tuple[Argument, ...]:
-    """The arguments of a rule's function, each by its annotation or its default value."""
+    """Return the arguments of a rule's function, classified by annotation or default value."""
     hints = _hints(fn)
     return tuple(
         _argument(p.name, hints.get(p.name), p.default, samples.get(p.name))
@@ -142,7 +145,7 @@ def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -
 
 
 def variants_of(arguments: Sequence[Argument]) -> Iterator[Variant]:
-    """Every way to make the choices."""
+    """Yield a variant for every combination of choices."""
     chosen = [a for a in arguments if a.kind == "choice"]
     for options in product(*(a.of for a in chosen)):
         given = {a.name: option for a, option in zip(chosen, options, strict=True)}
@@ -157,7 +160,7 @@ def variants_of(arguments: Sequence[Argument]) -> Iterator[Variant]:
 
 
 def tensor_names(arguments: Sequence[Argument]) -> list[str]:
-    """The arguments that are tensors, or may be."""
+    """Return the names of arguments that are tensors or optional tensors."""
     return [a.name for a in arguments if a.kind == "tensor" or (a.kind == "choice" and Tensor in a.of)]
 
 
@@ -190,7 +193,7 @@ def _may_be_none(hint: Any) -> bool:
 
 
 def _samples(name: str, kind: Any, default: Any, samples: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Two values that the constant may have: the default, and another one."""
+    """Return two values for the constant: the default and a different one. Raises RewriteError if none is known."""
     if samples is not None:
         return tuple(samples)
     if isinstance(default, float):

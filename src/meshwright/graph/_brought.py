@@ -1,9 +1,9 @@
-"""A captured program whose operands come from several stages: each is sent to the stage that reads it.
+"""Sends between pipeline stages in a captured program: every operand moves to the mesh of the node that reads it.
 
-A node runs on the mesh that the program came to last, of those of its operands: where a `reshard` led last. An operand
-on another mesh is sent there once, as it lies. What is made of plain leaves of the batch alone is on no mesh: it is
-made once for each mesh that reads it, since every rank has the whole batch. A constant is on every rank as well. Random
-numbers on no mesh are drawn for the stage that reads them first.
+A node runs on one of the meshes of its operands: the one that a `reshard` reached last in program order. An operand on
+another mesh is sent to that mesh once, with its layout unchanged. A value computed from plain leaves of the batch alone
+is on no mesh. It is computed once for each mesh that reads it, because every rank has the whole batch. Constants are
+on every rank as well. Random numbers on no mesh are drawn for the stage that reads them first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Places = dict[Value, ProcessMesh]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An operand goes to the mesh of another stage, as it lies: a mark, once layouts are known."""
+    """Operator that sends a tensor to the mesh of another stage with its layout unchanged.
+
+    It becomes a `Mark` once layouts are known.
+    """
 
     mesh: ProcessMesh
 
@@ -38,13 +41,16 @@ class Sent:
 
 
 def meshes_of(program: Program) -> set[ProcessMesh]:
-    """The meshes to which inputs and marks of a captured program lead."""
+    """Return the meshes of the inputs and marks of a captured program."""
     inputs = {i.spec.mesh for i in program.inputs if i.spec is not None}
     return inputs | {node.op.mesh for node in program.nodes if isinstance(node.op, Mark)}
 
 
 def brought(program: Program) -> Program:
-    """The captured program in which all operands of a node are on one mesh. What sends one leaves its layout open."""
+    """Return the captured program with sends, so that all operands of a node are on one mesh.
+
+    The layouts of sent operands are not decided yet.
+    """
     program = anchored(program)
     found = _Bringing(program, *_placed(program))
     nodes = tuple(found.nodes())
@@ -54,9 +60,9 @@ def brought(program: Program) -> Program:
 
 
 def _placed(program: Program) -> tuple[Places, set[Value]]:
-    """The mesh of each value, and the values that are on none: they are made of the batch alone.
+    """Return the mesh of each value, and the values that are on no mesh because they depend on the batch alone.
 
-    Such a value has the mesh of its first reader.
+    A value on no mesh is assigned the mesh of its first reader.
     """
     mesh: Places = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     free = {i.value for i in program.inputs if i.role == "batch" and i.spec is None}
@@ -77,14 +83,14 @@ def _placed(program: Program) -> tuple[Places, set[Value]]:
 
 
 def _latest(node: Node, mesh: Places, came: dict[ProcessMesh, int]) -> ProcessMesh | None:
-    """The mesh of a node: that of what it writes to, else the one of its operands that the program came to last."""
+    """Return the mesh of the node's written operands, else the mesh of its operands that the program reached last."""
     written = [v for v in _written(node) if v in mesh]
     meshes = dict.fromkeys(mesh[v] for v in written or node.ins if v in mesh)
     return max(meshes, key=lambda m: came.get(m, -1), default=None)
 
 
 def _written(node: Node) -> list[Value]:
-    """Operands that an operator writes to."""
+    """Return the operands that the node's operator writes to."""
     if not isinstance(node.op, OnCopy):
         return []
     held: list[Any] = []
@@ -95,7 +101,7 @@ def _written(node: Node) -> list[Value]:
 
 
 def _give_home(read: list[Value], target: ProcessMesh, program: Program, mesh: Places, free: set[Value]) -> None:
-    """Gives values on no mesh, and what they are made of, the mesh of their reader, where they have none yet."""
+    """Assign `target` to the values in `read` that have no mesh yet, and to the values they are computed from."""
     left = [v for v in read if v not in mesh]
     while left:
         v = left.pop()
@@ -121,7 +127,7 @@ class _Bringing:
         self.given = {i.value: i for i in self.program.inputs}
 
     def nodes(self) -> Iterator[Node]:
-        """The nodes, each behind what brings its operands."""
+        """Yield the nodes; the nodes that send or recompute an operand come before its reader."""
         for node in self.program.nodes:
             target = node.op.mesh if isinstance(node.op, Mark) else self._of(node)
             new = node if target is None else self._reading(self._settled(node), target)
@@ -135,7 +141,10 @@ class _Bringing:
         return v if home is None or v not in self.program.producers else self._on(v, home, self.program.producers[v])
 
     def _settled(self, node: Node) -> Node:
-        """The node; what comes to a layer's stage from such a mesh is sent as it lies."""
+        """Return the node with an `Arrival` resolved.
+
+        It becomes `Sent` if the operand's mesh has the same dim names as the stage's mesh, otherwise `Mark`.
+        """
         if not isinstance(node.op, Arrival):
             return node
         (x,), home = node.ins, node.op.mesh
@@ -146,7 +155,7 @@ class _Bringing:
         return next((self.mesh[v] for v in node.outs if v in self.mesh), None)
 
     def _reading(self, node: Node, target: ProcessMesh) -> Node:
-        """The node, whose operands are on its mesh; a mark sends what it reads itself."""
+        """Return the node with all operands on `target`. `Mark` and `Sent` move their operand themselves."""
         sends = isinstance(node.op, (Mark, Sent))
         away = {v: self._on(v, target, node) for v in node.ins if v in self.free or not sends}
         if all(v is x for v, x in away.items()):
@@ -155,7 +164,7 @@ class _Bringing:
         return replace(node, args=args, kwargs=kwargs)
 
     def _on(self, v: Value, target: ProcessMesh, reader: Node) -> Value:
-        """`v` on the mesh of its reader: sent there, or made there too."""
+        """Return `v` on the mesh of its reader, sent there or recomputed there."""
         if not v.is_tensor or self.mesh.get(v, target) is target:
             return v
         key = (v, target)
@@ -170,7 +179,7 @@ class _Bringing:
         return replace(v, name=self.names.fresh(v.name))
 
     def _make_again(self, v: Value, target: ProcessMesh) -> None:
-        """Makes what is made of the batch alone on another mesh."""
+        """Recompute on `target` a value that depends on the batch alone."""
         if v in self.given:
             new = self._fresh(v)
             self.copies.append(replace(self.given[v], value=new, name=new.name))

@@ -1,7 +1,7 @@
-"""Capturing a model: one forward pass on fake whole tensors, as a program of the operators that autograd would see.
+"""Capture of a model: a forward pass on fake unsharded tensors, recorded as the operators that autograd would see.
 
-Nothing is computed and nothing is allocated for parameters, buffers and batches. Tensors that the forward pass makes
-of nothing (`torch.arange`) are real when they are small, so that what a model keeps of them is worth keeping.
+Parameters, buffers and batches are neither allocated nor computed with. Small tensors that the forward pass creates
+without operands (`torch.arange`) are real, so that a model may keep values computed from them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .torch_hooks import FakeMode, new_sizes
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter or buffer: its first name, all places where modules hold it, how it lies if it is marked."""
+    """A parameter or buffer: its first name, all module tables that hold it, and its spec if it is a DistTensor."""
 
     name: str
     tensor: Tensor
@@ -51,7 +51,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A captured forward pass: its program, what stands for what, and the symbols that are inputs."""
+    """A captured forward pass: its program, the model's parameters and buffers, and the symbols that are inputs."""
 
     program: Program
     slots: tuple[Slot, ...]
@@ -59,11 +59,11 @@ class Capture:
     symbols: Mapping[Value, Any] = field(repr=False)
     opened: Sequence[tuple[BatchSize, Any]] = field(repr=False, default=())
     asked: Sequence[Tensor] = field(repr=False, default=())
-    """Constants whose numbers Python read."""
+    """Constants whose elements Python code read."""
     ran: Executed = field(repr=False, default_factory=Executed)
-    """The code that ran, of the forward pass and of what is recorded of it."""
+    """The code that ran in the forward pass and in the recording."""
     checksum: str | None = None
-    """Of the first pass and the code that ran in it; None where one pass was enough."""
+    """Checksum of the first pass and of the code that ran in it; None if one pass was enough."""
     recording: Recording | None = field(repr=False, default=None)
     """The recording of the pass, which knows the value of each tensor; None after the last pass."""
     places: Places | None = field(repr=False, default=None)
@@ -74,13 +74,13 @@ class Capture:
     """What the pass saw of each parameter and buffer."""
 
     def fits(self) -> Fits:
-        """Tells whether a batch has sizes that what was recorded so far is right for."""
+        """Return a predicate on batches: True if their sizes meet the conditions recorded so far."""
         sources = {i.value: i.source for i in self.program.inputs if i.role == "size"}
         return sizes_hold(self.mode, self.symbols, sources, self.opened)
 
 
 def slots_of(module: nn.Module) -> tuple[Slot, ...]:
-    """Parameters and buffers, each once under its first name."""
+    """Return the module's parameters and buffers, each once under its first name."""
     found: dict[int, tuple[str, Tensor, bool, list[tuple[dict[str, Any], str]]]] = {}
     for path, part in module.named_modules():
         for table, is_parameter in ((part._parameters, True), (part._buffers, False)):
@@ -102,7 +102,7 @@ def capture(
     is_known: Callable[[str], bool] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> Capture:
-    """The program of `call(*batch)`, which runs `module` and `others`: its parameters, buffers and batch are inputs.
+    """Return the capture of `call(*batch)`, which runs `module` and `others`.
 
     `dynamic` are the dims, by leaf of the batch, whose sizes may be others in later calls: they are symbolic.
     `call` may return any tree of tensors. Raises CaptureError, with the user's source line, for what cannot become
@@ -161,16 +161,16 @@ def _look(slot: Slot) -> Any:
 
 
 def _checksum(program: Program, ran: Executed) -> str | None:
-    """Return a checksum of what a pass gave and of the files' code that ran; None where no checksum tells."""
+    """Return a checksum of the captured program and of the code from files that ran; None if the program has none."""
     meaning = meaning_or_none(program)
     codes = sorted(code_text(code) for code, _ in ran.codes.values() if not code.co_filename.startswith("<"))
     return None if meaning is None else sha256("\n".join([meaning, *codes]).encode()).hexdigest()
 
 
 def _same(first: Capture, second: Capture) -> bool:
-    """True if the programs have the same text, and constants of the same numbers, before or after constant folding.
+    """True if the programs have the same text and equal constants, before or after constant folding.
 
-    Folding is needed if the first pass keeps a table, which is a constant or a new buffer for the second pass.
+    Folding is needed if the first pass caches a table that the second pass sees as a constant or a new buffer.
     """
     one, other = first.program, second.program
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
@@ -185,7 +185,7 @@ def buffers_of(captured: Capture) -> dict[str, Tensor]:
 
 
 def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return real tensors for fake ones that Python keeps; None if one depends on parameters or the batch."""
+    """Return real tensors for fake tensors that Python objects keep; None if one depends on parameters or the batch."""
     recording = first.recording
     assert recording is not None
     values = [recording.value_of(x) for x in kept]
@@ -222,7 +222,10 @@ def _captured(
 
 
 def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Buffers that the forward pass set anew, each with the tensor that it is now."""
+    """Return the buffers that the forward pass replaced, each with its new tensor.
+
+    Raises SideEffectError for a replaced parameter, and for a buffer whose shape or dtype changed.
+    """
     found: list[tuple[Tensor, Tensor]] = []
     for slot, fake in zip(slots, fakes, strict=True):
         for table, key in slot.places:
@@ -240,7 +243,7 @@ def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tens
 
 
 def _given_batch(stage: Stage, batch: tuple[Any, ...]) -> Any:
-    """The batch with fake tensors; each is an input whose source is its number among the leaves of the batch."""
+    """Return the batch with fake tensors. Each one is an input; its source is its index among the batch's leaves."""
     number = count()
 
     def given(x: Any) -> Any:
@@ -254,7 +257,7 @@ def _given_batch(stage: Stage, batch: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def _swapped(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> Generator[None]:
-    """Inside, modules hold the fake tensors."""
+    """Replace the modules' tensors by the fake tensors inside the context."""
     try:
         for slot, fake in zip(slots, fakes, strict=True):
             for table, key in slot.places:

@@ -1,7 +1,7 @@
-"""Which value a tensor has while operators are recorded, also when it, or memory that it looks at, is written to.
+"""Values of tensors during recording, including tensors that are written to, directly or through a view.
 
-Programs have no writing operators. A write gives the tensor a new value; what it is a view of gets that value put into
-its own (`scatter`), and other views of the same memory are taken again when they are next read.
+Programs have no in-place operators. A write gives the tensor a new value. If the tensor is a view, the new value is
+scattered into the value of its base. Other views of the same memory are recomputed when they are read next.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .torch_hooks import Operator
 
 aten = torch.ops.aten
 Emit = Callable[..., Any]
-"""`emit(op, args, kwargs, shown)` adds a node whose result looks like the tensor `shown`, and gives its value."""
+"""`emit(op, args, kwargs, shown)` adds a node and returns its value; the tensor `shown` has the result's metadata."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """What several tensors look at: how often it was written to."""
+    """Memory that several tensors share, with the number of writes to it."""
 
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor was made of another one: `op(*args)`, with the other's cell in `args`, gave `shown`.
+    """The view operation that made a tensor: `op(*args)` returned `shown`, with the base tensor's cell in `args`.
 
-    The tensor is `shown` itself, or the one numbered `at` in it.
+    The tensor is `shown` itself, or the element `at` of it.
     """
 
     op: Operator
@@ -47,15 +47,15 @@ class View:
 
     @property
     def detaches(self) -> bool:
-        """True for a view that gradients do not go through."""
+        """True if gradients do not pass through this view."""
         return self.op._schema.name.split("::")[1] in ("detach", "data")
 
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """A tensor's place in memory: its latest value, as of a version of the memory; `like` is one tensor that has it.
+    """The latest value of a tensor, valid for one version of its memory. `like` is a tensor with the same metadata.
 
-    `trained` is True once something that requires gradients was written: a tensor with numbers does not tell.
+    `trained` is True once a value that requires gradients was written: `like.requires_grad` does not show such writes.
     """
 
     value: Value
@@ -71,16 +71,16 @@ class Cell:
 
     @property
     def root(self) -> Cell:
-        """The cell of the tensor at the end of the chain of views; the cell itself if it is no view."""
+        """The cell at the end of the chain of views; the cell itself if it is not a view."""
         return self if self.view is None else self.view.base.root
 
     @property
     def is_detached(self) -> bool:
-        """True for a view that passes on no gradients, and for views of such a view."""
+        """True if this view, or a view that it is based on, passes no gradients."""
         return self.view is not None and (self.view.detaches or self.view.base.is_detached)
 
     def read(self, emit: Emit) -> Value:
-        """The value now; a view of memory that was written to meanwhile is taken again."""
+        """Return the current value; a view is recomputed if its memory was written to since the last read."""
         if self.version != self.memory.version and self.view is not None:
             base = self.view.base
             args = tuple(base.read(emit) if a is base else a for a in self.view.args)
@@ -90,7 +90,10 @@ class Cell:
         return self.value
 
     def write(self, value: Value, emit: Emit, trained: bool = False) -> None:
-        """Everything that looks at the same memory is to see `value` here, which requires gradients if `trained`."""
+        """Write `value` to this cell, and update the bases of the view so that all tensors of the memory see it.
+
+        `trained` says that `value` requires gradients.
+        """
         chain: list[tuple[Cell, View, Value]] = []
         cell = self
         while cell.view is not None:
@@ -104,7 +107,7 @@ class Cell:
             view.base.version, view.base.trained = self.memory.version, view.base.trained or trained
 
     def write_beside_gradients(self, value: Value, emit: Emit) -> None:
-        """Write where no gradients are taken: other numbers, and the gradients that the tensor had before."""
+        """Write `value` without gradients: the root tensor has new elements and keeps its previous gradient."""
         root = self.root
         before = root.read(emit)
         self.write(value, emit)
@@ -116,7 +119,7 @@ class Cell:
 
 
 def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
-    """The value of what `child` is a view of, with the child's in the place that the view shows."""
+    """Return the value of the base of `view` with the child's value written into the viewed elements."""
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
     if name in _THROUGH:
@@ -136,7 +139,10 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
 
 
 def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -> Value:
-    """Slices of complex numbers are put back as pairs, since torch knows no gradient for those themselves."""
+    """Return `base` with the child's slice scattered into it.
+
+    Complex slices are scattered as pairs of real numbers, since torch has no gradient for complex scatters.
+    """
     like, value = view.base.like, child.value
     if not like.is_complex() or op is aten.diagonal_scatter.default:
         return emit(op, (base, value, *view.args[1:]), view.kwargs, like)
@@ -154,14 +160,17 @@ def _is_plain(x: Any) -> bool:
 
 
 def _kept_gradient(base: Value, value: Value, like: Any, emit: Emit) -> Value:
-    """`value`, with the gradient of `base`: what a write through `x.data` or `x.detach()` leaves of x."""
+    """Return `value` with the gradient of `base`, as after a write through `x.data` or `x.detach()`."""
     detached = emit(aten.detach.default, (base,), {}, like)
     nothing = emit(aten.sub.Tensor, (base, detached), {}, like)
     return emit(aten.add.Tensor, (value, nothing), {}, like)
 
 
 def _put_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
-    """For views of any kind: the same view of the elements' numbers tells where the child's elements belong."""
+    """Return `base` with the child's elements put back, for any kind of view.
+
+    The same view of an index tensor (`arange`) gives the position of every element of the child.
+    """
     like, size = view.base.like, view.base.like.numel()
     numbers = torch.empty(size, dtype=torch.int64, device=like.device)
     at = emit(aten.arange.default, (size,), {"device": like.device}, numbers)
@@ -178,14 +187,14 @@ def _as_numbers(shown: Any) -> Any:
 
 
 _THROUGH = ("detach", "alias", "data")
-"""Views that are the tensor itself."""
+"""View operators whose result is the tensor itself."""
 
 _SCATTERS: dict[str, Operator] = {
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
 }
-"""Views that show a part, and the operator that puts it back."""
+"""View operators that select a part, and the operator that scatters the part back."""
 
 
 def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
@@ -210,7 +219,7 @@ _SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
     "view_as_real": lambda view: (aten.view_as_complex.default, ()),
     "view_as_complex": lambda view: (aten.view_as_real.default, ()),
 }
-"""Views that show every element, and how to look back."""
+"""View operators that keep every element, and functions that return the inverse view."""
 
 
 def _inverse(order: Any) -> tuple[int, ...]:
@@ -226,7 +235,7 @@ IDENTITIES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 
 
 def functional(op: Operator) -> Operator | None:
-    """The operator that gives what `op` writes into its first argument (`add` for `add_`), with the same arguments."""
+    """Return the out-of-place form of an in-place operator (`add` for `add_`) with the same arguments, or None."""
     namespace, name = op._schema.name.split("::")
     if name == "copy_":
         return aten.copy.default
@@ -248,7 +257,7 @@ def _same_arguments(found: Operator, op: Operator) -> bool:
 
 
 def overwriting(op: Any) -> Operator | Over | None:
-    """The operator that writes what `op` gives over its first argument (`add_` for `add`), with the same arguments."""
+    """Return the in-place form of an operator (`add_` for `add`) with the same arguments, or None."""
     if not isinstance(op, Operator) or any(r.alias_info is not None for r in op._schema.returns):
         return None
     namespace, name = op._schema.name.split("::")

@@ -1,9 +1,9 @@
-"""Completing layouts: what is marked tells how everything else lies, forward and backward, until nothing changes.
+"""Completion of layouts: marks are propagated forward and backward through the program until nothing changes.
 
-Marks are inputs with a spec and `reshard` calls. Forward, each operator lies as eager mode would decide, with unmarked
-operands free to take what is cheapest; backward, how a result is known to lie tells how unmarked operands are wanted.
-Where uses want an unmarked tensor differently, the layout that moves fewest bytes is taken, gradients included; the
-order of nodes decides nothing but ties. What no mark reaches is replicated.
+Marks are inputs with a spec and `reshard` calls. The forward sweep decides each operator's layout as eager mode does;
+unmarked operands take the cheapest layout. The backward sweep derives the wanted layout of unmarked operands from the
+known layout of a result. If uses want different layouts of an unmarked tensor, the layout that moves fewest bytes is
+taken, gradients included. The order of nodes decides only ties. Values that no mark reaches are replicated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from .torch_hooks import Operator
 
 
 def complete(program: Program, given: Mapping[str, Spec] | None = None) -> Layouts:
-    """How every value of the captured `program` lies; `given`, by name, overrules and adds to its marks."""
+    """Return the layouts of all values of the captured `program`.
+
+    `given` maps names of inputs to specs; these override the program's marks and add to them.
+    """
     marks = {i.value.name: i.spec for i in program.inputs if i.spec is not None} | dict(given or {})
     reasons = dict.fromkeys(marks, "mark")
     state = _State.of(program, marks, reasons)
@@ -40,7 +43,7 @@ def complete(program: Program, given: Mapping[str, Spec] | None = None) -> Layou
 
 
 def with_layouts(program: Program, layouts: Layouts) -> Program:
-    """The captured program, whose inputs lie as the completed layouts say."""
+    """Return the captured program with the completed layouts on its inputs and values."""
     inputs = tuple(
         replace(i, spec=layouts.specs.get(i.value.name, i.spec)) if i.role != "constant" else i for i in program.inputs
     )
@@ -49,7 +52,7 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
 
 
 def _marked(node: Node, layouts: Layouts) -> Node:
-    """The node; what is sent to another stage as the mark that it is."""
+    """Return the node, with `Sent` replaced by the `Mark` of its completed layout."""
     if not isinstance(node.op, Sent):
         return node
     (out,) = node.outs
@@ -68,7 +71,7 @@ class _State:
 
     @classmethod
     def of(cls, program: Program, marks: Mapping[str, Spec], reasons: Mapping[str, str]) -> _State:
-        """Everything that follows from these marks."""
+        """Return the state after propagation of these marks."""
         state = cls(program)
         for node in program.nodes:
             if isinstance(node.op, Mark):
@@ -83,7 +86,10 @@ class _State:
         return state
 
     def wanted_cut(self, marked: Mapping[str, str]) -> dict[str, Spec]:
-        """Unmarked tensors that could be cut so that a result is made as all its uses want it, at no traffic."""
+        """Return specs of unmarked parameters that can be sharded to make a result in the layout that all uses want.
+
+        Only specs that cause no traffic are returned.
+        """
         unmarked = {i.value for i in self.program.inputs if i.role == "parameter" and i.value.name not in marked}
         found: dict[str, Spec] = {}
         for node in self.program.nodes:
@@ -94,7 +100,7 @@ class _State:
         return found
 
     def _wanted_by_uses(self, node: Node) -> Layout | None:
-        """How all uses of the node's result want it, where that is not how it lies."""
+        """Return the layout that all uses of the node's result want; None if they disagree or it has that layout."""
         out, *more = node.outs
         users = self.program.users.get(out, ())
         if more or not users or out not in self.known or self.known[out].layout.partial:
@@ -127,7 +133,7 @@ class _State:
         self.known[v], self.reasons[v] = spec, why
 
     def sweep(self) -> bool:
-        """Forward over all nodes, then backward; True when a result became known."""
+        """Run one forward and one backward pass over all nodes; True if a result became known."""
         before = len(self.known)
         for node in self.program.nodes:
             self._forward(node)
@@ -136,7 +142,7 @@ class _State:
         return len(self.known) != before
 
     def settle(self) -> bool:
-        """Gives unknown tensors that uses want somehow their cheapest layouts, inputs first; True if there were any."""
+        """Assign the cheapest requested layout to unknown tensors, inputs first; True if there were any."""
         unknown = [v for v in self.wants if v not in self.known]
         inputs = [v for v in unknown if v not in self.program.producers]
         for v in inputs or unknown:
@@ -146,14 +152,14 @@ class _State:
         return bool(unknown)
 
     def _of_first_mesh(self, wants: Mapping[Node, tuple[Spec, str]]) -> list[tuple[Spec, str]]:
-        """Return the layout that nodes want for a value; of several meshes, on the one that reads it first."""
+        """Return the requested layouts of a value; of several meshes, only those on the first reader's mesh."""
         if len({spec.mesh for spec, _ in wants.values()}) == 1:
             return list(wants.values())
         first = next(node for node in self.program.nodes if node in wants)
         return [want for want in wants.values() if want[0].mesh is wants[first][0].mesh]
 
     def default(self) -> None:
-        """What no mark reached is replicated, on the mesh that is there."""
+        """Replicate the values that no mark reached, if the program has exactly one mesh."""
         meshes = {spec.mesh for spec in self.known.values()}
         if len(meshes) != 1:
             return
@@ -180,7 +186,7 @@ class _State:
             self.know(v, Spec(mesh, layout, v.shape, tensor_dtype(v)), "forward")
 
     def _arrive(self, node: Node) -> None:
-        """What is sent to another stage lies there as on its own; pending sums are taken."""
+        """Set the layout of a sent tensor: that of its source, with pending sums reduced."""
         (x,), (out,) = node.ins, node.outs
         assert isinstance(node.op, Sent)
         layout = Layout(self.known[x].layout.dims)
@@ -203,7 +209,10 @@ class _State:
             wants[node] = (spec, why)
 
     def _decided(self, node: Node, wish: Layout | None) -> Decision | None:
-        """How the operator lies; what it wants of unknown operands is noted."""
+        """Return the decision for the operator, and note the layouts that it requests of unknown operands.
+
+        Returns None without a rule.
+        """
         unknown = frozenset(v for v in node.ins if v not in self.known)
         found = self._described(node, unknown, wish)
         if found is None:
@@ -217,7 +226,7 @@ class _State:
         return decision
 
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
-        """An operator without a rule runs on whole tensors, on the mesh of what is known of it."""
+        """Request replicated operands for an operator without a rule, on the mesh of its known operands or results."""
         near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
         if near is None or isinstance(node.op, (Mark, Sent)):
             return
@@ -228,7 +237,10 @@ class _State:
     def _described(
         self, node: Node, free: frozenset[Value], wish: Layout | None
     ) -> tuple[list[Value | None], Decision] | None:
-        """The operands of an operator, and how it lies when those in `free` take any layout; None without a rule."""
+        """Return the operands and the decision of an operator; operands in `free` may take any layout.
+
+        Returns None without a rule.
+        """
         if not isinstance(node.op, Operator):
             return None
         ins = list(dict.fromkeys(node.ins))
@@ -299,7 +311,7 @@ def _candidates(wants: Sequence[tuple[Spec, str]]) -> list[tuple[Spec, str]]:
 
 
 def _cost(have: Spec, need: Spec) -> float:
-    """Bytes that a use moves, with those of the gradient."""
+    """Return the bytes that the busiest rank moves for a use, including the conversion of the gradient."""
     if have is need or have.mesh is not need.mesh:
         return 0.0
     return float(plan(have, need).busiest + plan(*transposed(have, need)).busiest)

@@ -1,6 +1,6 @@
-"""Making sure of a match: `find` is watched again on exactly what was found, and `put` beside it.
+"""Confirmation of matches: `find` is traced again with exactly the matched arguments, and `put` with the same ones.
 
-What both say for given shapes, dtypes, constants and modes is kept, so that a model with equal layers asks once.
+Both traces are cached by shapes, dtypes, constants and modes, so that equal layers of a model are traced once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._watch import Modes, Told, origin_modes, watch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """What `put` does for arguments of given looks: its calls on `inputs`, and its results."""
+    """The trace of `put` for arguments of given shapes and dtypes: its calls on `inputs`, and its results."""
 
     inputs: Mapping[str, Value]
     calls: tuple[Node, ...]
@@ -36,7 +36,7 @@ class Template:
 
 @dataclass(slots=True)
 class _Sides:
-    """Both sides for arguments of given looks; `put` is watched when a program has what `find` does of them."""
+    """Traces of both sides for arguments of given shapes and dtypes. `put` is traced only after `find` matches."""
 
     find: Told
     given: Mapping[str, Any]
@@ -47,7 +47,7 @@ class _Sides:
 
 @dataclass(slots=True)
 class Confirmed:
-    """One pattern of a rule, with everything that was found out about it."""
+    """One pattern of a rule, with its cached traces."""
 
     rule: Rewrite
     pattern: Pattern
@@ -55,7 +55,7 @@ class Confirmed:
     known: dict[Any, _Sides | None] = field(default_factory=dict[Any, "_Sides | None"])
 
     def template(self, match: Match) -> Template | None:
-        """What to put for a match; None where `find` would do something else for exactly these arguments."""
+        """Return the template to put for a match; None if `find` does something else for exactly these arguments."""
         if not _fit(self.rule.tensor_shapes, match.arguments) or not self.rule.is_met(match.arguments, match):
             return None
         modes = origin_modes(next(iter(match.spots)).origin)[1]
@@ -83,17 +83,21 @@ class Confirmed:
             find = watch(self.rule.find, given, self.rank, modes, lie)
         except RewriteError:
             raise
-        except Exception:  # torch refuses such shapes, in many ways: so find does not compute this
+        except Exception:  # torch raises various errors for such shapes: find does not compute this
             return None
         return _Sides(find, given, lie) if len(find.calls) == len(self.pattern.told.calls) else None
 
     def _put(self, sides: _Sides, modes: Modes) -> None:
-        """Watches `put`. Refused is what differs under autocast, whose dtypes no rule knows, and what needs symbols."""
+        """Trace `put` and set the template, or `refused`.
+
+        A match is refused if a call has symbolic constants, or if a result has another shape or dtype under modes such
+        as autocast. Raises RewriteError if `put` raises, or if its results differ from those of `find` without modes.
+        """
         try:
             put = watch(self.rule.put, sides.given, self.rank, modes, sides.lie)
         except RewriteError:
             raise
-        except Exception as error:  # whatever torch raises for such arguments
+        except Exception as error:  # torch raises various errors for such arguments
             raise self._wrong(sides.given, f"put raises {str(error).splitlines()[0]}") from error
         calls, outs = _without_idle_casts(put)
         wanted = results(sides.find.out)
@@ -114,17 +118,17 @@ class Confirmed:
 
 
 def results(out: Any) -> tuple[Any, ...]:
-    """What a side of a rule returns, as a tuple."""
+    """Return the result of a side of a rule as a tuple."""
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
 def stand_in(name: str, v: Any) -> Any:
-    """A value of a rule's own for one of the program."""
+    """Return a new value named `name` with the metadata of `v`; `v` itself if it is a constant."""
     return Value(name, tuple(v.shape), v.dtype, v.device) if isinstance(v, (Value, Said)) else v
 
 
 def specs_of(match: Match) -> dict[str, Spec]:
-    """How operands of steps lie: argument → spec."""
+    """Return the specs of the rule's arguments that conversion steps read, by argument name."""
     found: dict[str, Spec] = {}
     for spot in match.spots:
         if not isinstance(spot.op, Carry):
@@ -145,7 +149,7 @@ def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
 
 
 def _without_idle_casts(told: Told) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
-    """The calls of `put` without casts to the dtype that is there already."""
+    """Return the calls and results of `put` without casts to the dtype that the operand already has."""
     same: dict[Value, Value] = {}
     kept: list[Node] = []
     for call in told.calls:
@@ -159,7 +163,7 @@ def _without_idle_casts(told: Told) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
 
 
 def _asks_sizes(tree: Any) -> bool:
-    """True when a size that is only known later stands among constants: programs hold such numbers as values."""
+    """True if the tree contains a symbolic size. Programs hold such numbers as values, not as constants."""
     return any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in leaves_in(tree))
 
 
@@ -168,7 +172,7 @@ def _followed(tree: Any, same: Mapping[Value, Value]) -> Any:
 
 
 def _agrees(term: Term, v: Any, find: Told) -> bool:
-    """True when what was found for a term looks like what `find` makes there."""
+    """True if the value found for a term has the shape and dtype that `find` makes there."""
     if term.number < 0:
         return True
     outs = find.calls[term.number].outs
@@ -176,7 +180,7 @@ def _agrees(term: Term, v: Any, find: Told) -> bool:
 
 
 def _is_computed(wanted: Constant, found: Any, find: Told) -> bool:
-    """True when a constant is the one that `find` computes, or of a cast, whose dtype its result tells."""
+    """True if a constant equals the one that `find` computes, or belongs to a cast, whose dtype the result shows."""
     if find.calls[wanted.at[0]].op in CASTS:
         return True
     return same_constant(constant_at(find, wanted.at), wanted.undone(found))

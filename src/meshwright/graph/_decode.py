@@ -1,7 +1,7 @@
-"""Plain data as a program: what `_encode.py` writes, with every name looked up and every number checked.
+"""Decoder from JSON data to a program. It looks up every name and checks every number that `_encode.py` wrote.
 
-Nothing is evaluated. Operators are those of `torch.ops` that `_admitted.py` admits, functions those of a table;
-anything else raises DataError.
+Nothing is evaluated. Operators must be in `torch.ops` and admitted by `_admitted.py`; Python functions must be in a
+table. Anything else raises DataError.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ._rank_numbers import Length, Offset, RankPlace
 from .torch_hooks import Operator, named_symbol, new_sizes
 
 MOST = 2**62
-"""Numbers in a file are smaller."""
+"""Exclusive upper bound of the absolute value of numbers in a file."""
 MOST_SYMBOLS = 1000
 MOST_RANKS = 2**20
 
 
 class DataError(ValueError):
-    """Data that is no program."""
+    """Error for data that is not a program."""
 
 
 @dataclass(slots=True)
 class Decoder:
-    """The tables of one program; `tensors` are its constants, by name.
+    """Decoder of one program, with its tables. `tensors` are the program's constants by name.
 
-    `operators` are the operators of other libraries that it may name.
+    `operators` are the operators of other libraries that the program may name.
     """
 
     tensors: Mapping[str, Tensor]
@@ -54,7 +54,10 @@ class Decoder:
     values: list[Value] = field(default_factory=list[Value])
 
     def program(self, data: Any) -> Program:
-        """The program that the data is. Raises DataError, or what Python raises for data of another form."""
+        """Return the program that the data describes.
+
+        Raises DataError, or a Python error (LookupError, TypeError, ...) for data of another structure.
+        """
         if number(data["format"]) > FORMAT:
             raise DataError(f"it has format {data['format']}, and this version reads formats up to {FORMAT}")
         self.numbers = computed(data["sizes"], self._symbols(data["symbols"]))
@@ -173,7 +176,7 @@ class Decoder:
         return {"View": View, "Exchange": Exchange}[kind](item(self.specs, spec))
 
     def tree(self, x: Any) -> Any:
-        """Arguments, results and sources of inputs."""
+        """Return the decoded form of an argument, a result or the source of an input."""
         if isinstance(x, list):
             return [self.tree(v) for v in x]
         if not isinstance(x, dict):
@@ -210,11 +213,11 @@ _SOURCES: dict[Role, Callable[[Any], bool]] = {
     "number": lambda x: isinstance(x, (Length, Offset, RankPlace)),
     "size": lambda x: isinstance(x, BatchSize),
 }
-"""Role of an input → whether such a source tells where it comes from."""
+"""Role of an input → predicate that is True for a valid source of this role."""
 
 
 def operator_named(name: Any) -> Operator:
-    """The operator of `torch.ops` whose text is `aten.mm.default`."""
+    """Return the operator of `torch.ops` with a name such as `aten.mm.default`. Raises DataError if there is none."""
     parts = text(name).split(".")
     found: Any = torch.ops
     kinds = (type(torch.ops.aten), type(torch.ops.aten.add), Operator)
@@ -229,7 +232,7 @@ def operator_named(name: Any) -> Operator:
 
 
 def number(n: Any, least: int | None = 0) -> int:
-    """A whole number, which is not too large."""
+    """Return `n`. Raises DataError if `n` is no int, below `least` (None: no lower bound), or not smaller than MOST."""
     if type(n) is not int or not (least is None or n >= least) or abs(n) >= MOST:
         raise DataError(f"{n!r} is no number that can stand there")
     return n
@@ -256,7 +259,7 @@ def item(table: list[Any], at: Any) -> Any:
 
 
 def only(x: Any) -> tuple[str, Any]:
-    """The only key of an object, and what stands there."""
+    """Return the only key of an object and its value."""
     ((kind, what),) = x.items()
     return kind, what
 
@@ -268,7 +271,7 @@ def one_of(names: Any, name: Any) -> Any:
 
 
 def torch_name(kind: type, name: Any) -> Any:
-    """`torch.<name>`, which is of the kind."""
+    """Return `torch.<name>`. Raises DataError if it is not an instance of `kind`."""
     found = getattr(torch, text(name), None)
     if not isinstance(found, kind):
         raise DataError(f"torch.{name} is no {kind.__name__}")
@@ -288,7 +291,7 @@ def _kind(name: Any) -> Kind:
 
 
 def _mesh(shape: Any, ranks: Any, names: Any) -> ProcessMesh:
-    """Return the mesh, whose ranks are all there, or are the first one and their steps."""
+    """Return the mesh. `ranks` lists all ranks, or holds the first rank and the rank step of each dim."""
     sizes = [number(n) for n in row(shape)]
     if prod(sizes) > MOST_RANKS or min(sizes, default=0) < 1:
         raise DataError(f"a mesh of shape {sizes}")

@@ -1,4 +1,4 @@
-"""A program that is being changed: nodes in a chain, where each may cheaply be moved, replaced or taken out."""
+"""Editable program: a linked list of nodes, in which each node is moved, replaced or removed cheaply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._program import Change, Program
 
 @dataclass(slots=True, eq=False)
 class Spot:
-    """A node of a draft; its arguments follow the replacements that are made."""
+    """A node of a draft. Its arguments are updated when a value is replaced."""
 
     op: Op
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class _Uses:
 
 
 class Draft:
-    """A copy of `program` to be changed; `finish` makes a program of it, without what nothing needs any more."""
+    """An editable copy of `program`. `finish` returns it as a program, without unneeded nodes and constants."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -63,7 +63,7 @@ class Draft:
             self._link(Spot(node.op, node.args, dict(node.kwargs), node.out, node.origin), self._ends[1])
 
     def __iter__(self) -> Iterator[Spot]:
-        """The nodes in order; those that are added behind the current one are met, too."""
+        """Yield the nodes in order, including nodes that are added after the current one during the iteration."""
         spot = self._ends[0].after
         while spot is not None and spot is not self._ends[1]:
             yield spot
@@ -71,12 +71,12 @@ class Draft:
 
     @property
     def end(self) -> Spot:
-        """The place behind the last node, to add before."""
+        """The sentinel after the last node; a node added before it becomes the last one."""
         return self._ends[1]
 
     @property
     def first(self) -> Spot:
-        """The first node, or the end."""
+        """The first node, or `end` if there is none."""
         spot = self._ends[0].after
         assert spot is not None
         return spot
@@ -86,11 +86,11 @@ class Draft:
         return (*values_in(self._outputs), *(v for _, v in self._writes))
 
     def producer(self, value: Value) -> Spot | None:
-        """The node that makes `value`; None for an input."""
+        """Return the node that produces `value`; None for an input."""
         return self._producers.get(value)
 
     def users(self, value: Value) -> tuple[Spot, ...]:
-        """The nodes that read `value`; whether it is a result is told by `is_result`."""
+        """Return the nodes that read `value`. Results of the program are not included; see `is_result`."""
         found = self._uses.get(value)
         return tuple(found.spots) if found else ()
 
@@ -98,7 +98,7 @@ class Draft:
         return value in self._results
 
     def add(self, op: Op, *args: Any, before: Spot, origin: Origin | None = None, **kwargs: Any) -> Any:
-        """A new node `op(*args, **kwargs)` before a node: its values, of shapes that are inferred."""
+        """Add a node `op(*args, **kwargs)` before a node, and return its values; their shapes are inferred."""
         out = infer(op, args, kwargs, self.program.rank, self.names)
         return self.add_as(op, args, kwargs, out, before, origin)
 
@@ -111,13 +111,13 @@ class Draft:
         before: Spot,
         origin: Origin | None = None,
     ) -> Any:
-        """A new node whose values are given."""
+        """Add a node with the given values `out`, and return them."""
         spot = Spot(op, args, kwargs, out, origin or _origin_near(before))
         self._link(spot, before)
         return out
 
     def replace(self, old: Value, new: Value) -> None:
-        """Everything that reads `old` reads `new`."""
+        """Replace `old` by `new` in all nodes, outputs and writes."""
         if old is new:
             return
         for spot in self.users(old):
@@ -130,13 +130,13 @@ class Draft:
             self._results = (self._results - {old}) | {new}
 
     def set_args(self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Other arguments for a node; what it gives is taken to stay."""
+        """Set the arguments of a node. The caller makes sure that its values do not change."""
         self._unread(spot)
         spot.args, spot.kwargs = args, spot.kwargs if kwargs is None else kwargs
         self._read(spot)
 
     def remove(self, spot: Spot) -> None:
-        """Takes out a node whose values nothing reads."""
+        """Remove a node whose values are not read. Raises ProgramError if a value is read or is a result."""
         read = [v for v in spot.outs if self.users(v) or self.is_result(v)]
         if read:
             raise ProgramError(
@@ -150,14 +150,14 @@ class Draft:
         spot.gone = True
 
     def move(self, spot: Spot, before: Spot) -> None:
-        """Puts a node before another one."""
+        """Move a node directly before another one."""
         if spot is before:
             return
         self._unlink(spot)
         self._chain(spot, before)
 
     def finish(self, *changes: Change) -> Program:
-        """The program of this draft, without nodes and constants that nothing needs, and the record of the changes."""
+        """Return the program of this draft without unneeded nodes and constants, with `changes` added to its record."""
         needed = {*self.results, *(x for x, _ in self._writes)}
         kept: list[Node] = []
         spot = self._ends[1].before
@@ -207,11 +207,11 @@ def _end() -> Spot:
 
 
 def _nothing() -> None:
-    """Stands at both ends of the chain."""
+    """Operator of the sentinels at both ends of the list."""
 
 
 def _next_living(spot: Spot) -> Spot | None:
-    """The node behind; where `spot` was taken out meanwhile, the next one that was not."""
+    """Return the next node that has not been removed."""
     after = spot.after
     while after is not None and after.gone:
         after = after.after
@@ -219,7 +219,7 @@ def _next_living(spot: Spot) -> Spot | None:
 
 
 def _origin_near(before: Spot) -> Origin:
-    """The origin of the node that a new one is put before, or of the last one."""
+    """Return the origin of the node `before`, or of the last node if `before` is the end."""
     near = before.before if before.op is _nothing and before.before is not None else before
     return near.origin
 

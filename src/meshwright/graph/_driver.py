@@ -1,4 +1,4 @@
-"""Rewriting a program until no rule applies: who is asked at which node, in which order, and when it ends."""
+"""Driver that rewrites a program until no rule applies: selection of rules at each node, their order, termination."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from ._watch import StepName
 from .torch_hooks import Operator
 
 AROUND = 3
-"""How far from a change, in nodes, others are looked at again at once; the rest is met in the next round."""
+"""Distance from a change, in nodes, within which readers are visited again at once. Others wait for the next round."""
 
 
 def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", limit: int | None = None) -> Program:
-    """The program after all rules, to the point where none applies; what was done stands in its changes.
+    """Return the program after rewriting until no rule applies. The steps are recorded in its changes.
 
-    It comes to an end since every step makes the program lighter (`measure_of(rules)` finds the weights). Steps that do
-    not are counted: RewriteError after `limit` of them, by default four per node and a hundred.
+    The rewriting terminates because every step makes the program lighter (`measure_of(rules)` finds the weights). Steps
+    that do not are counted.
+
+    Raises:
+        RewriteError: more than `limit` steps did not make the program lighter (default: 100 + 4 per node).
     """
     run = _Run(program, tuple(rules), by, 100 + 4 * len(program.nodes) if limit is None else limit)
     run.to_the_end()
@@ -42,7 +45,7 @@ Needs = frozenset[frozenset[int]]
 
 @dataclass(slots=True, eq=False)
 class Edit:
-    """What a pattern rewriter may do: everything that a draft can, beside one node."""
+    """The operations of a pattern rewriter at one node of a draft."""
 
     draft: Draft
     reader: Reader
@@ -52,12 +55,12 @@ class Edit:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the node in the order of its operator's schema, with defaults where they are left out."""
+        """The arguments of the node in the order of its operator's schema, with defaults for omitted ones."""
         return full_arguments(self.spot.op, self.spot.args, self.spot.kwargs)
 
     @property
     def unchanged(self) -> Value | None:
-        """The operand that the node's result is a copy of; None where it computes something."""
+        """The value that the node's result is a copy of; None if the node computes something."""
         if len(self.spot.outs) != 1:
             return None
         base = self.reader.base(self.spot.outs[0])
@@ -73,16 +76,16 @@ class Edit:
         return self.draft.is_result(v)
 
     def operands(self, v: Value, op: Any) -> tuple[Any, ...] | None:
-        """The arguments of `v` read as a call of `op`, in any spelling; None when it cannot be read so."""
+        """Return the arguments of `v` read as a call of `op`, in any spelling; None if it is no such call."""
         reading = next(self.reader.read(self.reader.base(v), op), None)
         return None if reading is None else reading.args
 
     def known(self, v: Any) -> Any:
-        """The tensor itself, where `v` depends on no input."""
+        """Return the tensor that `v` is on every run; None if it depends on an input or is too large."""
         return known_tensor(self.draft, v)
 
     def match(self, rule: Rewrite) -> Match | None:
-        """Where the node is the first result of what a rule finds: its names."""
+        """Return the match of `rule` whose first root is produced by this node, or None."""
         for pattern in rule.patterns:
             confirmed = Confirmed(rule, pattern, self.draft.program.rank)
             found = find_match(
@@ -93,7 +96,7 @@ class Edit:
         return None
 
     def add(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """A new node before this one."""
+        """Add a node before this one and return its values."""
         out = self.draft.add(op, *args, before=self.spot, origin=self.spot.origin, **kwargs)
         ahead = self.spot.before
         assert ahead is not None
@@ -101,7 +104,7 @@ class Edit:
         return out
 
     def replace(self, *new: Value) -> None:
-        """The values of this node by others, one for each."""
+        """Replace the values of this node by the given ones, one for each."""
         for old, v in zip(self.spot.outs, new, strict=True):
             self.draft.replace(old, v)
         self.replaced = True
@@ -109,14 +112,17 @@ class Edit:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One pattern of a rule, or a rewriter, as it stands in the index."""
+    """Entry of the index: one pattern of a rule, or a rewriter."""
 
     rule: AnyRewrite
     confirmed: Confirmed | None = None
     size: int = 0
 
     def entrances(self) -> Iterator[tuple[Any, Needs]]:
-        """Operators and classes of steps at whose nodes this is tried, None for all; and what makes their operands."""
+        """Yield the operator or step class at whose nodes this entry is tried (None: all nodes), with its needs.
+
+        The needs are sets of ids of operators; each set must include a producer of an operand.
+        """
         if self.confirmed is None:
             assert isinstance(self.rule, Rewriter)
             yield from ((key, Needs()) for key in self.rule.on or (None,))
@@ -146,7 +152,7 @@ class _Run:
         self.written = frozenset(v for node in self.program.nodes if writes_to(node.op) for v in node.ins)
 
     def to_the_end(self) -> None:
-        """Rules of more benefit go first, everywhere, and again whenever one of less benefit changed something."""
+        """Apply rules in descending order of benefit to all nodes, and repeat until a whole round changes nothing."""
         tiers = [
             _index(self.reader, self.program.rank, list(tier))
             for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
@@ -183,7 +189,7 @@ class _Run:
         return changed
 
     def _try(self, entry: _Entry, spot: Spot) -> list[Spot] | None:
-        """The new nodes after a change at `spot`, None when nothing was changed."""
+        """Return the new nodes after a change at `spot`; None if nothing was changed."""
         if entry.confirmed is None:
             return self._apply_rewriter(entry.rule, spot)
         confirmed, found = entry.confirmed, list[Template]()
@@ -199,14 +205,14 @@ class _Run:
         return None if match is None else self._apply(entry.rule, match, found[-1])
 
     def _moves_on(self, match: Match, template: Template) -> bool:
-        """False for what would put the operators that it found, and for results that are read too early."""
+        """False if the template has the same operators as the match, or if a result is read too early."""
         same = len(match.spots) == len(template.calls)
         if same and Counter(s.op for s in match.spots) == Counter(call.op for call in template.calls):
             return False
         return self._place(match) is not None
 
     def _place(self, match: Match) -> Spot | None:
-        """The node to put before: behind all that is needed, before all that need it; None when there is none."""
+        """Return the node to insert before: after all needed values and before all readers; None if there is none."""
         roots = [p for v in match.roots if (p := self.draft.producer(v)) is not None]
         if len(match.pattern.roots) == 1:
             return roots[0]
@@ -233,7 +239,7 @@ class _Run:
         return new
 
     def _put(self, match: Match, template: Template, place: Spot, like: Spot, new: list[Spot]) -> list[Value]:
-        """Adds what `put` does before `place`; the values of its results."""
+        """Add the calls of `put` before `place`, and return the values of its results."""
 
         def add(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
             self.draft.add_as(op, args, kwargs, out, place, like.origin)
@@ -242,7 +248,7 @@ class _Run:
             return out
 
         def real(v: Any) -> Value:
-            """The value itself; what is only said is made."""
+            """Return the value itself; add a node for a `Said` operand."""
             if isinstance(v, Value):
                 return v
             args = tuple(real(a) if isinstance(a, Said) else a for a in v.args)
@@ -263,7 +269,7 @@ class _Run:
         return Value(self.draft.names.fresh(stem), tuple(looks.shape), looks.dtype, looks.device)
 
     def _clear(self, spots: Iterator[Spot] | Any) -> list[Spot]:
-        """Takes out those of the found nodes that nothing reads any more."""
+        """Remove the given nodes that are no longer read, and return them."""
         left, gone = list(spots), list[Spot]()
         while True:
             dead = [s for s in left if not any(self.draft.users(v) or self.draft.is_result(v) for v in s.outs)]
@@ -275,7 +281,7 @@ class _Run:
             left = [s for s in left if not s.gone]
 
     def _clear_up(self, spots: list[Spot]) -> list[Spot]:
-        """Takes out nodes that nothing reads any more, and those above them that nothing reads then."""
+        """Remove nodes that are no longer read, then their unread pure producers, repeatedly; return all of them."""
         gone: list[Spot] = []
         while spots:
             done = self._clear(spots)
@@ -311,7 +317,7 @@ class _Run:
             )  # fmt: skip
 
     def _around(self, touched: Sequence[Spot]) -> list[Spot]:
-        """The nodes and those that read them, a few steps on."""
+        """Return the nodes and their readers up to AROUND steps away."""
         found = dict.fromkeys(s for s in touched if not s.gone)
         edge = list(found)
         for _ in range(AROUND):
@@ -322,28 +328,28 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Entries that begin at one operator and need the same of what makes its operands."""
+    """Entries that begin at one operator and have the same needs for the producers of its operands."""
 
     needs: Needs
     entries: list[_Entry] = field(default_factory=list[_Entry])
 
 
 Groups = dict[int, list[_Group]]
-"""Id of an operator that makes an operand → groups that need it, or one of a few; 0 for those without needs."""
+"""Id of an operator that produces an operand → groups that need it or an alternative; 0 → groups without needs."""
 
 Plan = tuple[Groups, list[tuple[Spelling, Groups]]]
 
 
 @dataclass(slots=True)
 class _Index:
-    """Which entries are worth trying at a node: by its operator, then by the operators that make its operands."""
+    """Index of entries by the operator of a node, then by the operators that produce its operands."""
 
     reader: Reader
     by_op: dict[Any, Groups] = field(default_factory=dict[Any, Groups])
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan])
 
     def at(self, spot: Spot) -> list[_Entry]:
-        """The entries whose first root this node may be, in the order to try."""
+        """Return the entries whose first root this node may produce, in the order to try: largest patterns first."""
         known = self.plans.get(id(spot.op)) if isinstance(spot.op, Operator) else self._plan(spot)
         if known is None:
             known = self.plans[id(spot.op)] = self._plan(spot)
@@ -358,7 +364,7 @@ class _Index:
         return sorted(found, key=_size) if len(found) > 1 else found
 
     def _plan(self, spot: Spot) -> Plan:
-        """The groups for an operator itself, and those for each of its other spellings."""
+        """Return the groups for an operator, and the groups for each of its other spellings."""
         own = self.reader.own(spot.outs[0]) if spot.outs else None
         groups: Groups = {}
         for key in _keys(spot, own):
@@ -374,7 +380,7 @@ class _Index:
         return [entry for group in fit for entry in group.entries]
 
     def _ops_below(self, operands: Sequence[Any]) -> set[int]:
-        """Ids of the operators by which the operands can be read."""
+        """Return the ids of the operators that the operands can be read as."""
         found: set[int] = set()
         for x in operands:
             own = self.reader.own(self.reader.base(x)) if isinstance(x, (Value, Said)) else None

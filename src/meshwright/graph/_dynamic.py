@@ -1,4 +1,4 @@
-"""Sizes that may change from call to call: symbols while a program is recorded, inputs of it afterwards."""
+"""Dynamic sizes, which may change from call to call: symbols during recording, inputs of the program afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fits = Callable[[Sequence[Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The size of a dim of a leaf of the batch, of the whole tensor, divided by the ranks that cut it."""
+    """Size of a dim of a leaf of the batch: the global size divided by the number of ranks that shard the dim."""
 
     leaf: int
     dim: int
@@ -35,7 +35,7 @@ class BatchSize:
         return int(shape[self.dim]) // self.ranks
 
     def divides(self, leaves: Sequence[Any]) -> bool:
-        """True when the ranks that cut the dim get parts of one size."""
+        """True if the ranks that shard the dim have parts of equal size."""
         return self(leaves) * self.ranks == BatchSize(self.leaf, self.dim, 1)(leaves)
 
     def __repr__(self) -> str:
@@ -43,9 +43,9 @@ class BatchSize:
 
 
 class DynamicSizes:
-    """The symbols of a capture. Dims of equal size, cut alike, share one: inputs and labels have one batch size.
+    """The symbols of a capture. Dims of equal size and equal sharding share a symbol, as inputs and labels do.
 
-    A dim that mesh axes cut is a multiple of the ranks that cut it, so that parts have one size.
+    A sharded dim is a multiple of the number of ranks that shard it, so that all parts have one size.
     """
 
     def __init__(self, mode: FakeMode, recording: Recording, dynamic: Mapping[int, Collection[int]]) -> None:
@@ -53,12 +53,12 @@ class DynamicSizes:
         self._mode, self._recording = mode, recording
         self._symbols: dict[tuple[int, int], Any] = {}
         self.values: dict[Value, Any] = {}
-        """Input → its symbol."""
+        """Input value → its symbol."""
         self.open: list[tuple[BatchSize, Any]] = []
-        """The dims that may change, each with what it was captured as: a symbol, or the number that it is."""
+        """The dims that may change, each with its captured size: a symbol, or a constant number."""
 
     def of(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
-        """The shape of a leaf of the batch, with symbols for the sizes that may change."""
+        """Return the shape of a leaf of the batch, with symbols for the sizes that may change."""
         spec = x.spec if isinstance(x, DistTensor) else None
         dims = {d % x.dim() for d in self.dynamic.get(leaf, ())}
         return tuple(self._size(n, leaf, d, _ranks(spec, d)) if d in dims else n for d, n in enumerate(x.shape))
@@ -82,11 +82,11 @@ def _ranks(spec: Spec | None, dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Tells of the leaves of a batch whether what was recorded for symbolic sizes is right for theirs.
+    """Predicate on the leaves of a batch: True if a program recorded with symbolic sizes is valid for their sizes.
 
-    Recording notes every comparison that it had to decide by the sizes it saw; the same must come out. `conditions`
-    are names of `rows`, which are functions of the `sizes`. Each dim that is `bound` is the size of that name, or a
-    number: dims that share a symbol stay equal, and what could be none stays as it was.
+    Recording notes every comparison that it decided by the sizes it saw; each must have the same result. `conditions`
+    are names of `rows`, which are functions of the `sizes`. Each dim in `bound` must equal the size of that name, or a
+    number. So dims that share a symbol stay equal, and dims that could not be symbolic keep their size.
     """
 
     sizes: Mapping[str, BatchSize]
@@ -103,12 +103,12 @@ class Holds:
             return False
         try:
             found = computed(self.rows, values, CONDITIONS)
-        except (ValueError, ArithmeticError, TypeError):  # a size of zero was divided by
+        except (ValueError, ArithmeticError, TypeError):  # a division by a size of zero
             return False
         return all(found[name] for name in self.conditions)
 
     def as_data(self) -> dict[str, Any]:
-        """As plain data, which `holds_of` reads."""
+        """Return the predicate as plain data, which `holds_of` reads."""
         sizes = {name: [size.leaf, size.dim, size.ranks] for name, size in self.sizes.items()}
         bound = [[size.leaf, size.dim, size.ranks, n] for size, n in self.bound]
         rows = [list(row) for row in self.rows]
@@ -116,7 +116,10 @@ class Holds:
 
 
 def holds_of(data: Mapping[str, Any]) -> Holds:
-    """What `as_data` wrote. Raises what Python raises for data of another form, or ExpressionError."""
+    """Return the predicate that `as_data` wrote.
+
+    Raises ExpressionError for an unknown condition, and Python errors for data of another structure.
+    """
     sizes = {name: BatchSize(*map(index, size)) for name, size in data["sizes"].items()}
     rows, conditions = tuple(map(tuple, data["rows"])), tuple(data["conditions"])
     if not set(conditions) <= {f"e{at}" for at in range(len(rows))}:
@@ -131,7 +134,7 @@ def sizes_hold(
     sources: Mapping[Value, BatchSize],
     opened: Sequence[tuple[BatchSize, Any]],
 ) -> Holds:
-    """The conditions under which sizes may be others than those that were recorded."""
+    """Return the conditions under which the recorded program is valid for other sizes."""
     symbols = {symbol.node.expr: symbol for symbol in inputs.values()}
     rows = Rows(str, CONDITIONS)
     found: list[str] = []
@@ -144,7 +147,10 @@ def sizes_hold(
 
 
 def _written(guard: Any, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:
-    """The condition; where there is no way to write it, the condition that sizes are those that were recorded."""
+    """Return the name of the row of the condition.
+
+    For a condition that cannot be written, return rows that require the recorded sizes.
+    """
     try:
         return [rows.of(guard)]
     except ExpressionError:

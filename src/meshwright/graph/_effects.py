@@ -1,4 +1,4 @@
-"""What a node does beside giving values: which may be left out, moved, or done once for two."""
+"""Side effects of nodes: predicates that say which nodes may be removed, moved or merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .torch_hooks import Operator
 
 
 def writes_to(op: Op) -> tuple[int | str, ...]:
-    """The arguments of `op` that it writes to: places, or names of keyword arguments."""
+    """Return the arguments of `op` that it writes to: positions, or names of keyword arguments."""
     if isinstance(op, Over):
         return op.places
     if not isinstance(op, Operator):
@@ -27,14 +27,14 @@ def writes_to(op: Op) -> tuple[int | str, ...]:
 
 
 def draws(op: Op) -> bool:
-    """True when `op` draws random numbers: it keeps its place among those that do."""
+    """True if `op` draws random numbers. Such operators keep their order."""
     if isinstance(op, (OnCopy, Over)):
         return draws(op.op)
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_drawing(node: Node) -> bool:
-    """True when the call draws: attention that drops nothing does not, though its operator can."""
+    """True if the call draws random numbers. Attention with `dropout_p=0` does not, though its operator can."""
     if not draws(node.op) or not isinstance(node.op, Operator):
         return draws(node.op)
     given = dict(zip((a.name for a in node.op._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
@@ -43,23 +43,23 @@ def is_drawing(node: Node) -> bool:
 
 
 def is_pure(op: Op) -> bool:
-    """True when two calls with the same arguments give the same, and a call that nobody reads may be left out."""
+    """True if equal arguments give equal results, and a call whose results are not read may be removed."""
     return not writes_to(op) and not draws(op) and not asserts(op)
 
 
 def crosses(op: Op) -> bool:
-    """True for steps from one mesh to another."""
+    """True for conversion steps from one mesh to another."""
     carry = op.carry if isinstance(op, (Start, Wait)) else op
     return isinstance(carry, Carry) and isinstance(carry.step, Exchange)
 
 
 def asserts(op: Op) -> bool:
-    """True for operators that are there to fail."""
+    """True for assertion operators."""
     return isinstance(op, Operator) and "assert" in op._schema.name
 
 
 def is_view(op: Op) -> bool:
-    """True when results may share memory with arguments."""
+    """True if results may share memory with arguments."""
     if isinstance(op, Carry):
         return not op.communicates
     if not isinstance(op, Operator):
@@ -68,10 +68,10 @@ def is_view(op: Op) -> bool:
 
 
 def is_needed(op: Op, args: Sequence[Any], outs: Sequence[Value], needed: Container[Value]) -> bool:
-    """True when a node must stay, where `needed` are the values that are read behind it or are results.
+    """True if a node must stay. `needed` are the values that later nodes read, and the results.
 
-    A drawing stays, since those behind it would draw other numbers without it; so does what goes to another mesh,
-    whose ranks have programs of their own.
+    A node that draws random numbers stays: without it, later nodes would draw other numbers. A step to another mesh
+    stays, since the ranks of that mesh have their own programs.
     """
     if draws(op) or asserts(op) or crosses(op) or any(v in needed for v in outs):
         return True

@@ -1,7 +1,7 @@
-"""A program as plain data: tables of what comes again (values, specs, meshes, sizes), and nodes that refer to them.
+"""Encoder from a program to JSON data: tables of values, specs, meshes and sizes, and nodes that refer to them.
 
-Arguments are trees. Numbers, texts, None and lists stand for themselves; all else is an object with one key, which
-tells what it is: `{"%": 3}` is value 3, `{"dtype": "float32"}` a dtype. `_decode.py` reads what is written here.
+Arguments are trees. Numbers, strings, None and lists are written as they are. Anything else is an object with one key,
+which names its kind: `{"%": 3}` is value 3, `{"dtype": "float32"}` is a dtype. `_decode.py` reads this data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ._text import node_text
 from .torch_hooks import Operator, known_hint
 
 FORMAT = 4
-"""Programs of this format, and of those before, can be read."""
+"""Version of the written format. Programs of this version and of earlier ones can be read."""
 
 Names = Mapping[Callable[..., Any], str]
 FUNCTION_NAMES: Names = {fn: name for name, fn in reversed(FUNCTIONS.items())}
@@ -39,7 +39,7 @@ FUNCTION_NAMES: Names = {fn: name for name, fn in reversed(FUNCTIONS.items())}
 
 @dataclass(slots=True)
 class Encoder:
-    """The tables of one program, filled as they are needed; `tensors` are its constants, by name."""
+    """Encoder of one program, with its tables. `tensors` are the program's constants by name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     symbols: dict[str, tuple[Any, str, int | None]] = field(default_factory=dict[str, tuple[Any, str, int | None]])
@@ -52,7 +52,7 @@ class Encoder:
     value_rows: list[Any] = field(default_factory=list[Any])
 
     def program(self, program: Program) -> dict[str, Any]:
-        """The program as plain data. Raises ProgramFileError for what cannot be saved, naming it."""
+        """Return the program as plain data. Raises ProgramFileError with the name of the part that cannot be saved."""
         inputs = [self._input(i) for i in program.inputs]
         nodes = [self._node(node) for node in program.nodes]
         with _telling("what the program gives"):
@@ -79,7 +79,7 @@ class Encoder:
 
     @property
     def mesh_rows(self) -> list[Any]:
-        """Shape, ranks and names of each mesh; ranks that grow evenly as the first one and their steps."""
+        """Shape, ranks and dim names of each mesh. Evenly spaced ranks are written as the first rank and the steps."""
         ranks = [[m.steps[0], list(m.steps[1])] if m.steps else list(m.process_ids) for m in self.meshes]
         return [[list(m.shape), found, list(m.dim_names)] for m, found in zip(self.meshes, ranks, strict=True)]
 
@@ -97,7 +97,7 @@ class Encoder:
             return [self._op(node), args, kwargs, self.tree(node.out), origin]
 
     def _new(self, v: Value) -> int:
-        """A value that was not there before."""
+        """Add a new value to the table and return its number."""
         self.values[v] = at = len(self.value_rows)
         self.value_rows.append([v.name, kind_text(v.dtype), [self.size(n) for n in v.shape], v.device])
         return at
@@ -128,7 +128,7 @@ class Encoder:
         raise _UnknownError(f"the step {step!r} has no text that parses back")
 
     def spec(self, spec: Spec) -> int:
-        """Number of the spec in its table."""
+        """Return the number of the spec in its table, after adding it if needed."""
         found = self.specs.get(spec)
         if found is None:
             sizes = [self.size(n) for n in spec.shape]
@@ -149,7 +149,7 @@ class Encoder:
         return [dims, [list(term) for term in layout.partial], list(layout.varying)]
 
     def size(self, n: Any) -> Any:
-        """A number, or the name of the row that computes it."""
+        """Return a number, or the name of the row that computes it."""
         if isinstance(n, int):
             return int(n)
         for symbol in n.node.expr.free_symbols:
@@ -163,7 +163,7 @@ class Encoder:
             raise ExpressionError(f"two symbols are called {symbol}")
 
     def tree(self, x: Any) -> Any:
-        """Arguments, results and sources of inputs."""
+        """Return the encoded form of an argument, a result or the source of an input."""
         if x is None or type(x) in (bool, int, str):
             return x
         if type(x) is list:
@@ -176,7 +176,7 @@ class Encoder:
         return write(self, x)
 
     def _tensor(self, x: Tensor) -> Any:
-        if x.is_meta:  # of a tensor on other ranks, only the shape is there
+        if x.is_meta:  # for a tensor of other ranks, only the shape is known
             return {"meta": [[self.size(n) for n in x.shape], kind_text(x.dtype)]}
         name = f"constant_{len(self.tensors)}"
         self.tensors[name] = x.detach().cpu().contiguous().clone()
@@ -184,18 +184,18 @@ class Encoder:
 
 
 def program_data(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the program as JSON data, and its constants by name. Raises ProgramFileError for what has no data."""
+    """Return the program as JSON data, and its constants by name. Raises ProgramFileError if a part cannot be saved."""
     encoder = Encoder()
     return encoder.program(program), encoder.tensors
 
 
 class _UnknownError(Exception):
-    """Something that has no form in a file."""
+    """Error for an object that has no representation in a file."""
 
 
 @contextmanager
 def _telling(what: str) -> Generator[None]:
-    """Inside, what has no form in a file is refused with the place where it is."""
+    """Convert errors for unrepresentable objects inside the context to ProgramFileError, with `what` as the place."""
     try:
         yield
     except (_UnknownError, ExpressionError) as error:
@@ -207,7 +207,7 @@ def _telling(what: str) -> Generator[None]:
 
 
 def kind_text(kind: Kind) -> str:
-    """A dtype by its torch name; a Python number as `python int`."""
+    """Return the torch name of a dtype, or `python int` (`float`, `bool`) for the type of a Python number."""
     return str(kind).removeprefix("torch.") if isinstance(kind, torch.dtype) else f"python {kind.__name__}"
 
 

@@ -1,23 +1,23 @@
-"""What can go wrong with a program."""
+"""Errors about programs."""
 
 from meshwright.layout import MeshwrightError
 
 
 class CaptureError(MeshwrightError):
-    """Python code that cannot become part of one program."""
+    """Error for Python code that cannot become part of one program."""
 
 
 class SideEffectError(CaptureError):
-    """A forward pass that changes something outside of the tensors it returns."""
+    """Error for a forward pass that changes state other than the tensors it returns."""
 
 
 class ProgramError(MeshwrightError):
-    """A program that breaks the laws of programs, or text that is none."""
+    """Error for a program that breaks the invariants of programs, or text that is not a program."""
 
 
 class ProgramFileError(ProgramError):
-    """A program that cannot be saved, or a file that holds no program."""
+    """Error for a program that cannot be saved, or a file that holds no program."""
 
 
 class RewriteError(MeshwrightError):
-    """A rewrite that cannot be, or a set of them that does not come to an end."""
+    """Error for an invalid rewrite, or a set of rewrites that does not terminate."""

@@ -1,8 +1,8 @@
-"""Symbolic sizes, and conditions on them, as rows of plain data: each is a function of numbers and of rows above it.
+"""Symbolic sizes and conditions on them as rows of plain data; a row is a function of numbers and of earlier rows.
 
     [["Symbol", "s7"], ["FloorDiv", "e0", 2], ["Equality", "e1", 4]]
 
-Rows are computed with whatever stands for the symbols: numbers, or symbols of another recording. No text is evaluated.
+Rows are computed with given values for the symbols: numbers, or symbols of another recording. No text is evaluated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ._numbers import FUNCTIONS, floor_div
 
 Row = Sequence[Any]
-"""Name of a function, and its arguments: numbers, or other rows as `e0`, `e1` and so on."""
+"""Name of a function and its arguments: numbers, or earlier rows named `e0`, `e1` and so on."""
 
 SIZES: Mapping[str, Callable[..., Any]] = {
     "Add": operator.add,
@@ -31,7 +31,7 @@ SIZES: Mapping[str, Callable[..., Any]] = {
     "Max": torch.sym_max,
     "Min": torch.sym_min,
 }
-"""What sizes are made by, with symbols as with numbers."""
+"""Functions of size expressions; they accept numbers and symbols."""
 
 _FOLDED = {"Add", "Mul", "Max", "Min", "And", "Or"}
 _MOST_PARTS = 4096
@@ -39,7 +39,7 @@ _MOST_BITS = 256
 
 
 class ExpressionError(ValueError):
-    """An expression that cannot be written, or rows that are none."""
+    """Error for an expression that cannot be written, or for invalid rows."""
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -68,12 +68,12 @@ CONDITIONS: Mapping[str, Callable[..., Any]] = {
     "Or": operator.or_,
     "Not": _not,
 }
-"""What conditions are made by, with numbers."""
+"""Functions of conditions; they are applied to numbers."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows that are being written; `name_of` names a symbol. An expression that comes again is written once."""
+    """Writer of rows. `name_of` returns the name of a symbol. Equal expressions are written once."""
 
     name_of: Callable[[Any], str]
     functions: Mapping[str, Any] = field(default_factory=lambda: SIZES)
@@ -81,7 +81,7 @@ class Rows:
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def of(self, expr: Any) -> Any:
-        """A number, or the name of the row that the sympy expression is; raises ExpressionError where it is neither."""
+        """Return a number, or the name of the row of a sympy expression. Raises ExpressionError for other functions."""
         if expr not in self._known:
             self._known[expr] = self._written(expr)
         return self._known[expr]
@@ -101,15 +101,16 @@ class Rows:
         return self.add(name, *[self.of(a) for a in expr.args])
 
     def add(self, *row: Any) -> str:
-        """A row, by name."""
+        """Add a row and return its name."""
         self.rows.append(list(row))
         return f"e{len(self.rows) - 1}"
 
 
 def computed(rows: Sequence[Row], symbols: Mapping[str, Any], functions: Mapping[str, Any] = SIZES) -> dict[str, Any]:
-    """Name of every row → what it is where symbols are as given; rows of any origin end soon.
+    """Return the value of every row by name, for the given values of the symbols.
 
-    Raises ExpressionError for rows that are none, or whose numbers grow beyond all sizes.
+    The work is bounded also for rows of untrusted origin. Raises ExpressionError for invalid rows, and for expressions
+    or numbers that are too large.
     """
     values: dict[str, Any] = {}
     parts: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Programs in files: the program as JSON text, its constants as tensors, in one safetensors file.
+"""Program files: one safetensors file holds the program as JSON text and its constants as tensors.
 
-A file is written beside its place and renamed when it is complete. What is read is checked by a checksum, and every
-name in it is looked up in a table: reading a file runs nothing.
+A file is written under a temporary name in the same directory, and renamed once it is complete. A reader verifies the
+checksum and looks up every name in a table: reading a file runs no code.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from ._verify import verify
 
 KIND = "meshwright program"
 LONGEST = 48 * 2**20
-"""Bytes of the header of a file, in which the program is a text in a text."""
+"""Maximum size of a file's header in bytes. The header holds the program as an escaped JSON string."""
 MOST_PROGRAM = 24 * 2**20
-"""Characters of a program as JSON."""
+"""Maximum length of a program as JSON, in characters."""
 MOST_VALUES = 2_000_000
-"""Values in a program as JSON."""
+"""Maximum number of values in a program as JSON."""
 DEPTH = 128
-"""Levels in which values of a program are nested."""
+"""Maximum nesting depth of a program as JSON."""
 MOST_FILE = 4 * 2**30
-"""Bytes of a program with its constants."""
+"""Maximum size of a file in bytes, constants included."""
 
 T = TypeVar("T")
 
 
 def save_program(program: Program, path: str | os.PathLike[str], read_back: bool = True) -> str:
-    """Write the program, with its constants, into one file; return the file's checksum.
+    """Write the program and its constants to one file; return the file's checksum.
 
-    With `read_back` it is first made sure that what is written can be read.
+    With `read_back`, the text is decoded before it is written, to make sure that it can be read.
 
-    Raises ProgramFileError, and writes nothing, for a program with Python code in it that no table knows.
+    Raises:
+        ProgramFileError: the program contains Python code that is in no table, or is too large. No file is written.
     """
     program_as_data, tensors = program_data(program)
     text = json.dumps(program_as_data, allow_nan=False, separators=(",", ":"))
@@ -76,11 +77,14 @@ def load_program(
     share: Callable[[str, Callable[[], Program]], Program] = _decode_each,
     operators: Collection[str] = (),
 ) -> Program:
-    """Return the program in a file that `save_program` wrote. Raises ProgramFileError for a file that holds none.
+    """Return the program in a file that `save_program` wrote.
 
-    The program may name operators of torch that are functions of tensors (`_admitted.py`), and those `operators` of
-    other libraries: "mylib" for all of a library, or "mylib.scale". `share(checksum, decode)` returns `decode()`, or
-    the program that it decoded before for this checksum.
+    The program may use operators of torch that are functions of tensors (`_admitted.py`), and the given `operators` of
+    other libraries: "mylib" for a whole library, or "mylib.scale" for one operator. `share(checksum, decode)` returns
+    `decode()`, or the program that was decoded before for this checksum.
+
+    Raises:
+        ProgramFileError: the file holds no valid program.
     """
     metadata, tensors = _read(path)
     text = metadata["program"]
@@ -90,7 +94,7 @@ def load_program(
 
 
 def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Collection[str] = ()) -> Program:
-    """The program that the text is."""
+    """Return the program that the JSON text describes. Raises ProgramFileError for any other text."""
 
     def decode() -> Program:
         data = read_json(text, MOST_PROGRAM, MOST_VALUES, DEPTH)
@@ -100,7 +104,7 @@ def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Coll
 
 
 def told(path: Any, act: Callable[[], T]) -> T:
-    """What `act` gives; whatever it raises for data of another form is told as ProgramFileError."""
+    """Return `act()`. Errors that it raises for malformed data are converted to ProgramFileError."""
     try:
         return act()
     except MeshwrightError as error:
@@ -117,7 +121,7 @@ def no_program(path: Any, why: str) -> ProgramFileError:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The texts and the tensors of a file."""
+    """Return the metadata and the tensors of a file. Raises ProgramFileError if it is no program file."""
     try:
         data = read_file(path, MOST_FILE)
         length = int.from_bytes(data[:8], "little")
@@ -135,7 +139,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the text and over all tensors: names, dtypes, shapes, numbers."""
+    """Return the sha256 of the text and of all tensors: names, dtypes, shapes and elements."""
     found = sha256(text.encode())
     for name in sorted(tensors):
         x = tensors[name]
@@ -145,9 +149,10 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file that is there as a whole or not at all, whenever the machine stops.
+    """Write a file atomically: after a crash, the file is complete or has its old content.
 
-    A link stays one, and its target is written; what is no file, such as `/dev/null` or a pipe, is written into.
+    For a link, the target is written and the link stays. Anything that is no regular file, such as `/dev/null` or a
+    pipe, is written to directly.
     """
     place = Path(os.path.realpath(path))
     if Path(path).exists() and not (place.is_file() or place.is_dir()):
@@ -165,6 +170,6 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         raise
     folder = os.open(place.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name
+        os.fsync(folder)  # make the new name durable
     finally:
         os.close(folder)

@@ -1,4 +1,4 @@
-"""Constant folding, which compares two passes of one call: every value that depends on constants alone is computed.
+"""Constant folding: computes every value that depends on constants alone, to compare two passes of one call.
 
 A forward pass may fill a cache the first time, such as a table of angles by the length of a sequence. The first pass
 computes the table by operators, and for the second pass the table is a constant. After folding, both programs are the
@@ -96,7 +96,7 @@ def _computed(node: Node, known: Mapping[Value, Any]) -> Any:
 
 
 def _needed(nodes: Sequence[Node], program: Program) -> list[Node]:
-    """Return the nodes without those whose values nothing reads."""
+    """Return the nodes that have side effects or values that are read."""
     needed, found = set(program.results), list[Node]()
     for node in reversed(nodes):
         if is_needed(node.op, node.args, node.outs, needed):
@@ -114,7 +114,7 @@ def _read(nodes: Sequence[Node], program: Program) -> Iterator[Value]:
 
 @dataclass(slots=True)
 class _Names:
-    """Values by new names, in the order in which they are asked for."""
+    """Values under new names, numbered in the order of their first use."""
 
     values: dict[Value, Value] = field(default_factory=dict[Value, Value])
 

@@ -1,4 +1,4 @@
-"""A program run on tensors that hold nothing: how every value lies in memory."""
+"""Run of a program on meta tensors, to find the strides of every value."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._program import Input, Program
 from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
 NOWHERE = torch.device("meta")
-"""Tensors there hold nothing; operators on them are quicker than on fake ones, which are asked where that fails."""
+"""The meta device. Operators on it are faster than on fake tensors, which are the fallback if an operator fails."""
 
 
 def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
-    """The strides of every tensor of a program whose inputs are contiguous; symbolic sizes are what they once were.
+    """Return the strides of the tensors of a program with contiguous inputs. Symbolic sizes have their recorded values.
 
-    A view that contiguous inputs cannot have tells that some of a part's inputs lie otherwise: then nothing is known of
-    the view, and of what is made of it.
+    A view that is impossible for contiguous inputs shows that some inputs are not contiguous. Then the view and the
+    values computed from it are left out.
     """
     known: dict[Value, Any] = {}
     ran: dict[Any, Any] = {}
@@ -87,7 +87,7 @@ def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
 
 
 def _faked(node: Node, args: Any, kwargs: Any) -> Any:
-    """The results of a node, from a run on fake tensors of the device that it is for."""
+    """Return the results of a node as meta tensors, from a run on fake tensors of the node's device."""
     device = next((v.device for v in (*node.ins, *node.outs) if v.is_tensor), "cpu")
 
     def there(x: Tensor) -> Tensor:

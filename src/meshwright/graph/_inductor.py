@@ -1,8 +1,8 @@
-"""Compiling a program's tensor operators into kernels through Inductor; what works on Python numbers stays as it is.
+"""Compilation of a program's tensor operators into kernels by Inductor. Operators on Python numbers are not compiled.
 
-Communication is an operator of its own, which Inductor calls where it stands. Kernels are made for one rank: its
-numbers are constants in them. What one rank does not need another one may, so all that communicates writes to one
-tensor, `order`: nothing of it is left out, and nothing overtakes.
+Communication is a custom operator, which Inductor calls in place. Kernels are compiled for one rank, whose numbers are
+constants in them. A result that one rank does not need may be needed by another rank. So all communication writes to
+one tensor, `order`: Inductor then neither removes nor reorders communication.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .torch_hooks import FakeMode, compile_graph
 
 aten = torch.ops.aten
 _CARRIED: list[Carry] = []
-"""Steps that compiled programs carry out, by number."""
+"""Conversion steps that compiled programs call, by number."""
 _CALLS: list[Callable[[Tensor], Tensor]] = []
 _OVER: list[Callable[[Tensor], Tensor]] = []
 _NUMBER_OF: dict[Carry, int] = {}
 
 
 def number_of(op: Carry) -> int:
-    """The number by which a compiled program calls the step."""
+    """Return the number by which compiled programs call the step, after registering it if needed."""
     if op not in _NUMBER_OF:
         _NUMBER_OF[op] = len(_CARRIED)
         _CARRIED.append(op)
@@ -46,7 +46,7 @@ def number_of(op: Carry) -> int:
 
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-"""Its operators are called with less ado than those of `torch.library.custom_op`."""
+"""Library of the communication operators; its calls have less overhead than those of `torch.library.custom_op`."""
 _LIBRARY.define("carry(Tensor x, Tensor(a!) order, int number) -> Tensor")
 _LIBRARY.define("reduce_over(Tensor(a!) x, Tensor(b!) order, int number) -> ()")
 _LIBRARY.define("start(Tensor x, Tensor(a!) order, int number) -> Tensor")
@@ -54,7 +54,7 @@ _LIBRARY.define("wait(Tensor ticket, Tensor x, Tensor(a!) order, int number) -> 
 
 
 def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
-    """Carries a step of a conversion out on the caller's carrier."""
+    """Run a conversion step on the caller's communicator."""
     return _CALLS[number](x)
 
 
@@ -63,7 +63,7 @@ def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
 
 
 def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
-    """`x` becomes what an all-reduce of it gives."""
+    """Write the result of an all-reduce of `x` into `x`."""
     out = _OVER[number](x)
     if out.data_ptr() != x.data_ptr():
         x.copy_(out)
@@ -75,11 +75,11 @@ def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
 
 _TICKETS = count(1)
 _BEGUN: dict[int, Arrival] = {}
-"""What is under way, by the number on its ticket."""
+"""Steps in flight, by ticket number."""
 
 
 def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
-    """Begins a step of a conversion; gives the ticket that `wait` takes."""
+    """Start a conversion step and return its ticket, which `wait` takes."""
     ticket = next(_TICKETS)
     _BEGUN[ticket] = starting(_CARRIED[number])(x)
     return torch.tensor([ticket], device="cpu")
@@ -90,7 +90,7 @@ def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
 
 
 def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
-    """What the step has given; `x` stays until then."""
+    """Wait for the step and return its result. The argument `x` keeps the operand alive until then."""
     return _BEGUN.pop(int(ticket)).wait()
 
 
@@ -110,7 +110,7 @@ for _name, _real, _meta in (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """Many nodes as one: a compiled function of the values that it reads."""
+    """Operator for many nodes: a compiled function of the values that they read."""
 
     call: Callable[..., Any]
     nodes: tuple[Node, ...]
@@ -123,7 +123,7 @@ class Kernels:
 
 
 Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
-"""Gives a function for a part of a program, where some of its values are the numbers given."""
+"""`make(part, numbers)` returns a function for a part of a program; `numbers` maps some of its values to constants."""
 
 
 def compiled(
@@ -133,11 +133,11 @@ def compiled(
     make: Make | None = None,
     writes: bool = True,
 ) -> Program:
-    """The program with its tensor operators as one call of compiled kernels.
+    """Return the program with its tensor operators as one call of compiled kernels.
 
-    Python numbers are computed before it, and what needs numbers that kernels give runs behind it (`regions`). Kernels
-    write inputs in place, unless `writes` is off: it must be where two inputs share memory. `make` gives other kernels
-    than those that are compiled now; they write to no input.
+    Python numbers are computed before the call. Nodes that need numbers from kernels run after it (`regions`). Kernels
+    write inputs in place if `writes` is True; it must be False if two inputs share memory. `make` supplies other
+    kernels instead of compiling; these write to no input.
     """
     program = replace(program, nodes=meeting_late(program.nodes))
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
@@ -169,18 +169,18 @@ def compiled(
 
 
 def _carried(node: Node) -> Carry | None:
-    """The step that the node carries out, begins or ends, where it communicates."""
+    """Return the step that the node runs, starts or waits for, if it communicates."""
     step = node.op.carry if isinstance(node.op, (Start, Wait)) else node.op
     return step if isinstance(step, Carry) and step.communicates else None
 
 
 def _in_order(node: Node, order: Value) -> Node:
-    """What communicates, with `order` behind its operands."""
+    """Return a communicating node with `order` appended to its arguments."""
     return replace(node, args=(*node.args, order))
 
 
 def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """`call` with the numbers behind the first `tensors` arguments as one tensor."""
+    """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`."""
 
     def packing(*args: Any) -> Any:
         return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
@@ -189,7 +189,7 @@ def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 
 
 def _written_inside(program: Program, parts: Regions, inside: Container[Value]) -> tuple[tuple[Value, Value], ...]:
-    """The writes that kernels do: of inputs that nothing behind them reads, and no result looks at."""
+    """Return the writes that kernels do: of inputs that no later node reads and no result shares memory with."""
     read_behind = {v for n in parts.behind for v in n.ins}
     looked_at = {origin_of(program, v) for v in program.results} | read_behind
     return tuple((x, v) for x, v in program.writes if v in inside and x not in looked_at)

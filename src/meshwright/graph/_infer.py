@@ -1,4 +1,4 @@
-"""What an operator gives of values: shapes and dtypes found by running it on tensors that hold nothing."""
+"""Inference of shapes and dtypes of an operator's results, by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
 
 class Names:
-    """Gives names that are not taken yet."""
+    """Generator of unused names."""
 
     def __init__(self, taken: Iterator[str]) -> None:
         self._taken = set(taken)
         self._next: dict[str, Iterator[int]] = {}
 
     def fresh(self, stem: str) -> str:
-        """`stem`, or `stem_1`, `stem_2` and so on."""
+        """Return the first unused name of `stem`, `stem_1`, `stem_2` and so on."""
         if stem not in self._taken:
             self._taken.add(stem)
             return stem
@@ -32,7 +32,7 @@ class Names:
 
 
 def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMode | None = None) -> Any:
-    """Values in the form of what `op` returns, with fresh names."""
+    """Return values with fresh names, in the same structure as the result of `op`."""
     if isinstance(op, Carry):
         (x,) = values_in(args)
         return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
@@ -47,12 +47,12 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
 
 
 def carried_shape(op: Carry, x: Value, rank: int) -> tuple[Any, ...]:
-    """Shape of the part that `rank` holds after the step."""
+    """Return the local shape on `rank` after the step."""
     return op.dst.local_shape(rank)
 
 
 def world_of(args: Any) -> Any:
-    """Where the symbolic sizes of the arguments live, or those that an operator makes."""
+    """Return the ShapeEnv of the arguments' symbolic sizes, or a new one."""
     sizes = (n for v in values_in(args) for n in v.shape)
     return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None) or ShapeEnv()
 
@@ -64,7 +64,7 @@ def stand_in(v: Value) -> Any:
 
 
 def as_values(out: Any, name: Callable[[], str]) -> Any:
-    """`out` with values in the place of its tensors and numbers."""
+    """Return `out` with its tensors and numbers replaced by values."""
     if isinstance(out, Tensor):
         return Value(name(), tuple(out.shape), out.dtype, str(out.device))
     if isinstance(out, (tuple, list)):
@@ -85,7 +85,7 @@ def as_values(out: Any, name: Callable[[], str]) -> Any:
 
 
 def stem_of(op: Op) -> str:
-    """What results of `op` are called."""
+    """Return the stem of the names for results of `op`."""
     if isinstance(op, Carry):
         name = type(op.step).__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")

@@ -1,4 +1,4 @@
-"""What operators do not show of a forward pass: users' autograd functions, hooks on tensors, uses of gradients."""
+"""Interception of events that operators do not show: users' autograd functions, tensor hooks, uses of gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .torch_hooks import backward_hooks_of_all
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's `torch.autograd.Function` as an operator: its backward pass is the user's."""
+    """A user's `torch.autograd.Function` as an operator; it keeps the user's backward pass."""
 
     function: type[torch.autograd.Function]
 
@@ -36,7 +36,7 @@ class UserFunction:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`x.register_hook(fn)` on a tensor of the forward pass, as an operator that gives nothing."""
+    """`x.register_hook(fn)` on a tensor of the forward pass, as an operator without result."""
 
     fn: Callable[[Tensor], Tensor | None]
 
@@ -49,10 +49,13 @@ class Hook:
 
 @contextmanager
 def intercepted(note: Opaque) -> Generator[None]:
-    """Inside, calls of autograd functions and hooks on tensors are told to `note`; uses of `.grad` are refused."""
+    """Report calls of autograd functions and tensor hooks to `note` inside the context.
+
+    Raises CaptureError for uses of `.grad` and `backward()`, and for a function that returns one of its arguments.
+    """
 
     def apply(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is CheckpointFunction:  # what is computed again and when is decided by passes
+        if function is CheckpointFunction:  # passes decide about recomputation
             run, _, *rest = args
             return run(*rest)
         out = note(UserFunction(function), (args, kwargs), lambda: call(*args, **kwargs))
@@ -64,7 +67,7 @@ def intercepted(note: Opaque) -> Generator[None]:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what is called on tensors by name."""
+    """Mode that intercepts methods and attributes of tensors."""
 
     def __init__(self, note: Opaque) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Raises CaptureError for hooks that a program would not call."""
+    """Raise CaptureError for hooks that a program would not call."""
     if any(backward_hooks_of_all()):
         raise CaptureError(
             f"to capture {type(module).__name__}", "a backward hook of all layers",

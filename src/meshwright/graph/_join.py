@@ -1,4 +1,4 @@
-"""Two programs as one: the second reads what the first gives."""
+"""Concatenation of two programs: the second one reads values of the first one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._recording import is_lifted
 def joined(
     first: Program, second: Program, feeds: Mapping[Value, Value], outputs: Callable[[Any, Any], Any]
 ) -> Program:
-    """`first`, then `second`, whose inputs `feeds` are values of `first`.
+    """Return the program that runs `first`, then `second`. `feeds` maps inputs of `second` to values of `first`.
 
-    Inputs of the same role and name (but nothing saved) are one input, and constants that are one tensor of the user's;
-    where `first` writes to it, `second` reads what was written. `outputs` makes the outputs of both into those of the
-    whole.
+    Inputs of equal role and name become one input, except saved ones; so do constants that are one tensor of the user.
+    If `first` writes to such an input, `second` reads the written value. `outputs(a, b)` returns the outputs of the
+    whole program for those of both parts.
     """
     names = Names(v for v in _names(first))
     same = {_key(i): i.value for i in first.inputs if _is_one(i)}
@@ -46,12 +46,12 @@ def joined(
 
 
 def _is_one(given: Input) -> bool:
-    """True if another input with its key is the same; what the recorded code makes of numbers is made each time."""
+    """True if inputs with an equal key are one input. Saved inputs and lifted constants are always separate."""
     return given.role != "saved" and not (given.role == "constant" and is_lifted(given.source))
 
 
 def _key(given: Input) -> Any:
-    """Return what two inputs share that are the same; numbers of ranks are counted in each program anew."""
+    """Return the key that identifies an input. The key of a rank number is its source, since its name may differ."""
     if given.role == "constant":
         return given.role, id(given.source)
     return given.role, given.source if given.role == "number" else given.name

@@ -1,4 +1,4 @@
-"""Values that depend on no input, as the tensors that they are: masks, positions, tables of constants."""
+"""Computation of values that depend on no input, such as masks, positions and tables of constants."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._reader import Said
 from .torch_hooks import Operator, no_modes
 
 LARGEST = 2**26
-"""No value of more elements is computed."""
+"""Maximum number of elements of a computed value."""
 
 
 def known_tensor(draft: Draft, v: Any) -> Tensor | None:
-    """The tensor that `v` is on every run, on the CPU; None where it depends on an input or is too large."""
+    """Return the tensor that `v` is on every run, on the CPU; None if it depends on an input or is too large."""
     written = {x for x, _ in draft.program.writes}
     given = (g for g in draft.program.inputs if g.value not in written and type(g.source) is Tensor)
     found: dict[Any, Any] = {g.value: g.source for g in given}

@@ -1,6 +1,6 @@
-"""Writes through `.data` to a tensor that an earlier operator saved for its backward pass.
+"""Check for writes through `.data` to a tensor that an earlier operator saved for its backward pass.
 
-On one device, such a backward pass reads the new numbers. A program keeps the value that the operator read, so its
+On one device, such a backward pass reads the new elements. A program keeps the value that the operator read, so its
 gradients would differ.
 """
 
@@ -51,7 +51,7 @@ def _reader(program: Program, write: DetachedWrite) -> Node | None:
 
 
 def _at(values: Sequence[Value], places: Collection[int]) -> list[Value]:
-    """Return the tensors at these places among the tensors, each of which counts once."""
+    """Return the tensors at these positions in the list of distinct tensors."""
     return [v for at, v in enumerate(dict.fromkeys(v for v in values if v.is_tensor)) if at in places]
 
 
@@ -65,7 +65,7 @@ def _views(nodes: Sequence[Node], value: Value) -> set[Value]:
 
 
 def _with_gradients(program: Program) -> set[Value]:
-    """Return the values that get a gradient from the results."""
+    """Return the values that receive a gradient from the results."""
     live = program.trained & set(program.results)
     found = set(live)
     for node in reversed(program.nodes):

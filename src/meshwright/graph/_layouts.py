@@ -1,4 +1,4 @@
-"""How the values of a program lie, as a table in text that parses back."""
+"""Table of the layouts of a program's values, with a text form that can be parsed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._errors import ProgramError
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """How each value lies, by name; `reasons` say what tells so: "mark", "forward", "backward" or "default".
+    """The spec of each value by name. `reasons` say where a spec comes from, such as "mark", "forward" or "default".
 
-    Its text has a line per value and parses back (`parse_layouts`), so that it may be edited.
+    The text has one line per value. It can be edited and parsed again with `parse_layouts`.
     """
 
     specs: Mapping[str, Spec]
@@ -29,13 +29,14 @@ class Layouts:
 
 
 MOST_LINES = 50_000
-"""Lines of layouts in text."""
+"""Maximum number of lines of a layouts text."""
 
 
 def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> dict[str, Spec]:
-    """Name → spec of a text as `str(layouts)` gives it; `mesh` is that of all, or by name.
+    """Return the spec of each name in a text written by `str(layouts)`. `mesh` is one mesh for all, or a mesh by name.
 
-    Raises ProgramError for a line that is none, naming it.
+    Raises:
+        ProgramError: a line is invalid (the message has its number), a name has no mesh, or the text is too long.
     """
     found: dict[str, Spec] = {}
     if len(text) > MOST_TEXT or text.count("\n") > MOST_LINES:

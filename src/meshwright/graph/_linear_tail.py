@@ -1,4 +1,4 @@
-"""What the end of a program does to a value that may as well be done to a sum of such values."""
+"""Linear tail of a program: the last operations on a value that may as well be applied to a sum of such values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ._program import Program
 aten = torch.ops.aten
 
 LINEAR = {aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default}
-"""Operators of one operand that a sum goes through."""
+"""Linear operators of one operand."""
 
 SUMS = (AllReduce, ReduceScatter, AllGather, AllToAll, Exchange, Slice, View)
-"""Steps that a sum goes through, as far as they do not take maxima or products."""
+"""Conversion steps that are linear if they reduce by sum or average."""
 
 
 def linear_tail(program: Program, v: Value) -> list[Node]:
-    """The nodes that a sum goes through, from `v` down to the first that communicates; none where none does."""
+    """Return the linear nodes from the producer of `v` back to the earliest that communicates; empty if none does."""
     found: list[Node] = []
     node = program.producers.get(v)
     while node is not None and is_linear(node):
@@ -31,7 +31,7 @@ def linear_tail(program: Program, v: Value) -> list[Node]:
 
 
 def is_linear(node: Node) -> bool:
-    """True where a sum of results is the result of the sum of first operands."""
+    """True if the node is linear in its first operand: f(x + y) = f(x) + f(y)."""
     if isinstance(node.op, Carry):
         return isinstance(node.op.step, SUMS) and getattr(node.op.step, "op", "sum") in ("sum", "avg")
     return node.op in LINEAR

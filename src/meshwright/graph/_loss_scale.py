@@ -1,8 +1,8 @@
-"""A loss that is scaled so that its gradients do not vanish in float16, and what becomes of the scale.
+"""Loss scaling for float16 gradients, and the update of the scale.
 
-As `torch.amp.GradScaler` does it, recorded: the loss is multiplied, gradients are divided by the same, and where one of
-them is not finite on some rank, no rank takes over what the update gives. The scale and its counter are inputs that the
-program renews.
+This is `torch.amp.GradScaler` in recorded form. The loss is multiplied by the scale and the gradients are divided by
+it. If a gradient is not finite on some rank, all ranks skip the update. The scale and its counter are inputs that the
+program updates.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ._program import Input, Program
 aten = torch.ops.aten
 
 LOSS_SCALE = ""
-"""The owner of the scale and its counter among the owners of states, which are parameters and have names."""
+"""Owner name of the scale and its counter. The owners of other states are parameters, whose names are not empty."""
 
 HELD = {"scale": torch.float32, "growth": torch.int32}
-"""What is kept from step to step: the factor, and the steps since it changed."""
+"""Dtypes of the state kept between steps: the scale, and the number of steps since it changed."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the scale changes: by `backoff` behind an overflow, by `growth` behind `interval` steps without one."""
+    """Schedule of the scale: times `backoff` after an overflow, times `growth` after `interval` steps without one."""
 
     growth: float = 2.0
     backoff: float = 0.5
@@ -40,14 +40,14 @@ class Scaling:
 
 
 def scale_input(key: str, device: torch.device) -> Input:
-    """The input that holds the scale, or its counter."""
+    """Return the input of the scale, or of its counter."""
     name = f"loss_scale.{key}"
     return Input(Value(name, (), HELD[key], str(device)), "state", name, None, (LOSS_SCALE, key))
 
 
 @dataclass(frozen=True, slots=True)
 class Unscaled:
-    """Gradients as they are without a scale, the scale and its counter, and whether a gradient was not finite."""
+    """Unscaled gradients, the scale and its counter; `found` is True if a gradient was not finite."""
 
     grads: Mapping[str, Tensor]
     scale: Tensor
@@ -55,7 +55,7 @@ class Unscaled:
     found: Tensor
 
     def renew(self, how: Scaling) -> None:
-        """The scale and its counter of the next step."""
+        """Write the scale and the counter of the next step."""
         count = self.count + 1
         more = self.scale * how.growth
         grows = (count == how.interval) & more.isfinite()
@@ -66,7 +66,11 @@ class Unscaled:
 
 
 def unscaled(grads: Mapping[str, Tensor], lie: Mapping[str, Spec | None], scale: Tensor, count: Tensor) -> Unscaled:
-    """The gradients of a scaled loss, divided by the scale; each lies as the part of the parameter that is updated."""
+    """Return the gradients of a scaled loss, divided by the scale.
+
+    `lie` maps parameters to the specs of the updated parts; each gradient is converted to the spec of its parameter.
+    Raises CaptureError for a float16 gradient.
+    """
     inverse = scale.double().reciprocal().float()
     parts = {name: _part(x, lie[name]) for name, x in grads.items()}
     found = not_finite_anywhere(parts.values(), scale.device) > 0
@@ -86,7 +90,7 @@ def _part(grad: Tensor, spec: Spec | None) -> Tensor:
 
 
 def kept_where(program: Program, found: Value, renewed: Iterable[Value]) -> Program:
-    """The program, whose inputs keep what they hold where `found` is true; but not the `renewed` ones."""
+    """Return the program with writes that are skipped if `found` is true, except the writes of `renewed` inputs."""
     draft, spared = Draft(program), {*renewed}
     origin = Origin("update")
     told = {found.device: found}

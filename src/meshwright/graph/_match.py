@@ -1,4 +1,4 @@
-"""Finding a pattern in a program: from a root down its operands, trying every spelling and order, giving up early."""
+"""Pattern search in a program: a backtracking search from a root to its operands over all spellings and orders."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ._watch import StepName, origin_modes
 aten = torch.ops.aten
 
 ADDS_A_DIM = {aten.unsqueeze.default}
-"""Operators whose dim is one of the result."""
+"""Operators whose `dim` argument is a dim of the result."""
 
 ORDERED = {aten.permute.default, aten.roll.default, aten.movedim.intlist}
-"""Operators whose list of dims has an order."""
+"""Operators for which the order of the list of dims matters."""
 
 Goals = tuple[tuple[Any, Any], "Goals"] | None
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """What the names of a pattern stand for at one place; `spots` are the nodes that were found."""
+    """A match of a pattern: the bindings of its names. `spots` are the matched nodes."""
 
     pattern: Pattern
     draft: Draft
@@ -47,11 +47,11 @@ class Match:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Argument of the rule → what it stands for: a value, a constant, a step."""
+        """Argument of the rule → matched value, constant or step."""
         return {**self.pattern.variant.given, **self.names}
 
     def known(self, v: Any) -> Tensor | None:
-        """The tensor that `v` is on every run; None where it depends on an input."""
+        """Return the tensor that `v` is on every run; None if it depends on an input or is too large."""
         return known_tensor(self.draft, v)
 
 
@@ -61,9 +61,9 @@ Accept = Callable[[Match], bool]
 def find_match(
     pattern: Pattern, spot: Spot, draft: Draft, reader: Reader, accept: Accept, written: Set[Value] = frozenset()
 ) -> Match | None:
-    """The first match whose first root is made by `spot`, that nothing speaks against and that `accept` takes.
+    """Return the first match that `accept` takes and whose first root `spot` produces, or None.
 
-    Values in `written` change in place: what reads them is left alone.
+    Values in `written` change in place: nodes that read them are not matched.
     """
     for v in spot.outs:
         search = _Search(Match(pattern, draft), draft, reader, accept, written)
@@ -82,7 +82,7 @@ class _Search:
     trail: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
     def solve(self, goals: Goals) -> bool:
-        """True when all (pattern, found) pairs fit and the match as a whole is accepted."""
+        """True if all (pattern, found) pairs match and the complete match is accepted."""
         while goals is not None:
             (wanted, found), goals = goals
             if type(wanted) is Term:
@@ -130,7 +130,7 @@ class _Search:
         return self._name(term.op.name, reading.op.step)
 
     def _goals(self, term: Term, args: Sequence[Any], goals: Goals) -> Goals:
-        """The arguments as goals; those that name dims are compared here, from the end."""
+        """Return `goals` with the arguments added. Dims are counted from the end for the comparison."""
         for at, is_dim in reversed(term.order):
             pair = (term.args[at], args[at])
             if is_dim:
@@ -194,7 +194,7 @@ class _Search:
 
 
 def candidates(root: Term, match: Match, draft: Draft) -> Sequence[Value]:
-    """Values that another root may be: found from what is known below it, upwards over those that read it."""
+    """Return the values that another root may be: readers, over some levels, of a matched value below the root."""
     way = _way_up(root, match)
     if way is None:
         return ()
@@ -206,7 +206,7 @@ def candidates(root: Term, match: Match, draft: Draft) -> Sequence[Value]:
 
 
 def _way_up(term: Term, match: Match) -> tuple[Operand, list[Term]] | None:
-    """Something known below `term`, and the terms from there up to it."""
+    """Return a matched value below `term`, and the terms from there up to `term`; None if there is none."""
     for arg in term.args:
         known = match.names.get(arg.name) if isinstance(arg, Name) else match.values.get(arg)
         if isinstance(known, Value):
@@ -219,9 +219,9 @@ def _way_up(term: Term, match: Match) -> tuple[Operand, list[Term]] | None:
 
 
 def stands_alone(match: Match, draft: Draft, written: Set[Value]) -> bool:
-    """True when nothing else needs what would go: inner values are read inside, all nodes ran in the same modes.
+    """True if the matched nodes can be removed: inner values are read only inside, and all nodes ran in equal modes.
 
-    Casts, views and what is made of nothing may be read elsewhere: they stay, and cost nothing.
+    Casts, views and nodes without operands may be read elsewhere. They stay, and cost nothing.
     """
     spots = match.spots
     if len({origin_modes(s.origin) for s in spots}) != 1:
@@ -240,7 +240,7 @@ def stands_alone(match: Match, draft: Draft, written: Set[Value]) -> bool:
 
 
 def _is_free(spot: Spot, spots: Mapping[Spot, None], draft: Draft, known: dict[Spot, bool]) -> bool:
-    """True for a node that may stay beside what replaces it, since it and what it needs cost nothing."""
+    """True if a node may stay beside its replacement, because it and the matched nodes that it needs cost nothing."""
     if spot not in known:
         known[spot] = False
         makers = [p for v in spot.ins if (p := draft.producer(v)) in spots]
@@ -261,7 +261,7 @@ def _orders(term: Term, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
 
 
 def _from_end(op: Any, dims: Any, x: Any) -> Any:
-    """Dims counted from the end; those that are reduced in order."""
+    """Return dims counted from the end; a list is sorted unless the operator is in ORDERED."""
     if not isinstance(x, (Value, Said)):
         return dims
     n = len(x.shape) + (op in ADDS_A_DIM)

@@ -1,4 +1,4 @@
-"""A captured program as one text, which is the same in each process that captures the same call."""
+"""Text of a captured program that is equal in all processes that capture the same call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _NAMESPACES = frozenset({"aten", "prims", "meshwright"})
 
 
 def meaning_of(program: Program) -> str:
-    """Return all that a file holds of the program but its rank, its record, source lines and the names of its values.
+    """Return the program as text, without its rank, record of changes, source lines and names of values.
 
-    Symbols are numbered in their order, and are told without the sizes that they were recorded with. Raises
-    ProgramFileError for a program with Python code in it that no table knows.
+    Symbols are numbered in order of appearance; their recorded sizes are left out.
+
+    Raises:
+        ProgramFileError: the program contains Python code that is in no table.
     """
     data, constants = program_data(program)
     origins = [[phase, layer, *modes] for phase, layer, _, *modes in data["origins"]]
@@ -34,7 +36,7 @@ def meaning_of(program: Program) -> str:
 
 
 def meaning_or_none(program: Program) -> str | None:
-    """Return what `meaning_of` returns; None for a program that runs code of the user while it is recorded."""
+    """Return `meaning_of(program)`; None if the program has operators of other libraries or cannot be saved."""
     if any(isinstance(n.op, Operator) and n.op.namespace not in _NAMESPACES for n in program.nodes):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Why a set of rules comes to an end: a weight per operator under which every rule makes the program lighter.
+"""Termination proof for a set of rules: a weight per operator under which every rule makes the program lighter.
 
-The weights are looked for with the rules' two sides, as a perceptron looks for a separating plane: a rule that does not
-make the program lighter yet pulls them its way. What is found is the proof; where nothing is found, a bound holds.
+The weights are found by a perceptron: each rule that does not make the program lighter yet moves the weights in its
+direction. The weights are the proof. If none are found, the number of steps is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A weight for each operator (1 where none is given), and the rules that are not sure to take weight away."""
+    """A weight for each operator (default 1), and the rules that are not proved to reduce the weight."""
 
     weights: Mapping[str, int]
     unproved: tuple[str, ...]
@@ -38,7 +38,7 @@ class Measure:
 
 
 def kind_of(op: Any) -> str:
-    """What operators are weighed by."""
+    """Return the key of an operator in the weights."""
     if isinstance(op, StepName):
         return op.kind.__name__
     if isinstance(op, Carry):
@@ -47,7 +47,7 @@ def kind_of(op: Any) -> str:
 
 
 def measure_of(rules: Sequence[AnyRewrite]) -> Measure:
-    """Weights under which every rule's `put` is lighter than its `find`, for as many of the rules as there are."""
+    """Return weights under which the `put` of every rule is lighter than its `find`; other rules are `unproved`."""
     sides = {rule.name: list(_differences(rule)) for rule in rules if isinstance(rule, Rewrite)}
     unproved = [rule.name for rule in rules if not isinstance(rule, Rewrite)]
     unproved += [name for name, found in sides.items() if any(d is None for d in found)]
@@ -71,7 +71,10 @@ def _lost(weights: Mapping[str, int], difference: Mapping[str, int]) -> int:
 
 
 def _differences(rule: Rewrite) -> Iterable[Mapping[str, int] | None]:
-    """Per pattern: how many of each operator the rule takes away for sure, less those that it adds."""
+    """Yield, for each pattern, the number of removed operators minus added ones by kind; None without a `put` trace.
+
+    Casts and views are not counted as removed, since they may stay.
+    """
     for pattern, put in zip(rule.patterns, rule.puts, strict=True):
         if put is None:
             yield None

@@ -1,7 +1,7 @@
-"""Reductions of kernels' programs, where all ranks wait for each other: late, and many in a row.
+"""Grouping of the all-reduces in a program for kernels: as late as possible, and many in a row.
 
-Where nothing works on the side, each reduction is a meeting, and what one rank is late to one meeting another may be
-late to the next. Between meetings that follow each other directly nobody falls behind.
+Without overlap, all ranks wait for each other at each all-reduce, and a different rank may be late each time. Between
+all-reduces that follow each other directly, no rank falls behind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ._node import Carry, Node, Value
 
 
 def meeting_late(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """The nodes with each run of all-reduces before the first node that reads one of its results.
+    """Return the nodes with the pending all-reduces directly before the first node that reads one of their results.
 
-    What communicates keeps its order, on every rank the same.
+    Communicating nodes keep their order, which is the same on every rank.
     """
     done: list[Node] = []
     waiting: list[Node] = []

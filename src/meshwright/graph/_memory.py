@@ -1,7 +1,7 @@
-"""Memory of a program, counted without a clock: which values lie in one memory, and how many bytes live at each node.
+"""Liveness and memory of a program: values that share memory, and the live bytes at each node.
 
-Inputs live throughout. A value lives from the node that makes it to the last one that reads it, or anything that
-lies in the same memory; results live to the end. What an operator takes while it runs, and gives back, is not counted.
+Inputs are live throughout. A value is live from the node that produces it to the last node that reads it or a value in
+the same memory. Results are live to the end. Temporary memory inside an operator is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECRET_VIEWS = {
         "type_as",
     )
 }  # fmt: skip
-"""Operators whose results lie in the memory of the first argument, or may, without their schema saying so."""
+"""Operators whose results may share the memory of the first argument, although their schemas do not say so."""
 
 
 def _drops_nothing(x: Value, p: float = 0.5, train: bool = True) -> bool:
@@ -39,11 +39,11 @@ SECRET_VIEWS_OF: dict[str, Callable[..., bool]] = {
         ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"), _drops_nothing
     ),
 }
-"""Those that do so for some arguments only."""
+"""Such operators that share memory only for some arguments, with a predicate on the arguments."""
 
 
 def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
-    """(result, argument) for each pair that may lie in one memory."""
+    """Yield (result, argument) for each pair that may share memory."""
     op = node.op
     if isinstance(op, Carry):
         if _keeps_the_part(op):
@@ -61,7 +61,7 @@ def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
 
 
 def _keeps_the_part(op: Carry) -> bool:
-    """True where carrying the step out may give the part itself."""
+    """True if running the step may return the local tensor itself."""
     if isinstance(op.step, Fill):
         return op.step.op not in ("sum", "prod")
     return isinstance(op.step, View) or (isinstance(op.step, Exchange) and not op.communicates)
@@ -93,7 +93,7 @@ def _given(node: Node, places: Sequence[int | str]) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class Memories:
-    """Which values lie in one memory: `of` gives the value that stands for it, the first that was made in it."""
+    """Union-find of values that share memory. `of` returns the representative: the value that was added first."""
 
     _above: dict[Value, Value] = field(default_factory=dict[Value, Value])
     _order: dict[Value, int] = field(default_factory=dict[Value, int])
@@ -111,7 +111,7 @@ class Memories:
         return top
 
     def join(self, a: Value, b: Value) -> None:
-        """From now on both lie in one memory."""
+        """Note that both values share memory."""
         a, b = self.of(a), self.of(b)
         if self._order[a] > self._order[b]:
             a, b = b, a
@@ -119,7 +119,7 @@ class Memories:
 
 
 def memories(program: Program) -> Memories:
-    """The memories of all tensors of a program, also where they only may be shared."""
+    """Return the groups of a program's values that share memory, or may share it."""
     found = Memories()
     for given in program.inputs:
         found.add(given.value)
@@ -133,17 +133,17 @@ def memories(program: Program) -> Memories:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes that live while each node runs: `held` by inputs, and `live[i]` in all at node i."""
+    """Live bytes at each node: `held` by inputs, `live[i]` in total at node i."""
 
     program: Program = field(repr=False)
     held: int
     live: tuple[int, ...] = field(repr=False)
     spans: Mapping[Value, tuple[int, int]] = field(repr=False)
-    """Value that has memory of its own → the first and the last node at which it lives."""
+    """Value with memory of its own → first and last node at which it is live."""
 
     @cached_property
     def at(self) -> int:
-        """The first node of the highest need."""
+        """The first node with the peak memory."""
         return max(range(len(self.live)), key=self.live.__getitem__, default=0)
 
     @property
@@ -151,12 +151,12 @@ class LiveMemory:
         return max(self.live, default=self.held)
 
     def peak_in(self, *phases: str) -> int:
-        """The most that lives at nodes of some phases of the step."""
+        """Return the peak memory in bytes at the nodes of the given phases of the step."""
         found = zip(self.program.nodes, self.live, strict=True)
         return max((live for node, live in found if node.origin.phase in phases), default=self.held)
 
     def alive(self, at: int | None = None) -> tuple[Value, ...]:
-        """What has memory at a node, by default that of the peak, largest first; inputs are left out."""
+        """Return the live values with own memory at a node (default: the peak), largest first, without held inputs."""
         here = self.at if at is None else at
         found = [v for v, (first, last) in self.spans.items() if first <= here <= last]
         return tuple(sorted(found, key=lambda v: -v.nbytes))
@@ -173,7 +173,7 @@ class LiveMemory:
 
 
 def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemory:
-    """The bytes that live at each node; inputs that are `released` live only until they were read last."""
+    """Return the live memory at each node. Inputs in `released` are live only until their last read."""
     found = memories(program)
     last = _last_reads(program, found)
     freed = {found.of(v) for v in released}
@@ -194,7 +194,7 @@ def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemor
 
 
 def _owners(program: Program) -> Iterator[tuple[Value, int]]:
-    """The values that get memory of their own, and the nodes that make them; -1 for inputs."""
+    """Yield the values with memory of their own, and the index of the node that produces each; -1 for inputs."""
     yield from ((given.value, -1) for given in program.inputs if given.value.is_tensor)
     for at, node in enumerate(program.nodes):
         borrowed = {v for v, _ in looked_at(node)} if _is_told(node.op) else set[Value]()
@@ -202,7 +202,7 @@ def _owners(program: Program) -> Iterator[tuple[Value, int]]:
 
 
 def _is_told(op: Op) -> bool:
-    """False for Python functions, of which nobody knows whether results have memory of their own."""
+    """False for Python functions: it is unknown if their results have memory of their own."""
     return isinstance(op, (Carry, Start, Wait, Over, OnCopy, Operator))
 
 
@@ -217,7 +217,10 @@ def _last_reads(program: Program, found: Memories) -> dict[Value, int]:
 
 
 def read_last(program: Program) -> set[Node]:
-    """The nodes behind which nothing reads the memory of their first operand; inputs are read by the caller."""
+    """Return the nodes after which the memory of their first operand is not read.
+
+    Inputs never count, since the caller may read them.
+    """
     found = memories(program)
     last = _last_reads(program, found)
     given = {found.of(i.value) for i in program.inputs}
@@ -226,7 +229,7 @@ def read_last(program: Program) -> set[Node]:
 
 
 def written_inputs(program: Program) -> set[Value]:
-    """The inputs that nodes of the program write over."""
+    """Return the inputs that nodes of the program overwrite."""
     writing = [node for node in program.nodes if writes_to(node.op)]
     found = memories(program) if writing else Memories()
     roots = {found.of(x) for node in writing for x in values_in(tuple(_given(node, writes_to(node.op))))}
@@ -234,7 +237,7 @@ def written_inputs(program: Program) -> set[Value]:
 
 
 def refuse_writing(program: Program, asked: str) -> None:
-    """Raises RewriteError where nodes write over their operands: such a program keeps its order."""
+    """Raise RewriteError if a node overwrites an operand, because the nodes of such a program cannot be reordered."""
     writing = next((node for node in program.nodes if writes_to(node.op)), None)
     if writing is not None:
         raise RewriteError(
@@ -244,10 +247,10 @@ def refuse_writing(program: Program, asked: str) -> None:
 
 
 def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
-    """What breaks the law of writing nodes, as (where, what, why).
+    """Yield the violations of the rules for in-place nodes, as (where, what, why).
 
-    After a node writes to memory, what was there before is read no more; and of inputs, only those are written to
-    that the program writes back.
+    The old content of overwritten memory must not be read. Nodes may overwrite only inputs that the program writes
+    back.
     """
     if not any(writes_to(node.op) for node in program.nodes):
         return

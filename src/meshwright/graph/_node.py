@@ -1,4 +1,4 @@
-"""Values and nodes: what a program is made of.
+"""Values and nodes, the elements of a program.
 
 A node's `op` is an ATen operator, a step of a conversion (`Carry`), or a Python function on numbers.
 """
@@ -23,9 +23,9 @@ Kind = torch.dtype | type[int] | type[float] | type[bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """What an input or a node gives: a tensor of this rank, or a Python number (`dtype` is int, float or bool).
+    """Result of a node, or an input: a tensor of this rank, or a Python number (`dtype` is int, float or bool).
 
-    Two values are the same when they are one object. `shape` is that of the rank's part, and may hold symbolic sizes.
+    Values are compared by identity. `shape` is the local shape of the rank, and may contain symbolic sizes.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Value:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The shape, to be compared: symbolic sizes are equal when they are one expression, whatever they may be."""
+        """The shape in comparable form: symbolic sizes are equal if their expressions are equal."""
         return tuple(map(identity, self.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rank's part; symbolic sizes count by their hint."""
+        """Bytes of the local tensor; symbolic sizes count by their hint."""
         if not isinstance(self.dtype, torch.dtype):
             return 0
         total = self.dtype.itemsize
@@ -57,14 +57,14 @@ class Value:
 
 
 def tensor_dtype(v: Value) -> torch.dtype:
-    """The dtype of a value that is a tensor."""
+    """Return the dtype of a value that must be a tensor."""
     assert isinstance(v.dtype, torch.dtype)
     return v.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """A step of a conversion as an operator: of a tensor that lies as `src` says, on any rank."""
+    """A conversion step as an operator on a tensor with the spec `src`, on any rank."""
 
     step: Step
     src: Spec
@@ -74,7 +74,7 @@ class Carry:
         return self.step.apply(self.src)
 
     def of_part(self, shape: tuple[int, ...], purpose: Purpose | None = None) -> Plan:
-        """The step as a plan, for a part of this shape: it tells what symbolic sizes are."""
+        """Return the step as a plan for a local tensor of this shape, which determines the symbolic sizes."""
         src = self.src.of_part(shape)
         return Plan(src, self.step.apply(src), (self.step,), purpose)
 
@@ -88,7 +88,7 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A step that is begun: its value, of the form of the result, is under way until a `Wait` gives it."""
+    """Start of a conversion step. Its value has the shape of the result and is in flight until `Wait` returns it."""
 
     carry: Carry
 
@@ -98,7 +98,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The end of a step that was begun: of what `Start` gave, and of its operand, which must stay until then."""
+    """Completion of a started step.
+
+    The arguments are the value of `Start` and its operand, which must stay alive until then.
+    """
 
     carry: Carry
 
@@ -107,14 +110,14 @@ class Wait:
 
 
 Place = int | str | tuple[int | str, int]
-"""An argument: its place, its name, or one of either and the number in the list that it is."""
+"""Reference to an argument: position or name, or one of these and the index in a list argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnCopy:
-    """An operator that writes to its arguments `places`, as one that leaves them alone.
+    """An operator that writes to its arguments `places`, applied to copies of them.
 
-    It gives what `op` returns, and the written copies: `(result, copy, copy, ...)`.
+    It returns the result of `op` and the written copies: `(result, copy, copy, ...)`.
     """
 
     op: Operator
@@ -137,9 +140,9 @@ class OnCopy:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """An operator that writes over its arguments `places` and returns nothing, as one that gives them.
+    """An operator that overwrites its arguments `places`, as an operator that returns these arguments.
 
-    What it gives lies in the memory of what it was given; only the last passes make such nodes.
+    The results share the memory of the arguments. Only the last passes create such nodes.
     """
 
     op: Operator
@@ -157,9 +160,10 @@ Op = Operator | Carry | Start | Wait | OnCopy | Over | Callable[..., Any]
 
 
 class Edge(NamedTuple):
-    """A conversion from one chunk of a pipeline to another; `number` tells it from all others of the model.
+    """A conversion from one chunk of a pipeline to another; `number` is unique in the model.
 
-    The chunk ALWAYS is what depends on no batch, and EVERYWHERE what lies on no mesh: each rank does it.
+    The chunk ALWAYS holds nodes that depend on no batch. The chunk EVERYWHERE holds nodes on no mesh, which every rank
+    runs.
     """
 
     source: int
@@ -173,10 +177,10 @@ EVERYWHERE = -2
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from: phase of the step, module path, the user's source line; and the modes it ran in.
+    """Origin of a node: phase of the step, module path, the user's source line, and the modes it ran in.
 
-    In a pipeline also the chunk of the model, the edge between chunks, and the slice of the sequence that it or its
-    forward node belongs to.
+    In a pipeline, also the chunk of the model, the edge between chunks, and the slice of the sequence that the node or
+    its forward node belongs to.
     """
 
     phase: Phase = "forward"
@@ -191,15 +195,15 @@ class Origin:
 
     @property
     def purpose(self) -> Purpose:
-        """What a conversion that comes from here is for."""
+        """The purpose of a conversion with this origin."""
         return Purpose(self.phase, self.where, self.layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One call: `out` has the form of what `op` returns, with values in the place of tensors and numbers.
+    """One call. `out` has the structure of the result of `op`, with values for tensors and numbers.
 
-    `ins` are the values that it reads, in order of appearance, repeated where they are; `outs` are those that it makes.
+    `ins` are the read values in order of appearance, with repetitions; `outs` are the produced values.
     """
 
     op: Op
@@ -216,7 +220,7 @@ class Node:
 
 
 def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
-    """`tree` with every value in lists, tuples, dicts and slices replaced by `fn` of it."""
+    """Return `tree` with every value `v` in lists, tuples, dicts and slices replaced by `fn(v)`."""
     if isinstance(tree, Value):
         return fn(tree)
     if type(tree) is tuple or type(tree) is list:
@@ -229,7 +233,7 @@ def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
 
 
 def bind_values(shown: Any, made: Any, known: dict[Value, Any]) -> None:
-    """Note in `known` what each value in the results of a node is, by results of the same form."""
+    """Store in `known` the result for each value in `shown`; `made` are results of the same structure."""
     if isinstance(shown, Value):
         known[shown] = made
     elif isinstance(shown, (tuple, list)):
@@ -238,7 +242,7 @@ def bind_values(shown: Any, made: Any, known: dict[Value, Any]) -> None:
 
 
 def values_in(tree: Any) -> Iterator[Value]:
-    """Every value in `tree`, in order."""
+    """Yield every value in `tree`, in order."""
     if isinstance(tree, Value):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -252,7 +256,7 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 
 def name_of(op: Op) -> str:
-    """Name of an operator in texts."""
+    """Return the name of an operator for texts."""
     if isinstance(op, (Carry, Start, Wait, OnCopy, Over)):
         return repr(op)
     return str(op) if isinstance(op, Operator) else getattr(op, "__name__", repr(op))

@@ -1,4 +1,4 @@
-"""Symbolic numbers of a recording: sizes, learning rates, what `.item()` gave; each as a value of the program."""
+"""Symbolic numbers of a recording (sizes, learning rates, results of `.item()`) as values of the program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._node import Value, values_in
 
 
 class Emits(Protocol):
-    """What makes nodes on numbers."""
+    """Protocol of objects that add nodes on numbers."""
 
     def emit_number(self, op: Callable[..., Any], args: tuple[Any, ...], kind: type) -> Value: ...
 
@@ -26,12 +26,12 @@ def floor_div(a: int, b: int) -> int:
 
 
 def minimum(*numbers: Any) -> Any:
-    """The least, of symbolic numbers too."""
+    """Return the minimum of numbers, which may be symbolic."""
     return reduce(torch.sym_min, numbers)
 
 
 def maximum(*numbers: Any) -> Any:
-    """The largest, of symbolic numbers too."""
+    """Return the maximum of numbers, which may be symbolic."""
     return reduce(torch.sym_max, numbers)
 
 
@@ -61,29 +61,32 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "OpaqueUnaryFn_tanh": math.tanh,
     "Abs": abs,
 }
-"""Function of a symbolic expression → the Python function that computes it; those of two arguments fold many."""
+"""Function of a symbolic expression → Python function. Add and Mul of more than two arguments are folded."""
 
 _FOLDED = {"Add", "Mul"}
 
 
 @dataclass(slots=True)
 class Numbers:
-    """Expression → the value that it is in the program."""
+    """Table of symbolic expressions and their values in the program."""
 
     known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def bind(self, number: Any, value: Value) -> None:
-        """The symbol that `number` is has this value."""
+        """Set the value of the symbolic number `number`."""
         self.known[number.node.expr] = value
 
     def see(self, out: Any, shown: Any) -> None:
-        """Results of a node: symbols among them are known from now on."""
+        """Set the value of `out`, the result of a node, if it is a symbolic number."""
         if isinstance(out, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             (value,) = values_in(shown)
             self.known[out.node.expr] = value
 
     def value_of(self, number: Any, to: Emits) -> Any:
-        """The program's value, or the plain number, that a symbolic number is."""
+        """Return the value of a symbolic number in the program, or a plain number.
+
+        Nodes are added through `to` as needed. Raises CaptureError for an unknown function.
+        """
         return self._of(number.node.expr, to)
 
     def _of(self, expr: Any, to: Emits) -> Any:

@@ -1,7 +1,7 @@
-"""Tensors from outside that a forward pass writes to, such as a mean that a loss keeps: the program writes them.
+"""External tensors that a forward pass writes to, such as a running mean of a loss; the program writes them.
 
-While a model is captured nothing may be written, for each pass would write once more. From the first write on, fakes
-stand for such a tensor: what it will hold is not known, and Python cannot read it.
+During capture nothing may be written, since each pass would write again. From the first write on, a fake tensor stands
+for the external tensor: its content is unknown and Python cannot read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 @dataclass(slots=True)
 class Outside:
-    """The tensors from outside that were written to, by their memory, and the fakes that stand for them."""
+    """The external tensors that were written to, identified by their memory, and the fake tensors for them."""
 
     mode: FakeMode
     _written: set[Any] = field(default_factory=set[Any])
@@ -37,20 +37,20 @@ class Outside:
     _fakes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, Any])
 
     def was_written(self, x: Tensor) -> bool:
-        """True if the tensor looks at memory from outside that was written to."""
+        """True if the tensor is in external memory that was written to."""
         return memory_of(x) in self._written
 
     def lifted(self, x: Tensor) -> Tensor:
-        """Return a copy of a tensor that Python made of numbers: a write must not change the program's constant."""
+        """Return a copy of a tensor made of Python numbers, so that a write does not change the program's constant."""
         copy = x.clone()
-        if not x.untyped_storage().resizable():  # its memory belongs to an array of NumPy
+        if not x.untyped_storage().resizable():  # a NumPy array owns its memory
             self._arrays[memory_of(copy)] = copy  # kept alive, so that no other tensor gets its memory
         return copy
 
     def note(self, written: Mapping[Place, Tensor], inside: Callable[[Tensor], bool]) -> None:
-        """Note the tensors that an operator is about to write to, if they come from outside.
+        """Note the external tensors that an operator is about to write to.
 
-        Raises CaptureError for a tensor in memory of NumPy.
+        Raises CaptureError for a tensor in the memory of a NumPy array.
         """
         if self._arrays and any(memory_of(x) in self._arrays for x in written.values()):
             raise CaptureError(
@@ -61,13 +61,16 @@ class Outside:
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
 
     def stands_in(self, op: Operator, args: Any) -> bool:
-        """True if the operator runs on fakes; one that only takes a view runs on the tensor."""
+        """True if the operator must run on fake tensors; one that only takes a view runs on the tensor itself."""
         if not self._written or not any(map(self.was_written, tensors_in(args))):
             return False
         return bool(writes_to(op)) or not _looks(op)
 
     def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the operator gives, and write nothing."""
+        """Return the operator's results without writing.
+
+        Raises CaptureError if the write changes the shape of a tensor or adds a gradient history.
+        """
         fake_args, fake_kwargs = map_tensors(self._fake, (args, kwargs))
         with self.mode:
             out = op(*fake_args, **fake_kwargs)
@@ -85,13 +88,13 @@ class Outside:
 
 
 def takes_view(op: Operator, args: Any) -> bool:
-    """True if the operator takes a view of a tensor with numbers: a write through it must reach the tensor."""
+    """True if the operator takes a view of a real tensor: a write through the view must reach the tensor."""
     first = args[0] if args else None
     return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _looks(op)
 
 
 def real_view(op: Operator, args: Any, kwargs: Any) -> Any:
-    """Return the view, also where other operators give fakes."""
+    """Return the view as a real tensor, with fake tensor modes disabled."""
     with no_modes():
         return op(*args, **kwargs)
 
@@ -102,7 +105,7 @@ def _looks(op: Operator) -> bool:
 
 
 def _check_kept(x: Tensor, fake: Tensor) -> None:
-    """Raise CaptureError for a write that gives the tensor another shape, or a history of gradients."""
+    """Raise CaptureError for a write that gives the tensor another shape or a gradient history."""
     if (fake.requires_grad and not x.requires_grad) or fake.shape != x.shape:
         found = "a value that requires gradients" if fake.requires_grad else f"the shape {tuple(fake.shape)}"
         raise CaptureError(
@@ -114,13 +117,13 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
 
 
 def writes_outside(program: Program) -> bool:
-    """True if the program writes a tensor that Python holds, and no module as a buffer."""
+    """True if the program writes a tensor that Python code holds and that is no buffer of a module."""
     outside = {i.value for i in program.inputs if i.role == "constant" and not is_lifted(i.source)}
     return any(x in outside for x, _ in program.writes)
 
 
 def check_stages(program: Program) -> None:
-    """Raise CaptureError for a program of several meshes that writes a tensor from outside: all ranks hold it."""
+    """Raise CaptureError for a program on several meshes that writes an external tensor, which all ranks hold."""
     if writes_outside(program) and len(meshes_of(program)) > 1:
         raise CaptureError(
             "to capture a model whose modules lie on several meshes", "a tensor from outside that is written to",

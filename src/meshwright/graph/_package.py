@@ -1,7 +1,7 @@
-"""Kernels in files: what Inductor makes of a program, made ahead of time, for the machine that makes them.
+"""Kernel files: a program compiled ahead of time by Inductor, for the machine that compiles it.
 
-Only of programs in which ranks do not communicate, whose sizes are all known, and which write over none of their inputs
-while kernels run. A file of kernels is native code: load only what you made.
+Kernels can be saved for a program without communication, with static sizes, whose kernels overwrite no input. A kernel
+file is native code: load only files that you made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .torch_hooks import load_package, package_graph
 
 
 def machine() -> str:
-    """What kernels are made for: this version of torch, and this kind of processor."""
+    """Return a text that identifies the target of kernels: the torch version and the kind of processor."""
     flags = Path("/proc/cpuinfo")
     lines = [line for line in flags.read_text().splitlines() if line.startswith("flags")] if flags.exists() else []
     kind = sha256("".join(lines[:1]).encode()).hexdigest()[:16]
@@ -37,9 +37,12 @@ def machine() -> str:
 
 
 def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> bool:
-    """Writes the kernels of the program; False, and no file, for a program whose kernels are made where it runs.
+    """Write the kernels of the program to a file.
 
-    Raises ProgramFileError where no kernels can be made on this machine.
+    Returns False and writes no file if the kernels of this program can only be compiled where it runs.
+
+    Raises:
+        ProgramFileError: kernels cannot be compiled on this machine.
     """
     if not _is_packaged(program):
         return False
@@ -70,13 +73,13 @@ def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) 
 
 
 def with_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> Program:
-    """The program, as `compiled` gives it, with the kernels in the file."""
+    """Return the program in the form of `compiled`, with the kernels in the file."""
     call = load_package(os.fspath(path))
     return compiled(program, here, make=lambda part, numbers: call)
 
 
 def _is_packaged(program: Program) -> bool:
-    """True where all sizes are known, everything lies on the processor, and no ranks communicate."""
+    """True if all sizes are static, all values are on the CPU, and ranks do not communicate."""
     values = [*program.producers, *(i.value for i in program.inputs)]
     known = all(isinstance(n, int) for v in values for n in v.shape) and all(v.device == "cpu" for v in values)
     return known and next(communication(program), None) is None

@@ -1,4 +1,4 @@
-"""Passes: frozen dataclasses from program to program, with a name, options as fields, and a record of what they did."""
+"""Passes: frozen dataclasses that map a program to a program, with a name, options as fields and recorded changes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ P = TypeVar("P", bound="type[Pass]")
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A change of programs: `run` makes the new program; calling the pass also checks it, before and after.
+    """A transformation of programs. `run` returns the new program; calling the pass also verifies both programs.
 
-    `deep` runs every operator of the new program on fake tensors to see that shapes and dtypes are what it says. `on`
-    tells which programs it is for: that of the model on one device as it was captured, or that of each rank.
+    `deep` runs every operator of the new program on fake tensors to check the stated shapes and dtypes. `on` says which
+    programs the pass is for: "captured" (the model on one device) or "recorded" (the program of each rank).
     """
 
     name: ClassVar[str] = ""
@@ -31,10 +31,14 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, program: Program) -> Program:
-        """The new program, or `program` itself where there is nothing to do."""
+        """Return the new program, or `program` itself if there is nothing to do."""
 
     def __call__(self, program: Program, deep: bool = False) -> Program:
-        """The new program, which keeps the laws, takes and gives what the old one does, and tells what was changed."""
+        """Return the new program after verification, with its changes recorded.
+
+        Raises:
+            RewriteError: the pass changed the types of the inputs, outputs or writes.
+        """
         verify(program)
         out = self.run(program)
         if out is program:
@@ -55,7 +59,7 @@ def _door(program: Program) -> Any:
 
 
 def apply_passes(program: Program, passes: Sequence[Pass], deep: bool = False) -> Program:
-    """The program after all passes, in order."""
+    """Return the program after all passes, in order."""
     for each in passes:
         program = each(program, deep)
     return program
@@ -73,7 +77,11 @@ _RULES: dict[str, list[AnyRewrite]] = {}
 
 
 def register_pass(cls: P) -> P:
-    """Makes a pass known by its name: a frozen dataclass below `Pass`."""
+    """Register a pass under its name. It must be a frozen dataclass derived from `Pass`.
+
+    Raises:
+        RewriteError: the class is no frozen dataclass, or has no name or the name of another pass.
+    """
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue] - of any dataclass
         raise RewriteError(
             f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named and compared",
@@ -89,12 +97,16 @@ def register_pass(cls: P) -> P:
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """Name → pass."""
+    """Return the registered passes by name."""
     return dict(_PASSES)
 
 
 def register_rewrite(rule: AnyRewrite, into: str = "own") -> AnyRewrite:
-    """Adds a rule to a set; every set has a name, and the pass of that name applies it ("own" is for `OwnRules`)."""
+    """Add a rule to the set `into`, which the pass of that name applies ("own": `OwnRules`).
+
+    Raises:
+        RewriteError: the set has another rule of that name.
+    """
     rules = _RULES.setdefault(into, [])
     _taken("register_rewrite", rule.name, any(r.name == rule.name for r in rules))
     rules.append(rule)
@@ -102,16 +114,16 @@ def register_rewrite(rule: AnyRewrite, into: str = "own") -> AnyRewrite:
 
 
 def registered_rewrites(of: str = "own") -> tuple[AnyRewrite, ...]:
-    """The rules of a set, in the order in which they came."""
+    """Return the rules of a set in the order of registration."""
     return tuple(_RULES.get(of, ()))
 
 
 @dataclass(frozen=True)
 class RulePass(Pass):
-    """A pass that applies rules: those that were registered into the set of its name."""
+    """A pass that applies the rules of the set with its name."""
 
     def applied(self) -> tuple[AnyRewrite, ...]:
-        """The rules, in the order in which they came."""
+        """Return the rules in the order of registration."""
         return registered_rewrites(self.name)
 
     def run(self, program: Program) -> Program:
@@ -121,7 +133,7 @@ class RulePass(Pass):
 @register_pass
 @dataclass(frozen=True)
 class OwnRules(RulePass):
-    """Applies the rules that were registered into one set."""
+    """Pass that applies the rules of the set `rules`."""
 
     name: ClassVar[str] = "own"
     rules: str = "own"

@@ -1,4 +1,4 @@
-"""What a rule looks for: the operators that its `find` calls, with names in the place of what may differ."""
+"""Patterns of rules: the operators that `find` calls, with names for the parts that may differ."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ COMMUTE: set[Any] = {
     aten.logical_and.default,
     aten.logical_or.default,
 }
-"""Operators whose first two arguments may change places."""
+"""Operators that commute in their first two arguments."""
 
 
 DIMS = {"dim", "dims", "dim0", "dim1", "axis"}
-"""Arguments that name dims: -1 and the last one are the same."""
+"""Names of arguments that are dims: -1 and the last dim are equal."""
 
 ANY = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
-"""Arguments that a rule says nothing about."""
+"""Names of arguments that a rule does not compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An attribute of the rule, or where `name` is empty a constant that `find` computes from shapes or attributes.
+    """An attribute of the rule; if `name` is empty, a constant that `find` computes from shapes or attributes.
 
-    `at` tells where it stands: call, then the way to it. `flip` means 1 / of it.
+    `at` is its position: number of the call, then the path to the argument. `flip` means the reciprocal.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Constant:
         return replace(self, flip=not self.flip)
 
     def undone(self, found: Any) -> Any:
-        """The constant itself, of what was found at its place."""
+        """Return the constant for a matched argument: its reciprocal if `flip` is set."""
         return 1 / found if self.flip else found
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """Result `place` of a call; `number` is that of the call in `find`, -1 where it was only read so."""
+    """Result `place` of a call. `number` is the number of the call in `find`, -1 for a call of another spelling."""
 
     op: Any
     args: tuple[Any, ...]
@@ -80,9 +80,9 @@ class Term:
 
     @cached_property
     def order(self) -> tuple[tuple[int, bool], ...]:
-        """Places of the arguments to compare, and whether dims stand there: what fails soonest first.
+        """Positions of the arguments to compare, each with True if the argument is a dim.
 
-        Constants, then operators, then names, which fit everything.
+        The order is by selectivity: constants, then operators, then names, which match everything.
         """
         names = argument_names(self.op)
         places = [at for at in range(len(self.args)) if at >= len(names) or names[at] not in ANY]
@@ -100,7 +100,7 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """One variant of a rule, to be looked for: `roots` are its results."""
+    """Pattern of one variant of a rule; `roots` are its results."""
 
     variant: Variant
     roots: tuple[Term, ...]
@@ -114,9 +114,10 @@ class Pattern:
 
     @cached_property
     def entrances(self) -> tuple[tuple[Any, frozenset[frozenset[int]]], ...]:
-        """Where to begin: operators of the first root, each with what must make its operands.
+        """Operators that may produce the first root, each with its needs: sets of ids of operators.
 
-        Those are ids of operators, of which one is enough in each set. A cast at the root may lack.
+        Some operand must be readable as an operator of each set. A cast at the root may be absent, so the operator
+        below it is included.
         """
         found: list[tuple[Any, frozenset[frozenset[int]]]] = []
         term: Any = self.roots[0]
@@ -127,7 +128,7 @@ class Pattern:
 
 
 def _makers(a: Any) -> frozenset[int]:
-    """Ids of the operators that may make an operand, empty for any; a cast may lack."""
+    """Return the ids of the operators that may produce an operand; empty for any. A cast may be absent."""
     if not isinstance(a, Term) or isinstance(a.op, StepName):
         return frozenset()
     if a.op is not CAST:
@@ -137,7 +138,7 @@ def _makers(a: Any) -> frozenset[int]:
 
 
 def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:
-    """A value for every tensor argument; without a shape it is a square matrix."""
+    """Return a value for every tensor argument: a square matrix if the argument has no shape."""
     sizes = sample_sizes(shapes, other)
     dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
     found: dict[str, Value] = {}
@@ -149,7 +150,7 @@ def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False
 
 
 def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """One value for every argument of a rule."""
+    """Return one value for every argument of a rule."""
     steps = {a.name: StepName(a.name, a.of) for a in variant.steps}
     return {
         **variant.given,
@@ -160,7 +161,11 @@ def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str,
 
 
 def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str, Shape], rule: str) -> Pattern:
-    """The pattern of a variant: `find` is called once, and once more for each thing that may differ."""
+    """Return the pattern of a variant, from traces of `find`.
+
+    `find` is traced once, and again for a second value of each attribute and for other shapes. Raises RewriteError if
+    the traces have different operators.
+    """
     given = sample_arguments(variant, shapes)
     told = watch(find, given)
     others: list[tuple[str, Any, Any, Told]] = []
@@ -208,7 +213,7 @@ class _Maker:
         return Node(call.op, tuple(self._marked((number, at), a) for at, a in enumerate(full)), {}, call.out)
 
     def _marked(self, at: tuple[Any, ...], tree: Any) -> Any:
-        """`tree` with names for the constants that differ in other calls of `find`."""
+        """Return `tree` with names for the constants that differ in other traces of `find`."""
         if isinstance(tree, Value):
             return tree
         seen = [(name, a, b, constant_at(other, at)) for name, a, b, other in self.others]
@@ -250,14 +255,14 @@ class _Maker:
 
 
 def _named_dtype(reading: Reading) -> tuple[Constant, ...]:
-    """The dtype of a cast, where it is an argument of the rule."""
+    """Return the dtype of a cast if it is an argument of the rule."""
     if reading.op is not CAST or reading.call is None:
         return ()
     return tuple(a for a in reading.call.args if isinstance(a, Constant) and a.name)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The names and constants below terms."""
+    """Yield the names and constants below terms."""
     if isinstance(tree, Term):
         yield from leaves(tree.args)
     elif isinstance(tree, (list, tuple)):
@@ -268,7 +273,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def constant_at(told: Told, at: tuple[Any, ...]) -> Any:
-    """What stands at a place of a call."""
+    """Return the argument at a position: number of the call, then the path to the argument."""
     call = told.calls[at[0]]
     found: Any = full_arguments(call.op, call.args, call.kwargs)[at[1]]
     for step in at[2:]:

@@ -1,4 +1,4 @@
-"""A part of a model as a program of its own: a forward pass that keeps what its backward pass reads."""
+"""Recording of a part of a model as two programs: forward, which saves values, and backward, which reads them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ._record import Recorder, replay, write_back
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a model as two programs: `forward` gives ("out", "saved"), `backward` takes the saved values.
+    """A part of a model as two programs. `forward` returns "out" and "saved"; `backward` takes the saved values.
 
-    Inputs of `backward` are those of the role "saved", in order, and a "gradient" per result in `wanted`, by number.
-    Its output is a gradient, or None, per input of `forward` in `trained`. `specs` tell how the results lie.
+    The inputs of `backward` are the "saved" values in order, then a "gradient" for each result number in `wanted`. Its
+    output has a gradient, or None, for each input of `forward` in `trained`. `specs` are the specs of the results.
     """
 
     forward: Program
@@ -34,9 +34,9 @@ class Piece:
 
 
 def record_piece(captured: Capture, differentiable: Collection[int], rank: int, size: int) -> Piece:
-    """The programs of a captured call that is part of a larger step: it takes gradients, and gives gradients.
+    """Return the programs of a captured call that is part of a larger training step.
 
-    `differentiable` are the leaves of the batch whose gradients are wanted, beside those of parameters.
+    `differentiable` are the leaves of the batch whose gradients are wanted, in addition to those of parameters.
     """
     recorder = Recorder(rank, size, captured)
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
@@ -70,7 +70,7 @@ def _seed(number: int, x: Tensor) -> Input:
 def _cut(
     program: Program, trained: tuple[Value, ...], wanted: tuple[int, ...], specs: tuple[Spec | None, ...]
 ) -> Piece:
-    """The program as what runs forward, and what runs backward on what that keeps."""
+    """Split the program into a forward part and a backward part, which reads the values that the forward part saves."""
     ahead = tuple(n for n in program.nodes if n.origin.phase == "forward")
     behind = tuple(n for n in program.nodes if n.origin.phase != "forward")
     grads: list[Value | None] = program.outputs["grads"]

@@ -1,7 +1,7 @@
-"""Products of matrices in kernels: by the library that is the faster one on the processor.
+"""Matrix products in kernels, by the library that is faster on the processor.
 
-torch multiplies float32 matrices by MKL, which takes the way of an older processor on those of AMD; oneDNN does not.
-For small matrices its start costs more than it gains. `python -m benchmarks products` measures both.
+torch multiplies float32 matrices with MKL, which uses a code path for older processors on AMD; oneDNN does not. For
+small matrices the call overhead of oneDNN is larger than its gain. `python -m benchmarks products` measures both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .torch_hooks import has_onednn_product, onednn_product
 
 LARGE = 2**24
-"""Multiplications from which on oneDNN's start is paid back."""
+"""Number of multiplications from which oneDNN is faster in spite of its call overhead."""
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("matmul(Tensor x, Tensor y) -> Tensor")
 
@@ -30,13 +30,13 @@ _LIBRARY.impl("matmul", _shown, "Meta")
 
 @cache
 def by_onednn() -> bool:
-    """True on processors of AMD, where there is oneDNN."""
+    """True on AMD processors if oneDNN is available."""
     info = Path("/proc/cpuinfo")
     return info.exists() and "AuthenticAMD" in info.read_text() and has_onednn_product()
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """The product of two matrices."""
+    """Return the product of two matrices."""
     rows = x.stride(1) == 1 and x.dtype == torch.float32 and x.device.type == "cpu"
     if rows and x.shape[0] * y.numel() >= LARGE and by_onednn():
         return torch.ops.meshwright.matmul(x, y)

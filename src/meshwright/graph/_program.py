@@ -1,6 +1,6 @@
-"""A program: operators on values, in order, each value made once; what goes in, what comes out, what is written back.
+"""Programs: operators on values in order, in single-assignment form, with inputs, outputs and written inputs.
 
-A program is data. It holds no tensors, and is not changed: passes make new ones (`Draft`).
+A program is immutable data. Passes make new programs (`Draft`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "co
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value that is given: what it is (`role`), its name outside, and how the whole tensor lies (`spec`).
+    """An input of a program: its role, its name outside of the program, and the spec of the global tensor.
 
-    A "scalar" is a Python number that may change from call to call, a "number" one that depends on the rank: `source`
-    tells how to find it. A state with a `first` number is filled with it before the first step.
+    A "scalar" is a Python number that may change from call to call. A "number" depends on the rank. `source` says where
+    the input comes from. A state with a `first` number is filled with this number before the first step.
     """
 
     value: Value
@@ -38,7 +38,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a pass did at one place, and what that saves."""
+    """Record of what a pass did at one place, and of the saved amounts by unit."""
 
     by: str
     what: str
@@ -54,9 +54,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Program:
-    """One program for all ranks. `writes` are (input, the value it holds afterwards); `outputs` any tree of values.
+    """A program of a rank. `writes` are pairs (input, its value afterwards); `outputs` is any tree of values.
 
-    Shapes of values are those of the parts of `rank`; `specs` tell how the whole tensors lie, where that is known.
+    Shapes of values are local shapes on `rank`. `specs` are the specs of the global tensors, if known.
     """
 
     inputs: tuple[Input, ...]
@@ -69,12 +69,12 @@ class Program:
 
     @cached_property
     def producers(self) -> Mapping[Value, Node]:
-        """Value → the node that makes it; inputs have none."""
+        """Value → node that produces it; inputs are not included."""
         return {v: node for node in self.nodes for v in node.outs}
 
     @cached_property
     def users(self) -> Mapping[Value, tuple[Node, ...]]:
-        """Value → the nodes that read it, in order, each once."""
+        """Value → nodes that read it, in order, each once."""
         found: dict[Value, dict[Node, None]] = {}
         for node in self.nodes:
             for v in node.ins:
@@ -83,7 +83,7 @@ class Program:
 
     @cached_property
     def trained(self) -> frozenset[Value]:
-        """Values that a gradient comes to where parameters are trained."""
+        """Values that may receive a gradient: float values that depend on parameters, and the parameters."""
         given = (i.value for i in self.inputs if i.role == "parameter")
         found = {v for v in given if tensor_dtype(v).is_floating_point}
         for node in self.nodes:
@@ -93,24 +93,24 @@ class Program:
 
     @cached_property
     def reads_back(self) -> Mapping[Node, ReadBack]:
-        """What the backward pass of each operator of a forward pass reads."""
+        """Node of a forward pass → operands and results that its backward pass reads."""
         return reads_back(self.nodes, self.trained)
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """The values that must be there at the end: outputs, and what is written back."""
+        """The values that are needed at the end: outputs and written values."""
         return (*values_in(self.outputs), *(v for _, v in self.writes))
 
     @property
     def layouts(self) -> Layouts:
-        """How the whole tensors lie of which values are parts: a table, where that is known."""
+        """The known layouts of the global tensors, as a table."""
         return Layouts({v.name: spec for v, spec in self.specs.items()})
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, where: bool = False) -> str:
-        """The whole program; with `where`, each node's phase, layer and source line stand behind it.
+        """Return the text of the program; with `where`, each line ends with the node's phase, layer and source line.
 
         >>> print(Program((), (), None))
         program ()
@@ -127,7 +127,7 @@ class Program:
 
 
 def communication(program: Program, phase: str | None = None) -> Iterator[Node]:
-    """The nodes in which ranks communicate, in order."""
+    """Yield the nodes in which ranks communicate, in order; with `phase`, only those of this phase."""
     for node in program.nodes:
         op = node.op.carry if isinstance(node.op, Start) else node.op
         if isinstance(op, Carry) and op.communicates and phase in (None, node.origin.phase):
@@ -135,7 +135,7 @@ def communication(program: Program, phase: str | None = None) -> Iterator[Node]:
 
 
 def communication_text(program: Program) -> str:
-    """One line per collective: phase, layer, step, what it moves."""
+    """Return one line per collective: phase, layer, step, and the type of its operand."""
     rows = [
         f"{node.origin.phase:8} {node.origin.layer:24} {node.op!r} {type_text(next(values_in(node.args)))}"
         for node in communication(program)
@@ -144,7 +144,7 @@ def communication_text(program: Program) -> str:
 
 
 def count_ops(nodes: Sequence[Node]) -> dict[str, int]:
-    """How often each operator is called, by name."""
+    """Return the number of calls of each operator by name."""
     found: dict[str, int] = {}
     for node in nodes:
         found[name_of(node.op)] = found.get(name_of(node.op), 0) + 1

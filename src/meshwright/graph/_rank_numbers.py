@@ -1,4 +1,4 @@
-"""Numbers of a program that depend on the rank: how long its part is, where it starts, its place along mesh axes."""
+"""Numbers of a program that depend on the rank: local length, offset, and position along mesh axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.layout import ProcessMesh, Spec
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Length of the rank's part along `dim` of a tensor that lies as `spec` says."""
+    """Local length of the rank along `dim` of a tensor with the spec `spec`."""
 
     spec: Spec
     dim: int
@@ -26,7 +26,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """First index along `dim` that the rank holds of a tensor that lies as `spec` says."""
+    """First global index of the rank along `dim` of a tensor with the spec `spec`."""
 
     spec: Spec
     dim: int
@@ -40,7 +40,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Number of the rank among those along `axes`."""
+    """Position of the rank along mesh `axes`."""
 
     mesh: ProcessMesh
     axes: tuple[str, ...]
@@ -56,6 +56,6 @@ RankNumber = Length | Offset | RankPlace
 
 
 def is_everywhere(mesh: ProcessMesh, of: Callable[[int], int]) -> bool:
-    """True when the number is the same on all ranks; those at the ends of the axes tell."""
+    """True if the number is equal on all ranks; only the ranks at the ends of the axes are compared."""
     ends = [(0, n - 1) for n in mesh.mesh.shape]
     return len({of(int(mesh.mesh[at])) for at in product(*ends)}) == 1

@@ -1,4 +1,4 @@
-"""What an operator's backward pass reads: operands, results, what lies inside. Autograd is asked, without numbers."""
+"""Operands, results and internal tensors that an operator's backward pass reads, found by autograd on meta tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from ._node import Node, Value, map_values, values_in
 from .torch_hooks import Operator, memory_of
 
 FUSED = frozenset({"aten::scaled_dot_product_attention"})
-"""Operators that devices carry out in one kernel, which reads operands and result again."""
+"""Operators that run as one fused kernel, whose backward pass reads operands and result."""
 
 REFUSES = (RuntimeError, TypeError, ValueError, NotImplementedError)
-"""What operators raise that do not run without numbers."""
+"""Errors that operators raise if they cannot run on meta tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """Places among the operands of a node and among its results, tensors, each counted once; and bytes of neither."""
+    """Positions among the distinct tensor operands (`ins`) and results (`outs`) of a node that its backward pass reads.
+
+    `inside` are the bytes of saved tensors that are neither.
+    """
 
     ins: frozenset[int] = frozenset()
     outs: frozenset[int] = frozenset()
@@ -38,7 +41,10 @@ NOTHING_READ = ReadBack()
 
 
 def reads_back(nodes: Sequence[Node], trains: Collection[Value]) -> Mapping[Node, ReadBack]:
-    """What each operator's backward pass reads, where a gradient comes to values of `trains`; others read nothing."""
+    """Return what each operator's backward pass reads. `trains` are the values that receive a gradient.
+
+    Operators without such a result read nothing.
+    """
     known, found = dict[Any, ReadBack](), dict[Node, ReadBack]()
     for node in nodes:
         trained = tuple(v in trains for v in (*node.ins, *node.outs))
@@ -50,14 +56,14 @@ def reads_back(nodes: Sequence[Node], trains: Collection[Value]) -> Mapping[Node
 
 
 def _written(node: Node) -> tuple[str, str]:
-    """A call's arguments, the tensors among them by their order and shape."""
+    """Return a call's arguments as text, with tensors replaced by their order, shape and dtype."""
     place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
     args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
     return repr(args), repr(kwargs)
 
 
 def _of(node: Node, trains: Collection[Value]) -> ReadBack:
-    """What autograd keeps of a call on tensors without numbers; everything, where it cannot be called so."""
+    """Return what autograd saves of a call on meta tensors; all operands and results if the call fails."""
     if not any(v in trains for v in node.outs):
         return NOTHING_READ
     operands, made = _tensors(node.ins), _tensors(node.outs)
@@ -70,7 +76,7 @@ def _of(node: Node, trains: Collection[Value]) -> ReadBack:
 def _asked(
     op: Operator, node: Node, operands: Sequence[Value], made: Sequence[Value], trains: Collection[Value]
 ) -> ReadBack:
-    """Raises one of `REFUSES` for what does not run so."""
+    """Return what autograd saves of a call on meta tensors. Raises one of REFUSES if the operator fails on them."""
     kept, given = list[Tensor](), {v: _leaf(v, v in trains) for v in dict.fromkeys(node.ins)}
     args, kwargs = map_values(given.__getitem__, (node.args, dict(node.kwargs)))
     with torch.enable_grad(), saved_tensors_hooks(partial(_noted, kept), _unread):
@@ -85,7 +91,7 @@ def _asked(
 
 
 def _leaf(v: Value, trains: bool) -> Any:
-    """A tensor of its shape that holds nothing, or a number."""
+    """Return a meta tensor of the value's shape, or a number."""
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta", requires_grad=trains)

@@ -1,4 +1,4 @@
-"""Reading a node as a matcher does: all arguments, without casts that change nothing, in every spelling."""
+"""Normalized views of nodes for matching: all arguments, no casts that change nothing, every spelling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .torch_hooks import Operator
 
 aten = torch.ops.aten
 CAST = aten.to.dtype
-"""How all casts are read: with one argument, since the dtype stands at the result."""
+"""Operator that all casts are read as. It has one argument, because the result shows the dtype."""
 
 CASTS = {CAST, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default}
 SAME_OPERATOR: Mapping[Any, Operator] = {
@@ -29,11 +29,11 @@ SAME_OPERATOR: Mapping[Any, Operator] = {
     aten.logical_not.default: aten.bitwise_not.default,
     aten._unsafe_view.default: aten.view.default,
 }
-"""Overloads and operators that take the same arguments and mean the same."""
+"""Operator → equivalent operator that takes the same arguments."""
 
 
 class Call(Protocol):
-    """A node of a program or of a draft."""
+    """Protocol of a node of a program or of a draft."""
 
     @property
     def op(self) -> Op: ...
@@ -47,7 +47,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """A value that no node makes, but that another spelling of the program would: `op(*args)`."""
+    """A value that no node produces, but that another spelling of the program would produce: `op(*args)`."""
 
     op: Operator
     args: tuple[Any, ...]
@@ -60,12 +60,12 @@ Operand = Value | Said
 
 
 Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
-"""From a reader, the result and the full arguments to the arguments of the other operator, or None."""
+"""`spell(reader, result, arguments)` returns the other operator's arguments, or None; `arguments` are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The same computation, written with another operator."""
+    """Equivalent form of a call with another operator."""
 
     gives: Operator
     spell: Spell
@@ -73,9 +73,10 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What the tables say about an operator: other spellings, whether it may change nothing, what it may be read as.
+    """Table entries for an operator: other spellings, and a predicate for calls that change nothing (`idle`).
 
-    `readable` holds ids of operators. The spellings of an operator have to be entered before it is first met.
+    `readable` holds the ids of the operators that a call may be read as. The spellings of an operator must be
+    registered before it is read for the first time.
     """
 
     op: Op
@@ -86,9 +87,9 @@ class Known:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """One way to read a value: result `place` of `op(*args)`; `calls` are the nodes that it stands for.
+    """One reading of a value: result `place` of `op(*args)`. `calls` are the nodes that it covers.
 
-    `known` is what the tables say about the operator.
+    `known` holds the table entries of the operator.
     """
 
     op: Op
@@ -99,7 +100,7 @@ class Reading:
 
     @property
     def call(self) -> Any:
-        """The node that makes the value; None for what is only said."""
+        """The node that produces the value; None for a `Said` value."""
         return self.calls[0] if self.calls else None
 
 
@@ -107,7 +108,7 @@ SPELLINGS: dict[Operator, list[Spelling]] = {}
 
 
 def spelled(op: Any, gives: Any) -> Callable[[Spell], Spell]:
-    """Enters a function into the table: a call of `op` can be read as one of `gives`."""
+    """Return a decorator that registers a spelling: a call of `op` can be read as a call of `gives`."""
 
     def enter(spell: Spell) -> Spell:
         SPELLINGS.setdefault(op, []).append(Spelling(gives, spell))
@@ -117,7 +118,7 @@ def spelled(op: Any, gives: Any) -> Callable[[Spell], Spell]:
 
 
 class Reader:
-    """Reads values whose nodes `producer` finds."""
+    """Reader of values; `producer` returns the node of a value, None for an input."""
 
     def __init__(self, producer: Callable[[Value], Any]) -> None:
         self._producer = producer
@@ -125,7 +126,7 @@ class Reader:
         self._through: list[Any] = []
 
     def own(self, v: Operand) -> Reading | None:
-        """The operator that makes `v`, with all arguments; None for an input."""
+        """Return the operator that produces `v`, with all arguments; None for an input."""
         known = self._full.get(v)
         if known is not None and known[1].args is known[0]:
             return known[2]
@@ -140,7 +141,7 @@ class Reader:
         return reading
 
     def read(self, v: Operand, op: Op) -> Iterator[Reading]:
-        """Every way to read `v` as a call of `op`."""
+        """Yield every reading of `v` as a call of `op`."""
         own = self.own(v)
         if own is None:
             return
@@ -153,7 +154,7 @@ class Reader:
                     yield reading
 
     def spelled(self, other: Spelling, v: Operand, own: Reading) -> Reading | None:
-        """`own` in another spelling, with the nodes that were looked through for it."""
+        """Return `own` in another spelling, with the nodes that the spelling covers; None if it does not apply."""
         mark = len(self._through)
         args = other.spell(self, v, own.args)
         through = self._through[mark:]
@@ -161,7 +162,7 @@ class Reader:
         return None if args is None else _own(other.gives, args, own.place, (*own.calls, *through))
 
     def as_call(self, v: Any, op: Op) -> tuple[Any, ...] | None:
-        """The arguments of `v` read as a call of `op`, the first way that there is."""
+        """Return the arguments of the first reading of `v` as a call of `op`, or None."""
         if not isinstance(v, (Value, Said)):
             return None
         passed: list[Any] = []
@@ -172,7 +173,7 @@ class Reader:
         return reading.args
 
     def normal(self, v: Operand) -> Reading | None:
-        """`v` as the rules read it: by the last spelling that applies, again and again."""
+        """Return the normal form of `v`: the last spelling that applies, repeatedly; None for an input."""
         own = self.own(v)
         while own is not None:
             for other in reversed(own.known.others):
@@ -185,7 +186,10 @@ class Reader:
         return None
 
     def base(self, v: Operand, passed: list[Any] | None = None) -> Operand:
-        """What `v` is a copy of: casts to the same dtype, dropout that drops nothing; their nodes go to `passed`."""
+        """Return the value that `v` is a copy of, through casts to the same dtype, dropout with p=0 and the like.
+
+        The nodes in between are appended to `passed`.
+        """
         while (own := self.own(v)) is not None and own.known.idle is not None and _changes_nothing(own, v):
             if passed is not None and own.call is not None:
                 passed.append(own.call)
@@ -193,7 +197,7 @@ class Reader:
         return v
 
     def alike(self, a: Any, b: Any, depth: int = 6) -> bool:
-        """True when both are one value, or made by the same operators of the same values."""
+        """True if both are one value, or are produced by equal operators from equal values."""
         if not isinstance(a, (Value, Said)) or not isinstance(b, (Value, Said)):
             return same_constant(a, b)
         a, b = self.base(a), self.base(b)
@@ -210,7 +214,7 @@ class Reader:
 
 
 def _own(op: Any, args: tuple[Any, ...], place: int, calls: tuple[Any, ...]) -> Reading:
-    """A reading beside what the tables know of its operator."""
+    """Return a reading with the table entries of its operator."""
     known = _KNOWN.get(id(op))
     if known is None or known.op is not op:
         known = _KNOWN[id(op)] = _look_up(op)
@@ -226,12 +230,12 @@ _KNOWN: dict[int, Known] = {}
 
 
 def is_repeatable(op: Op) -> bool:
-    """True when two calls with the same arguments give the same."""
+    """True if two calls with equal arguments give equal results."""
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """True for equal constants; floats that were computed in two ways may differ in the last digits."""
+    """True for equal constants. Floats may differ by a relative 1e-7, since they may be computed in two ways."""
     if type(a) is float and type(b) is float:
         return a == b or abs(a - b) <= 1e-7 * max(abs(a), abs(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -240,7 +244,7 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def inverse(c: Any) -> Any:
-    """1 / c of a number, or of a name that stands for one."""
+    """Return 1 / c for a number, or the flipped `Constant`."""
     return 1 / c if isinstance(c, (int, float)) else c.flipped()
 
 
@@ -251,12 +255,12 @@ def _schema(op: Operator) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache(maxsize=4096)
 def argument_names(op: Op) -> tuple[str, ...]:
-    """Names of an operator's arguments, in order."""
+    """Return the names of an operator's arguments, in order."""
     return tuple(name for name, _ in _schema(op)) if isinstance(op, Operator) else ()
 
 
 def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
-    """All arguments in the order of the schema, with defaults where they are left out."""
+    """Return all arguments in the order of the schema, with defaults for omitted ones."""
     if not isinstance(op, Operator):
         return (*args, *kwargs.values())
     schema = _schema(op)
@@ -266,7 +270,7 @@ def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...
 
 
 def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[Any, ...]]:
-    """The operator under the name that rules know, with its arguments in their usual form."""
+    """Return the canonical operator and its arguments in canonical form."""
     if isinstance(op, Carry):
         return op, args
     op = SAME_OPERATOR.get(op, op)
@@ -281,7 +285,7 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
 
 
 def _changes_nothing(own: Reading, v: Operand) -> bool:
-    """True when the result is the first argument: same numbers, same dtype."""
+    """True if the result equals the first argument, with the same dtype."""
     x, idle = own.args[0], own.known.idle
     return idle is not None and isinstance(x, (Value, Said)) and x.dtype == v.dtype and idle(own.args, v)
 
@@ -304,7 +308,7 @@ NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
     aten.reshape.default: _same_shape,
     aten.expand.default: _same_shape,
 }
-"""Operators that may leave their first argument as it is, and when they do."""
+"""Operators that may return their first argument unchanged, with a predicate for such calls."""
 
 
 def _flat(tree: Sequence[Any]) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""Recording what every rank runs: a captured program is replayed with distributed fake tensors, as eager mode does it.
+"""Recording of the program of a rank: a captured program is replayed with distributed fake tensors.
 
-The same rules, decisions and conversions as in eager mode, recorded below autograd: the forward pass, the backward
-pass that local autograd makes of it, and the optimizer's own step, in one program with explicit communication. Nothing
-in it depends on the rank but inputs of the role "number".
+The replay uses the rules, decisions and conversions of eager mode and is recorded below autograd. The program contains
+the forward pass, the backward pass of local autograd and the optimizer's step, with explicit communication. Only inputs
+of the role "number" depend on the rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from .torch_hooks import (
 
 
 class RecordingCarrier(Recorded):
-    """Rank `rank` of `size`: conversions become nodes of a program."""
+    """Communicator of rank `rank` of `size` that records conversions as nodes of a program."""
 
     def __init__(self, rank: int, size: int, recorder: Recorder) -> None:
         super().__init__(rank, size)
@@ -91,7 +91,7 @@ class RecordingCarrier(Recorded):
 
 
 class Recorder(Modes):
-    """Sees every operator on local fake tensors, and writes it down."""
+    """Mode that records every operator on local fake tensors."""
 
     def __init__(self, rank: int, size: int, captured: Capture | None = None) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ class Recorder(Modes):
         return unobserved_if_torchs(func)(*args, **kwargs)
 
     def replaying(self, origin: Origin) -> None:
-        """From now on a captured node with this origin is replayed."""
+        """Set the origin of the captured node that is replayed next."""
         self.origin = origin
         self._forward.append((next_gradient_number(), origin))
 
     def _origin(self) -> Origin:
-        """Of what is recorded now; a gradient belongs to the module and the chunk of what it is the gradient of."""
+        """Return the origin for a new node. A backward node has the layer, line and chunk of its forward node."""
         number = running_gradient_number() if self._forward and self.origin.phase == "backward" else None
         if number is None:
             return self.origin
@@ -146,7 +146,7 @@ class Recorder(Modes):
 
     @contextmanager
     def recording_as(self, phase: Phase) -> Generator[None]:
-        """Inside, what is called is recorded as part of `phase`."""
+        """Record the operators called inside the context as part of `phase`."""
         self.origin = Origin(phase)
         with ExitStack() as stack:
             stack.enter_context(use(self.carrier))
@@ -158,21 +158,21 @@ class Recorder(Modes):
             yield
 
     def carry(self, op: Carry, x: Tensor) -> Tensor:
-        """A step of a conversion."""
+        """Record a conversion step and return its result as a fake tensor."""
         with unrecorded(), self.mode, interception_off():
             out = torch.empty(self.carrier.local_shape(op.dst), dtype=x.dtype, device=x.device)
             self.recording.note(op, (x,), {}, out)
         return out
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
-        """A call on parts that is recorded as one node; `shown` gives what it looks like."""
+        """Record a call on local tensors as one node; `shown()` returns its result as fake tensors."""
         with unrecorded(), self.mode, interception_off():
             out = shown()
             self.recording.note(op, args, {}, out)
         return out
 
     def _part(self, given: Input) -> Tensor:
-        """Return a fake local part of an input, in the memory format of its spec."""
+        """Return a fake local tensor for an input, in the memory format of its spec."""
         v, spec = given.value, given.spec
         if spec is None:
             return torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)
@@ -183,14 +183,14 @@ class Recorder(Modes):
         return torch.empty_strided(shape, strides, dtype=tensor_dtype(v), device=v.device)
 
     def unknown(self, like: Tensor) -> Tensor:
-        """Return a fake tensor without known numbers. To record an operator that reads it raises CaptureError."""
+        """Return an unrecorded fake tensor. Recording an operator that reads it raises CaptureError."""
         with unrecorded(), self.mode:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
     def add(self, given: Input, requires_grad: bool = False, written: bool = False) -> Any:
-        """A fake part, which becomes an input of the program, in the place of a whole tensor; a size's symbol.
+        """Add an input to the program. Return its fake tensor (a DistTensor if it has a spec), or the symbol of a size.
 
-        A constant is known to code that runs later, such as hooks, unless it is `written` at the end.
+        Code that runs later, such as hooks, may use the real constant for this input, unless it is `written`.
         """
         v = given.value
         if given.role == "size":
@@ -211,7 +211,7 @@ class Recorder(Modes):
         return out
 
     def add_number(self, name: str, number: float, source: Any) -> Any:
-        """A symbolic number, which becomes an input of the program."""
+        """Add a Python number as an input of the program, and return its symbol."""
         if isinstance(number, float):
             symbol = symbolic_float(self.mode, name, number)
         else:
@@ -221,20 +221,23 @@ class Recorder(Modes):
         return symbol
 
     def scalars(self) -> set[Any]:
-        """The symbols of the numbers that are inputs and may be others in the next call."""
+        """Return the symbols of the inputs that are Python numbers, which may change in the next call."""
         return self._scalars
 
     def add_rank_number(self, number: RankNumber, here: int) -> Any:
-        """A number that depends on the rank, symbolic, as an input of the program; `here` is what it is here."""
+        """Return the symbol of a number that depends on the rank, an input of the program; `here` is its value here."""
         if number not in self._rank_numbers:
             name = f"rank_number_{len(self._rank_numbers)}"
             symbol = self._rank_numbers[number] = symbolic_int(self.mode, name, here)
-            self._rank_symbols[symbol.node.expr] = number  # asked later, it may be the number that was decided on
+            self._rank_symbols[symbol.node.expr] = number  # later, `symbol.node.expr` may be the constant of a guard
             self.recording.add_number(symbol, "number", name, number)
         return self._rank_numbers[number]
 
     def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
-        """The program recorded so far: `writes` are inputs, and the tensors whose values they take over."""
+        """Return the recorded program. `writes` are pairs of an input and the tensor whose value it takes.
+
+        Raises CaptureError if Python code branched on a number that differs between ranks.
+        """
         self._check_ranks()
         with interception_off():
             tree = self.recording.tree_of(outputs)
@@ -251,7 +254,7 @@ class Recorder(Modes):
         return Draft(program).finish()
 
     def _check_ranks(self) -> None:
-        """Raises CaptureError where Python decided by a number that is another one on another rank."""
+        """Raise CaptureError if Python code branched on a number that gives another decision on another rank."""
         numbers = self._rank_symbols
         asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
         for rank in _some_ranks(self._rank_numbers) if asked else ():
@@ -270,7 +273,7 @@ _MOST_RANKS = 64
 
 
 def _some_ranks(numbers: Iterable[RankNumber]) -> list[int]:
-    """The ranks to ask for their numbers: those at the ends of the axes, where there are too many."""
+    """Return the ranks to check: all ranks of small meshes, and the ranks at the ends of the axes of large ones."""
     meshes = {n.mesh if isinstance(n, RankPlace) else n.spec.mesh for n in numbers}
     found: set[int] = set()
     for mesh in meshes:
@@ -280,7 +283,7 @@ def _some_ranks(numbers: Iterable[RankNumber]) -> list[int]:
 
 
 def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) -> dict[Value, Any]:
-    """Runs the captured program on distributed fake tensors; gives what each value is."""
+    """Run the captured program on distributed fake tensors; return the tensor or number of each value."""
     known: dict[Value, Any] = dict(given)
     for node in program.nodes:
         recorder.replaying(node.origin)
@@ -295,7 +298,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
 
 
 def _check_shape(node: Node, v: Value, found: Any) -> None:
-    """A function of local parts gives what was taken to come of it when the model was captured."""
+    """Raise CaptureError if a function of local tensors returns another shape than was captured."""
     if isinstance(node.op, Operator) or not isinstance(found, Tensor) or tuple(found.shape) == tuple(v.shape):
         return
     raise CaptureError(
@@ -317,11 +320,14 @@ def _modes(origin: Origin) -> Generator[None]:
 
 
 def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = False) -> Program:
-    """The program of the captured call, whose output is the loss, and of its gradients.
+    """Return the program of the captured call, whose output is the loss, and of its gradients.
 
-    Outputs are `{"out": loss, "grads": {parameter: gradient}}`; the loss is whole on every rank, gradients lie as the
-    dual of their parameter says. With `scaled` they are those of the loss times the loss scale, a state of the program.
-    Raises CaptureError for a call that does not give one number.
+    Outputs are `{"out": loss, "grads": {parameter: gradient}}`. The loss is replicated on every rank. A gradient has
+    the dual of its parameter's spec. With `scaled`, gradients are those of the loss times the loss scale, a state of
+    the program.
+
+    Raises:
+        CaptureError: the call does not return one number that requires gradients.
     """
     recorder = Recorder(rank, size, captured)
     wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
@@ -335,7 +341,7 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
     trained = {i.name: given[i.value] for i in captured.program.inputs if i.name in wanted}
     for slot in captured.slots:
         for hook in (slot.tensor._backward_hooks or {}).values() if slot.name in trained else ():
-            with interception_off():  # such a hook takes the rank's part
+            with interception_off():  # such a hook takes the local tensor
                 trained[slot.name].register_hook(hook)
     with recorder.recording_as("backward"), observed(ran, users):
         grads = called(lambda: torch.autograd.grad(root, list(trained.values()), allow_unused=True), ())
@@ -350,13 +356,13 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
 
 
 def _has_users_code(captured: Capture) -> bool:
-    """True if functions of the user run while the gradients of the captured call are recorded."""
+    """True if the user's functions run while the gradients of the captured call are recorded."""
     hooked = any(slot.tensor._backward_hooks for slot in captured.slots)
     return hooked or not all(isinstance(node.op, Operator) for node in captured.program.nodes)
 
 
 def record_forward(captured: Capture, rank: int, size: int) -> Program:
-    """The program of the captured call alone, without gradients; the output `{"out": ...}` is whole on every rank."""
+    """Return the program of the captured call without gradients; its output `{"out": ...}` is whole on all ranks."""
     recorder = Recorder(rank, size, captured)
     with recorder.recording_as("forward"), torch.no_grad():
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
@@ -367,7 +373,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
 
 
 def _times_scale(program: Program, recorder: Recorder, loss: Tensor) -> Tensor:
-    """The loss times its scale: a node where the loss is made, whose gradient is the first of all."""
+    """Return the loss times its scale. The product has the origin of the node that computes the loss."""
     maker = program.producers.get(program.outputs)
     if maker is not None:
         recorder.replaying(maker.origin)
@@ -386,7 +392,7 @@ def _loss(out: Any) -> Tensor:
 
 
 def write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:
-    """Buffers take over the values that the captured program has for them, all at once."""
+    """Copy the final values of the captured program's writes into their inputs, all at once."""
     new = [(given[x], known[v].clone() if v in given else known[v]) for x, v in program.writes]
     for x, value in new:
         x.copy_(value)

@@ -1,4 +1,4 @@
-"""Recording operators as they are called on fake tensors: nodes without writes, each tensor known by its value."""
+"""Recording of operators called on fake tensors, as nodes without writes; each tensor is mapped to its value."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ SECRET_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
     "aten::instance_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
 }
-"""Operators that write to arguments without saying so in their schema, and the argument that tells whether they do."""
+"""Operators whose schema hides that they write to arguments: written positions, and the enabling argument."""
 
 SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::is_same_size"}
-"""Operators that only ask."""
+"""Operators that only query metadata; they are not recorded."""
 
 
 _LIFTED = "_meshwright_lifted"
 
 
 def is_lifted(x: Tensor) -> bool:
-    """True for a tensor that the recorded code made of Python numbers, such as `torch.tensor(0.0)`."""
+    """True for a tensor that the recorded code created from Python numbers, such as `torch.tensor(0.0)`."""
     return _LIFTED in x.__dict__
 
 
 def lifted_copy(x: Tensor) -> Tensor:
-    """Return a copy of a constant, lifted if it is."""
+    """Return a copy of a constant that is marked as lifted if the constant is."""
     copy = x.clone()
     if is_lifted(x):
         setattr(copy, _LIFTED, True)
@@ -59,8 +59,8 @@ def lifted_copy(x: Tensor) -> Tensor:
 class Recording:
     """The nodes recorded so far, and the cell of every tensor that was seen.
 
-    `above` tells that gradients will be taken of the nodes: what matters to autograd alone is kept. A recording that
-    `forgets` does not let Python read the numbers of tensors that it makes of numbers, as if they were inputs.
+    `above` says that the recording is above autograd: operators that matter only to autograd are kept. With `forgets`,
+    Python code cannot read the elements of tensors that it creates from numbers, as if they were inputs.
     """
 
     inputs: list[Input] = field(default_factory=list[Input])
@@ -77,7 +77,7 @@ class Recording:
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
-        """`x` becomes an input of the program."""
+        """Add the tensor `x` as an input of the program, and return its value."""
         value = Value(self.names.fresh(name.replace(".", "_")), tuple(x.shape), x.dtype, str(x.device))
         self.inputs.append(Input(value, role, name, spec, source))
         self._given.append((self.inputs[-1], x))
@@ -85,7 +85,7 @@ class Recording:
         return value
 
     def add_number(self, symbol: Any, role: Role, name: str, source: Any) -> Value:
-        """A symbolic number becomes an input of the program."""
+        """Add a symbolic number as an input of the program, and return its value."""
         kind = float if isinstance(symbol, torch.SymFloat) else int
         value = Value(self.names.fresh(name.replace(".", "_")), (), kind)
         self.inputs.append(Input(value, role, name, None, source))
@@ -93,16 +93,19 @@ class Recording:
         return value
 
     def specs(self) -> dict[Value, Spec]:
-        """How the values lie that are, or were last, distributed tensors."""
+        """Return the specs of the latest values of all DistTensors."""
         tensors = [x for x in self.kept if isinstance(x, DistTensor)]
         return {self.cells[id(x)].value: x.spec for x in tensors}
 
     def input_of(self, x: Tensor) -> Value:
-        """The input that `x` is."""
+        """Return the value of the input that was added for `x`."""
         return next(given.value for given, t in self._given if t is x)
 
     def value_of(self, x: Tensor) -> Value:
-        """The value that `x` has now; a tensor that was never seen is a constant."""
+        """Return the current value of `x`. An unseen tensor is added as a constant.
+
+        Raises CaptureError for an unseen tensor that is fake or requires gradients.
+        """
         cell = self._find(x)
         if cell is not None:
             return (_saved(x, cell) if self.above else cell).read(self._node)
@@ -110,11 +113,11 @@ class Recording:
         return self.add_input(x, "constant", "constant", source=x)
 
     def is_constant(self, value: Value) -> bool:
-        """True when a value is made of constants alone, and of nothing that is drawn."""
+        """True if a value depends on constants alone, and on no random numbers."""
         return self.constants_behind(value) is not None
 
     def constants_behind(self, value: Value) -> list[Tensor] | None:
-        """Return the constants that a value is made of; None if it is made of something else, too."""
+        """Return the constants that a value depends on; None if it depends on other inputs or on random numbers."""
         makers = {v: node for node in self.nodes for v in node.outs}
         inputs = {given.value: given for given in self.inputs}
         found: list[Tensor] = []
@@ -131,25 +134,25 @@ class Recording:
         return found
 
     def made(self, x: Tensor) -> bool:
-        """True if the tensor, or what it is a view of, was made by what was recorded."""
+        """True if the tensor is in memory of a recorded tensor that is no constant."""
         constants = {
             memory_of(t) for given, fake in self._given if given.role == "constant" for t in (fake, given.source)
         }
         return memory_of(x) in self.memories and memory_of(x) not in constants
 
     def stand_for(self, x: Tensor, real: Tensor) -> None:
-        """From now on the constant `x` is also what `real` is."""
+        """Bind the tensor `real` to the cell of the constant `x`."""
         cell = self._find(x)
         assert cell is not None
         self._bind(real, cell)
 
     def written(self) -> tuple[tuple[Value, Value], ...]:
-        """Inputs that were written to, and the values they have at the end."""
+        """Return the inputs that were written to, and their final values."""
         found = [(given.value, self.value_of(x)) for given, x in self._given]
         return tuple((x, v) for x, v in found if x is not v)
 
     def tree_of(self, tree: Any) -> Any:
-        """`tree` with values in the place of tensors and symbolic numbers."""
+        """Return `tree` with tensors and symbolic numbers replaced by values."""
         if isinstance(tree, Tensor):
             return self.value_of(tree)
         if isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -164,7 +167,7 @@ class Recording:
         return tree
 
     def note(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
-        """`op(*args, **kwargs)` was called and gave `out`."""
+        """Record that `op(*args, **kwargs)` was called and returned `out`."""
         if isinstance(op, Operator):
             if self._is_silent(op, args, out):
                 return
@@ -179,7 +182,7 @@ class Recording:
         self._bind_results(op, args, values, out, shown)
 
     def emit_number(self, op: Op, args: tuple[Any, ...], kind: type) -> Value:
-        """A node on Python numbers."""
+        """Add a node on Python numbers, and return its value."""
         out = Value(self.names.fresh(stem_of(op)), (), kind)
         self.nodes.append(Node(op, args, {}, out, self.origin()))
         return out
@@ -219,13 +222,16 @@ class Recording:
         return cell
 
     def _detached(self, x: Tensor, base: Cell) -> Cell:
-        """`.data` of a tensor with numbers, which no operator tells of."""
+        """Record a `detach` node for `x`, the `.data` of a real tensor, since torch calls no operator for it."""
         detach = aten.detach.default
         shown = self._node(detach, (base.read(self._node),), {}, x)
         return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
 
     def _seen_otherwise(self, x: Tensor) -> Cell | None:
-        """The view that an operator took inside, and keeps for its backward pass: a transposed weight, rows of rows."""
+        """Return a cell for a view that an operator took internally and saved for its backward pass, or None.
+
+        Examples are a transposed weight and a flattened input.
+        """
         for cell in self.memories.get(memory_of(x), []):
             found = _view_between(cell.like, x)
             if found is not None:
@@ -256,7 +262,7 @@ class Recording:
             self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
 
     def _viewed(self, op: Op, args: Any) -> Cell | None:
-        """The cell of the argument that results of `op` may look at."""
+        """Return the cell of the first argument if results of `op` may be views of it, otherwise None."""
         if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
             return None
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
@@ -285,7 +291,7 @@ class Recording:
         if _gives_arguments(op):
             for result, t in zip(tensors_in(out), written.values(), strict=True):
                 cell = self._find(t)
-                if cell is not None and result is not t:  # a fake tensor in the place of a real one
+                if cell is not None and result is not t:  # a fake tensor instead of a real one
                     self._bind(result, cell)
 
     def _note_detached(self, written: Iterable[Tensor]) -> None:
@@ -296,14 +302,14 @@ class Recording:
                 self.detached_writes.append(DetachedWrite(cell.root.value, len(self.nodes), user_frame() or ""))
 
     def _copied(self, x: Tensor, value: Value) -> Value:
-        """What `x` holds after `value` is copied into it: `aten.copy` has no gradient."""
+        """Return the value of `x` after a copy of `value` into it, without `aten.copy`, which has no gradient."""
         like = torch.empty(value.shape, dtype=x.dtype, device=x.device) if tuple(x.shape) != value.shape else x
         if (value.dtype, value.device) != (x.dtype, str(x.device)):
             value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
         return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
 
     def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[Place, Tensor]) -> None:
-        """Results of a writing operator that are no written arguments."""
+        """Bind the results of an in-place operator that are not its written arguments."""
         if _gives_arguments(op):
             return
         mine = {memory_of(w) for w in written.values()}
@@ -313,7 +319,7 @@ class Recording:
 
 
 def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
-    """The operator without writes, where it gives what the written argument can hold."""
+    """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
     twin = functional(op)
     if twin is None or draws(op):
         return None
@@ -327,13 +333,13 @@ def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
 
 
 def _gives_arguments(op: Operator) -> bool:
-    """True when all that `op` returns are arguments that it wrote to."""
+    """True if all results of `op` are arguments that it wrote to."""
     infos = [r.alias_info for r in op._schema.returns]
     return bool(infos) and all(info is not None and info.is_write for info in infos)
 
 
 def written_by(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
-    """Return the tensors that the call writes to, each by the place or name of its argument."""
+    """Return the tensors that the call writes to, by position or name of the argument."""
     places: list[int | str] = list(writes_to(op))
     secret = SECRET_WRITES.get(op._schema.name)
     if secret is not None and len(args) > secret[1] and args[secret[1]]:
@@ -349,13 +355,16 @@ def written_by(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
 
 
 def _saved(x: Tensor, cell: Cell) -> Cell:
-    """What autograd keeps for its backward pass is detached from a tensor, and given its past again: that tensor."""
+    """Return the cell of the original tensor for a tensor that autograd saved for its backward pass.
+
+    Autograd detaches a saved tensor and restores its `grad_fn`.
+    """
     view = cell.view
     return view.base if view is not None and view.op is aten.detach.default and x.grad_fn is not None else cell
 
 
 def _check_constant(x: Tensor) -> None:
-    """Raises CaptureError for a tensor that must not be taken for one that stays what it is."""
+    """Raise CaptureError for a tensor that cannot be a constant: a fake one, or one that requires gradients."""
     what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
     if isinstance(x, FakeTensor) or x.requires_grad:
         raise CaptureError(
@@ -376,7 +385,7 @@ def _looks_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _view_between(a: Tensor, b: Tensor) -> tuple[Operator, list[Any]] | None:
-    """The operator that makes the view `b` of `a`, and its argument: other sizes, or dims in another order."""
+    """Return the operator that makes the view `b` of `a` (`view` or `permute`) and its argument, or None."""
     if a.dtype != b.dtype or a.storage_offset() != b.storage_offset() or a.numel() != b.numel():
         return None
     if a.is_contiguous() and b.is_contiguous():

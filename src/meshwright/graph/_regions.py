@@ -1,8 +1,8 @@
-"""Which nodes of a program become kernels, and what stands there for numbers that change from call to call.
+"""Split of a program into nodes before, in and after compiled kernels, and the form of numbers in kernels.
 
-Numbers that come of learning rates and step counters alone are computed first, by Python, in double precision; kernels
-read them from one tensor. Numbers that come of what kernels compute, as `.item()` of a norm, are tensors of doubles
-inside. An operator that needs a Python number, and all that reads what it gives, runs behind the kernels, node by node.
+Numbers that depend on learning rates and step counters alone are computed first by Python in double precision. Kernels
+read them from one tensor. Numbers that kernels compute, such as `.item()` of a norm, are float64 tensors in kernels. An
+operator that needs a Python number runs after the kernels, node by node, and so do all readers of its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The nodes before kernels, in them and behind them; kernels find the `numbers` in the tensor `packed`."""
+    """The nodes before, in and after the kernels. Kernels read the `numbers` from the tensor `packed`."""
 
     before: tuple[Node, ...]
     kernels: tuple[Node, ...]
@@ -36,7 +36,7 @@ class Regions:
 
 
 def regions(program: Program, known: Container[Value]) -> Regions:
-    """The program in three parts; `known` are numbers that are constants in kernels."""
+    """Split the program into three parts; `known` are numbers that are constants in kernels."""
     split = _Split(known, _first(program))
     split.early.update(i.value for i in program.inputs if i.role == "scalar")
     for node in program.nodes:
@@ -47,11 +47,11 @@ def regions(program: Program, known: Container[Value]) -> Regions:
     return Regions(tuple(split.before), (*taken, *split.kernels), behind, tuple(split.packed), packed)
 
 
-# --- what is computed before kernels ---------------------------------------------------------------------------
+# --- nodes before the kernels ----------------------------------------------------------------------------------
 
 
 def _first(program: Program) -> set[Node]:
-    """The nodes on single numbers from which Python numbers come that need nothing else."""
+    """Return the nodes on scalars that are needed for Python numbers and depend on scalar inputs only."""
     ready = {i.value for i in program.inputs if not i.value.is_tensor or i.value.shape == ()}
     able: list[Node] = []
     for node in program.nodes:
@@ -73,7 +73,7 @@ def _is_small(node: Node) -> bool:
 
 
 def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
-    """The nodes without those on numbers that nothing reads."""
+    """Return the nodes without nodes on numbers that are not read."""
     read, kept = set(results), list[Node]()
     for node in reversed(nodes):
         if any(v.is_tensor or v in read for v in node.outs) or not node.outs:
@@ -82,7 +82,7 @@ def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]
     return tuple(reversed(kept))
 
 
-# --- what stands for numbers in kernels ------------------------------------------------------------------------
+# --- numbers in kernels ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -93,16 +93,16 @@ class _Split:
     kernels: list[Node] = field(default_factory=list[Node])
     behind: list[Node] = field(default_factory=list[Node])
     packed: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    """Number that Python computes → the tensor that it is in kernels."""
+    """Number that Python computes → its tensor in kernels."""
     doubles: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    """Number that comes of what kernels compute → the tensor that it is there."""
+    """Number that kernels compute → its tensor in kernels."""
     late: set[Value] = field(default_factory=set[Value])
-    """Tensors that are there behind kernels."""
+    """Tensors that are computed after the kernels."""
     early: set[Value] = field(default_factory=set[Value])
-    """Numbers that are there before them."""
+    """Numbers that are available before the kernels."""
 
     def place(self, node: Node) -> None:
-        """Puts the node where it belongs."""
+        """Assign the node to one of the three parts."""
         if node in self.first:
             self.before.append(node)
             self.early.update(v for v in node.outs if not v.is_tensor)
@@ -112,7 +112,7 @@ class _Split:
             self._place_tensors(node)
 
     def _place_number(self, node: Node) -> None:
-        """Behind the kernels, for those who need a Python number; and in them, where it can be a tensor."""
+        """Place a node on numbers after the kernels, and as a tensor operation also in the kernels if possible."""
         self.behind.append(node)
         function = DOUBLES.get(node.op)
         if function is None or node.out.dtype is not float or any(v in self.late for v in node.ins):
@@ -138,7 +138,7 @@ class _Split:
             self.kernels.append(node)
 
     def _with_tensors(self, args: Any) -> Any:
-        """The arguments with tensors for numbers; None where one can be none."""
+        """Return the arguments with numbers replaced by tensors; None if a number has no tensor in kernels."""
         missing: list[Value] = []
         found = map_values(lambda v: self._tensor_of(v, missing), args)
         return None if missing else found
@@ -155,12 +155,12 @@ class _Split:
 
 
 def _has_alpha(node: Node) -> bool:
-    """True for a sum with a factor: behind a product of matrices Inductor (torch 2.13) adds without it."""
+    """True for a sum with `alpha`: after a matrix product, Inductor (torch 2.13) ignores `alpha`."""
     return node.op in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs.get("alpha", 1) != 1
 
 
 def double_of(x: Tensor) -> Tensor:
-    """The one number of the tensor."""
+    """Return a one-element tensor as a float64 scalar tensor."""
     return x.reshape(()).to(torch.float64)
 
 
@@ -193,7 +193,7 @@ DOUBLES: Mapping[Any, Callable[..., Any]] = {
     math.sin: torch.sin,
     math.tanh: torch.tanh,
 }
-"""What gives a Python number → what gives a tensor of one double."""
+"""Function that returns a Python number → function that returns a float64 scalar tensor."""
 
 
 def product(x: Any, y: Any, *, dtype: torch.dtype) -> Tensor:
@@ -243,4 +243,4 @@ WITH_TENSORS: Mapping[Any, Callable[..., Tensor]] = {
     aten.addcmul.default: plus_product,
     aten.addcdiv.default: plus_quotient,
 }
-"""Operator that reads numbers → the same with tensors of doubles in their place; the result has its own dtype."""
+"""Operator that reads numbers → function that reads float64 tensors instead and casts the result to `dtype`."""

@@ -1,4 +1,4 @@
-"""Rewrites as data: two functions of the same arguments, what to find and what to put; and functions on nodes."""
+"""Rewrite rules as data: `find` and `put` functions with equal arguments, and rewriters that are functions of nodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from ._watch import Told, watch
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What `find` computes is computed by `put`: both are plain torch functions of arguments with the same names.
+    """A rule that replaces the computation of `find` by that of `put`, two torch functions with equal argument names.
 
-    An argument is a tensor; with `= None` one that may be left out; a number by its default value or annotation
-    (`eps=1e-6`, `dim: int`), found as a constant; a choice with `Literal[...]` or `bool`; a step of a conversion with
-    its class.
-    `shapes` says how the tensors' shapes hang together ("... d, d"), and is held against what is found. `where` may
-    refuse: it gets the arguments that it names, tensors as values, and `match` for the match itself. `samples` gives
-    two values for a constant where none can be guessed. Rules of more `benefit` are tried everywhere first.
+    An argument is a tensor by default, and an optional tensor with `= None`. A default value or annotation (`eps=1e-6`,
+    `dim: int`) makes it a constant, which is matched. `Literal[...]` or `bool` makes it a choice, and the class of a
+    conversion step makes it a step.
+
+    `shapes` relates the shapes of the tensors ("... d, d"); a match must fit it. `where` may refuse a match: it
+    receives the arguments that it names (tensors as values), and the match as `match`. `samples` has two values for
+    each constant without a default pair. Rules with a higher `benefit` are applied to the whole program first.
+
+    Raises:
+        RewriteError: `find` and `put` have different arguments.
     """
 
     name: str
@@ -48,12 +52,12 @@ class Rewrite:
 
     @cached_property
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        """Tensor argument → its shape, where the rule says one."""
+        """Tensor argument → its shape, if the rule gives shapes."""
         return parse_shapes(self.shapes, tensor_names(self.arguments))
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """What to look for, one pattern per choice; the largest first."""
+        """One pattern per combination of choices, largest first."""
         found = [
             make_pattern(self.find, variant, self.tensor_shapes, self.name) for variant in variants_of(self.arguments)
         ]
@@ -64,7 +68,7 @@ class Rewrite:
         return tuple(inspect.signature(self.where).parameters) if self.where is not None else ()
 
     def is_met(self, arguments: Mapping[str, Any], match: Any = None) -> bool:
-        """What `where` says of these arguments."""
+        """True if `where` accepts these arguments, or if there is no `where`."""
         if self.where is None:
             return True
         known = {**arguments, "match": match}
@@ -72,7 +76,7 @@ class Rewrite:
 
     @cached_property
     def puts(self) -> tuple[Told | None, ...]:
-        """The calls of `put` beside each pattern, for sample arguments; None where it needs real steps."""
+        """The trace of `put` with sample arguments for each pattern; None if it needs real steps."""
         return tuple(
             None if p.variant.steps else watch(self.put, sample_arguments(p.variant, self.tensor_shapes))
             for p in self.patterns
@@ -81,10 +85,10 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Rewriter:
-    """What a rule cannot say: `apply(edit, spot)` looks at one node and changes the program around it.
+    """A rewrite that no `Rewrite` can express: `apply(edit, spot)` inspects one node and changes the program around it.
 
-    It returns what it did, in words, or None. `on` names the operators (or classes of steps) that it wants to see; all
-    of them when it is empty.
+    `apply` returns a description of the change, or None without one. `on` has the operators or step classes at whose
+    nodes it is called; if `on` is empty, it is called at every node.
     """
 
     name: str

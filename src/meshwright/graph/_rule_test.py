@@ -1,6 +1,6 @@
-"""A rule as its own test: both sides on random numbers, values and gradients, in every dtype and for every choice.
+"""Checks of rules: both sides are compared on random tensors, with gradients, in every dtype and for every choice.
 
-Both sides are held against `find` in float64: `put` may be as far from it as a few roundings, or as `find` itself is.
+The reference is `find` in float64. The error of `put` may be a few roundings, or as large as that of `find`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ._watch import carrying
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDINGS = 16
-"""How many roundings of the dtype, at the size of the largest number, two right ways to compute may lie apart."""
+"""Allowed error of `put`, in roundings of the dtype relative to the largest number."""
 
 Outcome = tuple[Tensor | None, ...]
 
 
 def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> int:
-    """How many cases both sides agree on; raises RewriteError for the first on which they do not.
+    """Return the number of compared cases, on which both sides agree. Rules about steps are checked by `check_steps`.
 
-    Rules about steps are checked by `check_steps`.
+    Raises:
+        RewriteError: the sides differ in a case, or `where` refuses every sample.
     """
     torch.manual_seed(seed)
     done = 0
@@ -51,9 +52,12 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
 
 
 def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0) -> None:
-    """Both sides of a rule about steps on all ranks of the mesh, on a tensor that lies as `x` says.
+    """Check a rule about steps on all ranks of the mesh, with a random tensor of the spec `x` as every tensor argument.
 
-    Every tensor argument is such a tensor. Gradients need no test: they follow the steps' transposes.
+    Gradients need no check: they follow from the transposes of the steps.
+
+    Raises:
+        RewriteError: the sides differ on a rank.
     """
 
     found, put = (_on_all_ranks(fn, rule, steps, x, seed) for fn in (rule.find, rule.put))
@@ -70,7 +74,7 @@ def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0
 def _on_all_ranks(
     fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int
 ) -> list[tuple[Tensor, ...]]:
-    """What a side gives on each simulated rank, where all tensor arguments are one random tensor."""
+    """Return the results of a side on each simulated rank; all tensor arguments are one random tensor."""
 
     def run() -> tuple[Tensor, ...]:
         rank = current().rank
@@ -93,7 +97,7 @@ def _on_all_ranks(
 def _cases(
     rule: Rewrite, variant: Variant, dtypes: Sequence[torch.dtype]
 ) -> Iterator[tuple[dict[str, Any], torch.dtype]]:
-    """Arguments of a rule: two sets of sizes, all dtypes, both samples of the constants."""
+    """Yield arguments of a rule for two sets of sizes, all dtypes, and both samples of the constants."""
     names = [a.name for a in variant.attributes]
     constants = list(zip(*(a.samples for a in variant.attributes), strict=True)) or [()]
     for other, dtype, chosen in product((False, True), dtypes, constants):
@@ -140,7 +144,7 @@ def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> Non
 
 
 def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
-    """What a side gives, then the gradients of its real arguments for a fixed random cotangent."""
+    """Return the results of a side, then the gradients of its float arguments for a fixed random cotangent."""
     args = {k: v.to(dtype or v.dtype).detach().requires_grad_() if _is_real(v) else v for k, v in given.items()}
     outs = results(fn(**args))
     wanted = [v for v in args.values() if _is_real(v)]
@@ -158,12 +162,12 @@ def _is_real(v: Any) -> bool:
 
 
 def _epsilon(dtype: torch.dtype, x: Tensor) -> float:
-    """The coarser of the arguments' rounding and the result's."""
+    """Return the larger machine epsilon of the arguments' dtype and the result's dtype; 0 for integers."""
     return max(torch.finfo(dtype).eps, torch.finfo(x.dtype).eps) if x.is_floating_point() else 0.0
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; infinite where one side has a number and the other has none."""
+    """Return the largest difference; infinite if only one side is NaN."""
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return float(torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf)).max()) if a.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Programs that add to computed places, for which Inductor must be asked for plain indices."""
+"""Detection of programs that add to computed indices, for which Inductor needs an option for plain indices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ADDING = (
     *("embedding_dense_backward", "embedding_bag", "index_put", "index_add", "index_reduce", "aten.put"),
     *("scatter_add", "scatter_reduce", "unfold_backward", "upsample", "pool", "grid_sampler", "col2im"),
 )
-"""Parts of the names of operators that become additions to places of a tensor."""
+"""Parts of the names of operators that become additions to indexed elements of a tensor."""
 
 
 def options_for(program: Program) -> Mapping[str, Any]:
-    """Inductor's options for a program: plain indices where one adds to places that it computes itself.
+    """Return Inductor's options for a program: plain indices if it adds to elements at indices that it computes.
 
-    Places that the program is given are read from memory, and right either way.
+    Indices that are inputs are read from memory, and are correct with either option.
     """
     given = {i.value for i in program.inputs}
     return PLAIN_INDICES if any(_computes_places(program, node, given) for node in program.nodes) else {}

@@ -1,8 +1,7 @@
-"""The same computation written otherwise: a table from an operator to another one that says the same.
+"""Table of spellings: functions that read a call of one operator as an equivalent call of another operator.
 
-Rules are read through this table and programs are matched through it, so that a rule that says `x * torch.rsqrt(v)`
-finds `x / torch.sqrt(v)` as well. Nothing here changes a program. Entries of one operator stand in the order from the
-nearest spelling to the one that rules are kept in.
+Rules and programs are both read through this table, so that a rule with `x * torch.rsqrt(v)` also matches
+`x / torch.sqrt(v)`. The table changes no program. The last spelling of an operator that applies is its normal form.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ def is_operand(x: Any) -> bool:
 
 
 def like(x: Operand, op: Any, *args: Any, dtype: Any = None, shape: Any = None) -> Said:
-    """What `op` would give: a value that looks like `x`."""
+    """Return the result of `op(*args)` as a `Said` value, with the shape, dtype and device of `x` as defaults."""
     return Said(op, args, tuple(x.shape) if shape is None else shape, dtype or x.dtype, x.device)
 
 
 def promoted(x: Any, out: Operand) -> Any:
-    """`x` with the cast that an operator on mixed dtypes makes of itself."""
+    """Return `x` with the cast that type promotion implies for the result `out`."""
     if not is_operand(x) or x.dtype == out.dtype or not isinstance(out.dtype, torch.dtype):
         return x
     return like(x, CAST, x, out.dtype, dtype=out.dtype)

@@ -1,4 +1,4 @@
-"""A batch that several meshes read: an input for each of them, since every rank has the whole batch."""
+"""Copies of batch inputs for each mesh that reads them, possible because every rank has the whole batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Copies = dict[tuple[Value, ProcessMesh, Layout], Input]
 
 
 def spread(program: Program) -> Program:
-    """The captured program in which a mark of a plain leaf of the batch reads an input of its own.
+    """Return the captured program in which each mark of a plain batch leaf reads an input of its own mesh and layout.
 
-    Nothing has to be sent then from mesh to mesh. Leaves that only one mesh reads stay as they are.
+    So the batch is not sent between meshes. Leaves that only one mesh reads are unchanged.
     """
     plain = {i.value: i for i in program.inputs if i.role == "batch" and i.spec is None}
     marks = [n for n in program.nodes if isinstance(n.op, Mark) and n.ins[0] in plain]

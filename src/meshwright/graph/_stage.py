@@ -1,4 +1,4 @@
-"""The setting in which a forward pass is captured: fake whole tensors, and everything that is done to them noted."""
+"""Environment for the capture of a forward pass: fake unsharded tensors, and recording of all operations on them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bo
 
 
 _WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
-"""Texts of torch's errors for code that asks for the memory of a fake tensor."""
+"""Texts of torch's errors for code that accesses the memory of a fake tensor."""
 
 
 def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """`call(*args)` in such a setting, with errors of what cannot be captured."""
+    """Return `call(*args)`. Errors that fake tensors cause are converted to CaptureError."""
     try:
         with failures_told():
             return call(*args)
     except MeshwrightError:
         raise
     except (*DataDependent, TypeError) as error:
-        if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # taken for a number
+        if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # a fake tensor used as a number
             raise
         raise CaptureError(
             f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
@@ -88,7 +88,7 @@ def _check_whole(leaves: Sequence[Any]) -> None:
 
 
 def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
-    """What to say of a program of more than `most` operators: which line of which layer makes most of them."""
+    """Return the error for a program of more than `most` operators; it names the line and layer with most of them."""
     lines = Counter((node.origin.where, node.origin.layer) for node in nodes)
     (where, layer), count = lines.most_common(1)[0]
     return CaptureError(
@@ -101,7 +101,7 @@ def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
 
 
 class Stage:
-    """The setting in which a forward pass is captured."""
+    """Environment in which a forward pass is captured."""
 
     def __init__(
         self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes, most: int | None = None
@@ -114,7 +114,7 @@ class Stage:
         recording.origin = self.origin
 
     def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
-        """A fake whole tensor in the place of `x`."""
+        """Return a fake unsharded tensor for `x`, which becomes an input of the program."""
         shape = self.sizes.of(x, source) if role == "batch" else tuple(x.shape)
         if spec is not None and role == "batch":
             spec = Spec(spec.mesh, spec.layout, shape, spec.dtype)
@@ -135,9 +135,9 @@ class Stage:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Inside, operators, marks and users' autograd functions are recorded."""
+        """Record operators, marks and users' autograd functions inside the context."""
         with ExitStack() as stack, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute")  # asked for when a real tensor becomes a fake one
+            warnings.filterwarnings("ignore", "The .grad attribute")  # raised when a tensor is faked
             for name, part in self.module.named_modules():
                 enter = part.register_forward_pre_hook(self._entering(name))
                 leave = part.register_forward_hook(lambda *_: self._left(), always_call=True)
@@ -155,7 +155,7 @@ class Stage:
         self.path.pop()
 
     def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carries an operator out; one that draws, or makes a tensor of symbolic sizes, makes a fake one."""
+        """Run an operator. Random operators, and operators with symbolic sizes, return fake tensors."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
         with interception_off():
@@ -165,7 +165,7 @@ class Stage:
         if op is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self.outside.lifted(args[0])
         if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
-            return args[0]  # what it holds is not known before the program runs
+            return args[0]  # its content is unknown before the program runs
         if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
             return unobserved_if_torchs(op)(*args, **kwargs)
         with self.mode:
@@ -189,14 +189,14 @@ class Stage:
                 return
             if self._is_sized_by_constants(op, args, kwargs):
                 return  # its result is a constant of the program, because fake tensors have no such shape
-            if op is SPLIT:  # x[:] of a model, which begins no chunk
+            if op is SPLIT:  # x[:] of a model, which starts no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
             if self.most is not None and len(self.recording.nodes) > self.most:
                 raise _too_long(self.recording.nodes, self.most)
 
     def _is_sized_by_constants(self, op: Operator, args: Any, kwargs: Any) -> bool:
-        """True for an operator whose result has a shape by the numbers of its operands, all of them constants."""
+        """True for an operator whose result's shape depends on the elements of its operands, if all are constants."""
         tensors = list(tensors_in((args, kwargs)))
         if not tensors or any(isinstance(x, FakeTensor) for x in tensors):
             return False
@@ -205,7 +205,10 @@ class Stage:
         return _needs_numbers(op, args, kwargs) and self._is_answered(op, args, kwargs)
 
     def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
-        """True for what is asked of constants; raises CaptureError where the answer will be another one."""
+        """True if Python code reads elements of constants only.
+
+        Raises CaptureError if the elements may differ between runs, and for an assignment `x.data = y`.
+        """
         if op._schema.name == "aten::_has_compatible_shallow_copy_type":
             raise CaptureError(
                 f"to capture {user_frame() or 'the forward pass'}", "an assignment x.data = y",
@@ -224,9 +227,9 @@ class Stage:
         return bool(values)
 
     def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
-        """A call that is recorded as one node; `shown` gives what it returns, of whole tensors.
+        """Record a call as one node; `shown()` returns its result as fake unsharded tensors.
 
-        Calls inside it, such as a user's function that another one calls, are part of the node.
+        Nested calls, such as a user's function that another one calls, are part of the node.
         """
         if self.in_node:
             return shown()
@@ -245,7 +248,7 @@ class Stage:
 
 
 def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
-    """True if torch does not know the shape of the result without the numbers of the operands."""
+    """True if torch cannot infer the shape of the result without the elements of the operands."""
 
     def numberless(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -255,13 +258,13 @@ def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
             op(*map_tensors(numberless, args), **map_tensors(numberless, kwargs))
         except DataDependent:
             return True
-        except Exception:  # torch refuses tensors without numbers, in many ways
+        except Exception:  # torch refuses fake tensors with various errors
             return False
     return False
 
 
 def _device(x: Tensor) -> torch.device:
-    """Where the tensor will be: meta tensors stand for what is not there yet, on the default device."""
+    """Return the device of the tensor; for a meta tensor, which is not allocated yet, the default device."""
     return torch.get_default_device() if x.device.type == "meta" else x.device
 
 

@@ -1,4 +1,4 @@
-"""Nodes in text, as a person reads them and as golden files keep them."""
+"""Text form of nodes, for readers and for golden files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._node import Carry, Node, Start, Value, map_values, name_of
 
 
 def type_text(v: Value) -> str:
-    """Dtype and shape, such as `f32[4, 8]`; `int` for a number.
+    """Return dtype and shape, such as `f32[4, 8]`; `int` for a number.
 
     >>> type_text(Value("x", (4, 8), torch.bfloat16))
     'bf16[4, 8]'
@@ -24,7 +24,7 @@ def type_text(v: Value) -> str:
 
 
 def node_text(node: Node, where: bool = False) -> str:
-    """`%out: type = op(arguments)`."""
+    """Return `%out: type = op(arguments)`; with `where`, followed by phase, layer and source line."""
     args = [tree_text(a) for a in node.args] + [f"{k}={tree_text(v)}" for k, v in node.kwargs.items()]
     outs = ", ".join(f"{v!r}: {type_text(v)}" for v in node.outs)
     text = f"{outs} = {short_name(node)}({', '.join(args)})" if outs else f"{short_name(node)}({', '.join(args)})"
@@ -33,7 +33,7 @@ def node_text(node: Node, where: bool = False) -> str:
 
 
 def short_name(node: Node) -> str:
-    """The operator's name without its namespace and usual overload; a step in the words of a plan."""
+    """Return the operator's name without namespace and default overload; for a step, its text in a plan."""
     if isinstance(node.op, Carry):
         return f"{node.op!r} of {node.op.src!r} "
     if isinstance(node.op, Start):
@@ -43,12 +43,12 @@ def short_name(node: Node) -> str:
 
 
 def tree_text(tree: Any) -> str:
-    """Arguments or results, with values by their names."""
+    """Return the text of arguments or results, with values by name."""
     return repr(map_values(_Shown, tree)).replace("torch.", "")
 
 
 class _Shown:
-    """A value as it stands among the arguments of a node."""
+    """Text of a value among the arguments of a node."""
 
     def __init__(self, value: Value) -> None:
         self._text = repr(value)
@@ -58,6 +58,6 @@ class _Shown:
 
 
 def numbered(text: str) -> str:
-    """Return the text of a program with its symbols numbered in their order, to compare two recordings."""
+    """Return the text of a program with its symbols numbered in order of appearance, to compare two recordings."""
     seen: dict[str, str] = {}
     return re.sub(r"\bs\d+\b", lambda found: seen.setdefault(found[0], f"s.{len(seen)}"), text)

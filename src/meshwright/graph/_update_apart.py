@@ -1,4 +1,4 @@
-"""A training step run in two parts, so that its gradients can be looked at before the update writes anything."""
+"""Execution of a training step in two parts, so that its gradients can be inspected before the update."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class InTwo:
 
 
 def in_two(program: Program) -> InTwo | None:
-    """Return the step in two parts; None if it has no update, or if the parts cannot be told apart.
+    """Return the step in two parts; None if it has no update, or if it cannot be split.
 
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
     the output "out" does not come from the update.
@@ -75,7 +75,7 @@ def in_two(program: Program) -> InTwo | None:
 
 
 def _update(program: Program) -> set[Node]:
-    """Return the nodes of the update, and all that come from them."""
+    """Return the nodes of the update, and all nodes that depend on them."""
     found, made = set[Node](), set[Value]()
     for node in program.nodes:
         if node.origin.phase == "update" or not made.isdisjoint(node.ins):
@@ -85,14 +85,14 @@ def _update(program: Program) -> set[Node]:
 
 
 def _crossing(program: Program, update: set[Node], made: set[Value]) -> tuple[Value, ...]:
-    """Return what the first part makes and the update reads, or the program writes."""
+    """Return the values of the first part that the update reads or the program writes."""
     read = [v for node in program.nodes if node in update for v in node.ins]
     given = values_in([program.outputs, [v for _, v in program.writes]])
     return tuple(v for v in dict.fromkeys([*read, *given]) if v in made)
 
 
 def _may_come_first(program: Program, update: set[Node]) -> bool:
-    """True if no node of the first part that stands behind one of the update writes over anything."""
+    """True if no node of the first part that comes after a node of the update writes in place."""
     began = False
     for node in program.nodes:
         began |= node in update

@@ -1,4 +1,4 @@
-"""The laws of a program: each value is made once and before it is read, and operators take what they are given."""
+"""Verification of programs: each value is produced once and before it is read, and operators accept their arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ._text import node_text, type_text
 
 
 def verify(program: Program, by: str = "", deep: bool = False) -> Program:
-    """`program`, if it keeps the laws; `deep` runs every operator on fake tensors and compares shapes and dtypes.
+    """Return `program` if it is valid. `deep` runs every operator on fake tensors and compares shapes and dtypes.
 
-    Raises ProgramError that names the node and, where `by` is given, who made the program.
+    Raises:
+        ProgramError: the program is invalid; the message names the node, and `by`, the maker of the program.
     """
     types = _types(program) if deep else ()
     for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *types):
@@ -55,7 +56,7 @@ def _types(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         try:
             out = infer(node.op, node.args, node.kwargs, program.rank, Names(iter(())))
-        except Exception as error:  # whatever torch raises for such arguments
+        except Exception as error:  # torch raises various errors for such arguments
             yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
             return
         yield from _differences(node, tuple(values_in(out)))

@@ -1,4 +1,4 @@
-"""Watching a function of a rule: the operators that it calls on tensors that hold nothing."""
+"""Tracing of a rule's function: the operators that it calls on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ._node import Carry, Node, Op, Origin, Value
 from .torch_hooks import FakeMode, Operator, imagining, memory_of, no_modes
 
 SILENT = {"lift_fresh", "detach_", "alias", "device", "sym_size", "sym_numel", "sym_stride"}
-"""Operators that leave their argument as it is, or only ask."""
+"""Operators that return their argument unchanged or only query metadata; they are not traced."""
 
 Modes = tuple[str, torch.dtype] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepName:
-    """An argument that stands for a step."""
+    """Placeholder for a step argument of a rule."""
 
     name: str
     kind: type[Step]
@@ -37,7 +37,7 @@ class StepName:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a function was told to do: its calls, and the form of what it returns."""
+    """Trace of a function: its inputs, its calls, and its result with values for tensors."""
 
     inputs: Mapping[str, Value]
     calls: tuple[Node, ...]
@@ -126,9 +126,12 @@ _carrying: ContextVar[Callable[[Step, Any], Any] | None] = ContextVar("carrying"
 
 
 def carry(step: Any, x: Any) -> Any:
-    """In a rule, the step of a conversion of x: an argument of the rule that stands for one, or a new step.
+    """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
 
-    A new one is made of what is known of x: x has to be the operand or the result of another step of the rule.
+    A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
+
+    Raises:
+        RewriteError: the call is outside of a rule, or the spec of `x` is unknown.
     """
     watch, run = _watching.get(), _carrying.get()
     if watch is not None:
@@ -143,7 +146,7 @@ def carry(step: Any, x: Any) -> Any:
 
 @contextmanager
 def carrying(run: Callable[[Step, Any], Any]) -> Generator[None]:
-    """Inside, `carry(step, x)` is `run(step, x)`."""
+    """Let `carry(step, x)` return `run(step, x)` inside the context."""
     token = _carrying.set(run)
     try:
         yield
@@ -158,7 +161,7 @@ def watch(
     modes: Modes = None,
     specs: Mapping[Value, Spec] | None = None,
 ) -> Told:
-    """What `fn` does of `given`: values are tensors to it, everything else it gets as it is."""
+    """Return the trace of `fn` for the arguments `given`. Values are passed as fake tensors, others unchanged."""
     seen = _Watch(rank, dict(specs or {}))
     with no_modes(), imagining(_mode(given)), torch.no_grad(), _autocast(modes):
         args = {name: _stand_in(seen, v) if isinstance(v, Value) else v for name, v in given.items()}
@@ -173,7 +176,7 @@ def watch(
 
 
 def origin_modes(origin: Origin) -> tuple[bool, Modes]:
-    """The modes that a node ran in: whether gradients were on, and autocast."""
+    """Return the modes that a node ran in: True if gradients were enabled, and the autocast mode."""
     return origin.grad, origin.autocast
 
 

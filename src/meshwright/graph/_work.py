@@ -1,4 +1,4 @@
-"""How much work a node is, counted from shapes: operations, and bytes that are read and written."""
+"""Work of a node, computed from shapes: operations, and bytes that are read and written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .torch_hooks import Operator
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations, bytes read and written, and the dtype that the operations are in."""
+    """Number of operations, bytes read and written, and dtype of the operations."""
 
     flops: float
     nbytes: float
@@ -27,9 +27,10 @@ class Work:
 
 
 def work_of(node: Node) -> Work:
-    """The work of a node on this rank's parts: nothing for views, steps of conversions and functions of numbers.
+    """Return the work of a node on the local tensors of this rank.
 
-    A matmul, convolution or attention is counted by its sums; everything else as one operation per number it makes.
+    Views, conversion steps and functions of numbers count zero. A matrix product, convolution or attention counts two
+    operations per multiplication; other operators count one operation per element of the results.
     """
     op = node.op.op if isinstance(node.op, (OnCopy, Over)) else node.op
     made = [v for v in node.outs if v.is_tensor]
@@ -85,7 +86,7 @@ def _attention(args: Any, out: Any) -> float:
 
 
 def _attention_backward(args: Any, out: Any) -> float:
-    """Two and a half times the forward pass: it is made again, and each product has two gradients."""
+    """Return 2.5 times the forward pass: the scores are recomputed, and each product has two gradients."""
     return 2.5 * _attention(args[1:], out)
 
 
@@ -116,4 +117,4 @@ _SUMS: dict[str, Callable[[Any, Any], float]] = {
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     for end in ("", "_backward")
 }
-"""Operators that are sums of products, and how many operations those are, from the arguments and what they give."""
+"""Operators that are sums of products → function of arguments and results that returns the number of operations."""

@@ -1,4 +1,4 @@
-"""The private torch names that this room needs, each with the reason."""
+"""Private names of torch that this package uses, each with the reason."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
 
 FakeMode = FakeTensorMode
-"""Tensors that have a shape, a dtype and a device, and hold nothing."""
+"""Mode for fake tensors, which have a shape, a dtype and a device, but no data."""
 
-with FakeTensorMode():  # torch 2.11 sets a guard in the first one, and crashes where two threads do so at once
+with FakeTensorMode():  # torch 2.11 sets a guard in the first mode, and crashes if two threads do so at once
     pass
 
 FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
-"""A tensor that has a shape, a dtype and a device, and holds nothing."""
+"""A tensor that has a shape, a dtype and a device, but no data."""
 
 
 def forget_numbers(x: Any) -> None:
-    """Make a fake tensor that knows its numbers one that does not."""
+    """Remove the constant elements that a fake tensor may know."""
     x.constant = None
 
 
@@ -52,25 +52,25 @@ DataDependent = (
     DynamicOutputShapeException,
     symbolic_shapes.GuardOnDataDependentSymNode,
 )
-"""What fake tensors raise when Python asks for their numbers."""
+"""Errors that fake tensors raise when Python code reads their elements."""
 
 interception_off: Any = torch._C.DisableTorchFunctionSubclass
-"""Context in which distributed tensors are the parts that they are."""
+"""Context in which DistTensors act as their plain local tensors."""
 
 unrecorded: Any = _disable_current_modes
-"""Context in which what is called is no part of the program that is being recorded."""
+"""Context in which calls are not recorded."""
 
 no_modes: Any = _disable_current_modes
-"""Context in which no dispatch mode of the caller sees what is called."""
+"""Context in which the caller's dispatch modes see no calls."""
 
 
 def modes_on() -> tuple[Any, ...]:
-    """Return the function modes and dispatch modes that this thread is in, outermost first."""
+    """Return the active function modes and dispatch modes of this thread, outermost first."""
     return (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
 
 
 def dispatch_modes() -> tuple[Any, ...]:
-    """Return the dispatch modes that this thread is in."""
+    """Return the active dispatch modes of this thread."""
     return tuple(_get_current_dispatch_mode_stack())
 
 
@@ -78,7 +78,7 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's s
 
 
 def backward_hooks_of_all() -> list[Mapping[int, Any]]:
-    """Return torch's tables of backward hooks that every layer calls."""
+    """Return torch's global tables of backward hooks, which every layer calls."""
     return [nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks]
 
 
@@ -88,11 +88,11 @@ def saving_is_hooked() -> bool:
 
 
 _FAKE_KERNELS: Any = fake_impls.op_implementations_dict
-"""Operator → its kernel on fake tensors, where that of the meta device will not do."""
+"""Operator → kernel for fake tensors, if the kernel of the meta device cannot be used."""
 
 
 def _grouped(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The product of groups on fake tensors, which torch's own kernel refuses as on the meta device."""
+    """Return the grouped matrix product on fake tensors, which torch's own kernel refuses, as on the meta device."""
     with mode:
         return grouped_product(*args, **kwargs)
 
@@ -125,7 +125,7 @@ fake_tensor.log.addFilter(lambda record: record.levelno < logging.ERROR or not _
 
 @contextmanager
 def failures_told() -> Generator[None]:
-    """Inside, torch's log leaves out what fails on fake tensors: it would print the error beside the one raised."""
+    """Suppress torch's log messages about failures on fake tensors inside the context; an error is raised anyway."""
     token = _FAILURES_TOLD.set(True)
     try:
         yield
@@ -135,18 +135,18 @@ def failures_told() -> Generator[None]:
 
 @contextmanager
 def imagining(mode: FakeTensorMode) -> Generator[FakeTensorMode]:
-    """Inside, tensors that are made are fake ones of `mode`."""
+    """Create all new tensors as fake tensors of `mode` inside the context."""
     with mode:
         yield mode
 
 
 def memory_of(x: torch.Tensor) -> Any:
-    """What two tensors share when they look at the same memory; also of tensors that hold nothing."""
+    """Return a key that is equal for tensors in the same memory, including fake tensors."""
     return x.untyped_storage()._cdata
 
 
 def faked(mode: FakeMode, x: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor that looks like `x`; `x` itself if it is one."""
+    """Return a fake tensor with the metadata of `x`; `x` itself if it is fake."""
     if isinstance(x, FakeTensor):
         return x
     with mode:
@@ -154,20 +154,20 @@ def faked(mode: FakeMode, x: torch.Tensor) -> torch.Tensor:
 
 
 next_gradient_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
-"""Number that the next autograd node of this thread gets."""
+"""Function that returns the sequence number of this thread's next autograd node."""
 
 
 def running_gradient_number() -> int | None:
-    """Number of the autograd node whose backward function runs, None outside of any."""
+    """Return the sequence number of the autograd node whose backward function runs; None outside of any."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 Modes = TorchDispatchMode
-"""Base of what sees every operator below autograd."""
+"""Base class of modes that intercept every operator below autograd."""
 
 ShapeEnv = symbolic_shapes.ShapeEnv
-"""Where symbolic numbers live; with one, `.item()` of a fake tensor is a symbol."""
+"""Environment of symbolic numbers; with one, `.item()` of a fake tensor returns a symbol."""
 
 _earlier: WeakSet[symbolic_shapes.ShapeEnv] = WeakSet()
 """Where symbolic numbers of recordings live, as long as anything holds them."""
@@ -195,41 +195,41 @@ def new_sizes(**options: Any) -> symbolic_shapes.ShapeEnv:
 
 
 _numbers = count()
-"""Each symbol has a source of its own, by which torch knows it."""
+"""Counter for the names of symbols' sources, by which torch identifies symbols."""
 
 
 def symbolic_float(mode: FakeTensorMode, name: str, hint: float) -> Any:
-    """A float that is not known yet, in the world of `mode`."""
+    """Return a new symbolic float in the ShapeEnv of `mode`."""
     env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=hint, source=source)
 
 
 def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> Any:
-    """An integer that is not known yet, in the world of `mode`."""
+    """Return a new symbolic integer in the ShapeEnv of `mode`."""
     env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def symbolic_count(mode: FakeTensorMode, name: str, hint: int) -> Any:
-    """A number above 0 that is not known yet, in the world of `mode`: powers of it need not ask."""
+    """Return a new symbolic positive integer in the ShapeEnv of `mode`; powers of it need no guard."""
     env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
-    """A size of two or more that is not known yet, in the world of `mode`."""
+    """Return a new symbolic size of at least two in the ShapeEnv of `mode`."""
     env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
     symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: int) -> Any:
-    """A symbol of this name: a "size" of two or more, a "number", or one that is "found" while a program runs.
+    """Return a symbol of this name: a "size" of at least two, a "number", or one that is "found" while a program runs.
 
-    torch makes a symbol's number of its source; here it is the one in the name, where that has one.
+    torch derives a symbol's number from its source. Here the number in the name is used, if there is one.
     """
     if kind == "found":
         return world.create_unbacked_symint()
@@ -245,7 +245,7 @@ def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: in
 
 
 def known_hint(symbol: Any, world: symbolic_shapes.ShapeEnv) -> int | None:
-    """What the symbol was when it was made; None for one that is found while a program runs."""
+    """Return the value of the symbol at its creation; None for a symbol that is found while a program runs."""
     hint = world.backed_var_to_val.get(symbol)
     return None if hint is None else int(hint)
 
@@ -257,9 +257,9 @@ def _world(mode: FakeTensorMode) -> symbolic_shapes.ShapeEnv:
 
 @contextmanager
 def without_onednn() -> Generator[None]:
-    """Inside, torch does not choose oneDNN's LSTM, which has no backward on fake tensors.
+    """Disable oneDNN inside the context, since its LSTM has no backward pass on fake tensors.
 
-    `torch.backends.mkldnn.flags` sets more than it is told, and warns of that.
+    `torch.backends.mkldnn.flags` also sets other flags, and warns about that.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -270,40 +270,43 @@ def without_onednn() -> Generator[None]:
 
 
 PLAIN_INDICES: Mapping[str, Any] = {"constant_and_index_propagation": False}
-"""Inductor's option that keeps numbers which indices are computed of out of the indices themselves.
+"""Inductor's option that does not propagate constants and index expressions into indices.
 
-torch 2.13 adds a step of the inner loop twice where it adds to places computed from a count, from a transposed tensor.
+torch 2.13 adds an inner loop step twice when it adds from a transposed tensor to indices computed from a count.
 """
 
 
 def compile_graph(
     module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any], written: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """The module's kernels, made by Inductor for inputs like `examples`, which may be fake.
+    """Return the module compiled by Inductor for inputs like `examples`, which may be fake.
 
-    `written` are the inputs that it writes to, by number.
-    Inductor is imported here: it takes seconds, which a program that is run as it is does not spend.
+    `written` are the indices of the inputs that it writes to. Inductor is imported here, because the import takes
+    seconds, which programs without kernels do not need.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor itself imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Inductor's own imports
         from torch._inductor.compile_fx import compile_fx
-    patches = {"fallback_random": True, **options}  # drawing as torch does, in its order
+    patches = {"fallback_random": True, **options}  # random numbers as in eager torch, in the same order
     made: Any = compile_fx(module, list(examples), config_patches=patches)
     return _as_kernels_take_it(made, written)
 
 
 def onednn_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The product of two float32 matrices by oneDNN, which `torch.mm` asks for narrower dtypes only."""
+    """Return the product of two float32 matrices by oneDNN, which `torch.mm` uses for narrower dtypes only."""
     return torch.ops.mkldnn._linear_pointwise(x, y.t(), None, "none", [], "")
 
 
 def has_onednn_product() -> bool:
-    """Whether this torch brings it along."""
+    """True if this build of torch has oneDNN's matrix product."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
-    """`call` with tensors row by row, and plain ones in its first run: there torch watches own operators."""
+    """Return a function that passes contiguous tensors to `call`, and plain tensors in the first call.
+
+    In the first call, torch inspects custom operators. Written inputs that are not contiguous are copied back.
+    """
     pending = [True]
 
     def run(*args: Any) -> Any:
@@ -321,9 +324,9 @@ def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Cal
 
 
 def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str, options: Mapping[str, Any]) -> None:
-    """Writes the module's kernels, made ahead of time for inputs like `examples`: a file for `load_package`."""
+    """Compile the module ahead of time for inputs like `examples`, into a file for `load_package`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        warnings.simplefilter("ignore")  # from Inductor's own imports
         from torch._inductor import aoti_compile_and_package
 
         exported = torch.export.export(module, tuple(examples))
@@ -332,25 +335,25 @@ def package_graph(module: fx.GraphModule, examples: Sequence[Any], path: str, op
 
 
 def load_package(path: str) -> Callable[..., Any]:
-    """The kernels in a file: a function that gives a list."""
+    """Return the kernels in a file, as a function that returns a list."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Inductor itself imports
+        warnings.simplefilter("ignore")  # from Inductor's own imports
         from torch._inductor import aoti_load_package
 
         return aoti_load_package(path)
 
 
 def conditions(mode: FakeTensorMode) -> list[Any]:
-    """What was decided by the sizes that were seen, as symbolic expressions that must be true."""
+    """Return the recorded guards as symbolic expressions, which must be true."""
     return [guard.expr for guard in _world(mode).guards]
 
 
 def decided_outside(mode: FakeTensorMode) -> list[Any]:
-    """The conditions that no implementation of an operator, on tensors or on numbers, asked for: those take any."""
+    """Return the guards that were not added by implementations of torch operators, which accept any numbers."""
     known = [(guard.expr, guard.sloc.framework_loc) for guard in _world(mode).guards]
     return [expr for expr, place in known if "/torch/_" not in str(getattr(place, "filename", place))]
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tells schedules of learning rates that a step was made: they warn where they are called before the first one."""
+    """Note that the optimizer made a step: learning rate schedulers warn if they are called before the first step."""
     vars(optimizer)["_opt_called"] = True

@@ -1,4 +1,4 @@
-"""Meshes, placements and layouts: where every element of a tensor lives. Nothing here communicates."""
+"""Meshes, placements and layouts: the distribution of a tensor's elements over ranks. No communication."""
 
 from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
 from ._bounded_text import check_length, check_values, read_json, read_toml

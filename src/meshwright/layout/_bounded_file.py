@@ -1,4 +1,4 @@
-"""Files that are read within bounds: regular files of at most so many bytes, in UTF-8."""
+"""Bounded reading of files: regular files of a limited size, as bytes or UTF-8 text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from ._errors import InputError
 from ._escape import escaped
 
 MOST_TEXT = 16 * 2**20
-"""Bytes of a text file: a plan, a strategy, a cluster, a schedule, the configuration of a model, a log."""
+"""Maximum bytes of a text file: a plan, a strategy, a cluster, a schedule, a model's configuration, a log."""
 
 FileName = str | os.PathLike[str]
 
 
 def read_file(path: FileName, most: int = MOST_TEXT, links: bool = True) -> bytes:
-    """Return the bytes of a regular file; unless `links`, not of one that the last name only links to.
+    """Return the bytes of a regular file. With `links=False`, the path must not be a symbolic link.
 
-    Raises InputError for a folder, a pipe, a device, a file of more than `most` bytes or one that cannot be read.
-    The open does not wait for the other end of a pipe.
+    Opening a pipe does not wait for its other end.
+
+    Raises:
+        InputError: the path is a folder, a pipe or a device, the file has more than `most` bytes, or reading fails.
     """
     asked = f"to read {escaped(os.fspath(path))}"
     try:
@@ -72,7 +74,7 @@ def decoded_text(data: bytes, name: str) -> str:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of the file `name` of the folder. Raises InputError for a name with a path in it, or a link."""
+    """Return the path of the file `name` in the folder. Raises InputError for a name with a path in it, or a link."""
     wrong = not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name
     if wrong or (folder / str(name)).is_symlink():
         raise InputError(

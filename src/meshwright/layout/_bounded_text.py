@@ -1,6 +1,6 @@
-"""JSON and TOML that are read within bounds: of length, of depth, of numbers; each key of a table once.
+"""Bounded reading of JSON and TOML: length, nesting depth and numbers are limited; keys must be unique in a table.
 
-The checks that come before the parser take time in proportion to the text, whatever is in it.
+The checks before the parser take time linear in the length of the text, for any content.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ._bounded_file import MOST_TEXT
 from ._errors import InputError
 
 DEPTH = 64
-"""Levels of lists and tables inside each other."""
+"""Maximum nesting depth of lists and tables."""
 MOST_VALUES = 500_000
-"""Values in a JSON text: a short text of empty tables takes sixty times its length in memory."""
+"""Maximum number of values in a JSON text: a text of empty tables takes sixty times its length in memory."""
 MOST_DIGITS = 40
-"""Digits of a whole number in a text."""
+"""Maximum number of digits of an integer in a text."""
 MOST_WHOLE = 2**64
-"""Whole numbers of JSON and TOML are smaller."""
+"""Exclusive upper bound of the absolute value of integers in JSON and TOML."""
 
 _JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _DIGITS = re.compile(rb"[0-9]{%d,}" % (MOST_DIGITS + 1))
@@ -34,7 +34,7 @@ _TOML_STRING = re.compile(
     r"""| "(?:[^"\\\n]|\\.)*+"? | '[^'\n]*+'?""",
     re.DOTALL | re.VERBOSE,
 )
-"""Comments and strings of TOML; one that has no end takes the rest, so that the time stays linear."""
+"""Comments and strings of TOML. An unterminated string matches the rest of the text, so that the time is linear."""
 MOST_WORD = 200
 _LONG_WORD = re.compile(rf"[\w+:-]{{{MOST_WORD + 1}}}")
 _LONG_KEY = re.compile(rf"(?:(?:''|[\w-]++)[ \t]*+\.[ \t]*+){{{DEPTH}}}")
@@ -49,10 +49,11 @@ def check_length(text: str, most: int, what: str, write: str) -> None:
 
 
 def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUES, depth: int = DEPTH) -> Any:
-    """Return what a JSON text says.
+    """Return the parsed JSON text.
 
-    Raises InputError for a text that is not JSON in UTF-8, has more than `most` bytes or `values` values, is nested
-    deeper than `depth` levels, has a number that is too long or not finite, or has a key twice in one object.
+    Raises:
+        InputError: the text is not JSON in UTF-8, has more than `most` bytes or `values` values, is nested deeper than
+            `depth` levels, has a number that is too long or not finite, or has a key twice in one object.
     """
     try:
         data = text.encode() if isinstance(text, str) else text
@@ -105,7 +106,7 @@ def _finite(text: str) -> float:
 
 
 def read_toml(text: str, most: int = MOST_TEXT // 16) -> dict[str, Any]:
-    """Return what a TOML text says. Raises InputError for the same reasons as `read_json`; infinities are numbers."""
+    """Return the parsed TOML text. Raises InputError for the same reasons as `read_json`; infinities are allowed."""
     check_length(text, most, "TOML", _WHAT)
     plain = _TOML_STRING.sub("''", text)
     if _LONG_WORD.search(plain):
@@ -120,7 +121,7 @@ def read_toml(text: str, most: int = MOST_TEXT // 16) -> dict[str, Any]:
 
 
 def check_values(found: T, what: str) -> T:
-    """Return the data if its depth and its numbers are within the bounds. Raises InputError otherwise."""
+    """Return the data unchanged. Raises InputError if its depth or its numbers exceed the bounds."""
     level: Sequence[Any] = [found]
     for _ in range(DEPTH):
         if not level:
@@ -130,7 +131,7 @@ def check_values(found: T, what: str) -> T:
 
 
 def _inside(value: Any, what: str) -> Sequence[Any]:
-    """Return the values inside a list or a table, after a check of a number."""
+    """Return the items of a list or table, none for other values. Raises InputError for a number out of bounds."""
     if isinstance(value, dict):
         return list(cast(dict[str, Any], value).values())
     if isinstance(value, int) and abs(value) >= MOST_WHOLE:

@@ -1,4 +1,4 @@
-"""A dict with a bound, for what is remembered between calls."""
+"""Dict of bounded size, for caches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ V = TypeVar("V")
 
 
 class Cache(dict[K, V]):
-    """A dict that holds at most `most` entries: when it is full, the oldest quarter goes.
+    """A dict of at most `most` entries. When it is full, the oldest quarter is removed.
 
-    Lookups are those of a dict. Entries are made by `cache[key] = value` and by `setdefault` only.
+    Lookups are those of a dict. Entries may be added by `cache[key] = value` and by `setdefault` only.
 
     >>> squares = Cache[int, int](4)
     >>> for n in range(6):

@@ -18,7 +18,7 @@ import re
 from ._escape import escaped
 
 MOST_SHOWN = 20_000
-"""Characters of each part of an error that are printed."""
+"""Maximum number of printed characters of each part of an error."""
 
 
 class MeshwrightError(Exception):
@@ -41,7 +41,7 @@ class MeshwrightError(Exception):
 
 
 def _shown(part: object) -> str:
-    """Return the part without control characters, cut if it is very long; further lines of it are set in."""
+    """Return the part with control characters escaped, truncated if it is very long, and further lines indented."""
     text = str(part)
     if len(text) > MOST_SHOWN:
         text = f"{text[:MOST_SHOWN]} ... ({len(text)} characters)"

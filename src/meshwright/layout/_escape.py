@@ -1,4 +1,4 @@
-"""Control characters of texts that people read: names from files and users cannot steer a terminal or a page."""
+"""Escaping of control characters, so that names from files and users cannot control a terminal or a page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_LAYOUT = re.compile(f"(?![\n\t])[{_RANGES}]")
 
 
 def escaped(text: str, keep_lines: bool = False) -> str:
-    r"""Return the text with its control characters as escapes; with `keep_lines`, newlines and tabs stay.
+    r"""Return the text with control characters escaped; with `keep_lines`, newlines and tabs are kept.
 
     >>> print(escaped("w\x1b[2J\u202e\n"))
     w\x1b[2J\u202e\x0a

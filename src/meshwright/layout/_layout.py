@@ -1,4 +1,4 @@
-"""A layout: where every element of a tensor lives, and how its gradient does."""
+"""Layouts: the distribution of a tensor's elements over a mesh, and that of its gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._placement import Partial, Placement, Replicate, Shard
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A dim that is a product of factors, outermost first; each factor has a size and its own cutting axes.
+    """A dim that is a product of factors, outermost first; each factor has a size and its own sharding axes.
 
-    Flattening `(batch, seq)` with seq cut gives one, and so does a fused QKV weight.
+    Examples are a flattened `(batch, seq)` with seq sharded, and a fused QKV weight.
 
     >>> Product(((3, ()), (512, ("tp",))))
     3 * 512@tp
@@ -38,26 +38,27 @@ class Product:
 
 
 Dim = tuple[str, ...] | Product
-"""The axes that cut a tensor dim, outermost first, or a product of factors."""
+"""The axes that shard a tensor dim, outermost first, or a product of factors."""
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
-    """Every mesh axis that cuts `dim`."""
+    """Return all mesh axes that shard `dim`."""
     return dim.axes if isinstance(dim, Product) else dim
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every element of a tensor lives, per tensor dim.
+    """Distribution of a tensor's elements over a mesh.
 
-    Each dim names the mesh axes that cut it, outermost first; `partial` names the axes whose terms must still
-    be joined, with the operation; `varying` the axes along which the value is repeated but used differently on
-    each rank, so that its gradient is a pending sum there. On all other axes the tensor is repeated, invariant.
+    Each dim lists the mesh axes that shard it, outermost first. `partial` lists the axes whose terms must still be
+    joined, with the operation. `varying` lists the axes along which the tensor is replicated but used differently on
+    each rank, so that its gradient is a pending sum there. On all other axes the tensor is replicated, invariant.
 
     >>> Layout((("dp",), (), ("tp", "cp")), partial=(("ep", "sum"),))
     [@dp, :, @tp@cp] +ep
 
-    Raises LayoutError when one axis has two roles.
+    Raises:
+        LayoutError: an axis has two roles.
     """
 
     dims: tuple[Dim, ...]
@@ -85,7 +86,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that has a role other than invariant repetition."""
+        """All axes with a role other than invariant replication."""
         return (*self.cut_axes, *self.partial_axes, *self.varying)
 
     @property
@@ -98,16 +99,16 @@ class Layout:
 
     @property
     def is_simple(self) -> bool:
-        """True when no dim is a product of factors."""
+        """True if no dim is a product of factors."""
         return not any(isinstance(d, Product) for d in self.dims)
 
     @property
     def is_replicated(self) -> bool:
-        """True when every rank holds the whole value."""
+        """True if every rank holds the whole value."""
         return not self.partial and not self.cut_axes
 
     def on(self, axis: str) -> Placement:
-        """The placement along `axis` (varying or invariant repetition are both `Replicate()`)."""
+        """Return the placement along `axis`; varying and invariant replication are both `Replicate()`."""
         for at, dim in enumerate(self.dims):
             if axis in axes_of(dim):
                 return Shard(at)
@@ -117,7 +118,7 @@ class Layout:
         return Replicate()
 
     def dual(self) -> Layout:
-        """Return the layout of the gradient: slices stay, terms become a varying repetition, and the other way round.
+        """Return the layout of the gradient: sharding stays, terms become varying replication, and vice versa.
 
         The gradient of an average, a maximum or a minimum is the sum of the gradients of its terms.
 
@@ -129,7 +130,7 @@ class Layout:
         return Layout(self.dims, (*((a, "sum") for a in self.varying), *stays), flips)
 
     def with_varying(self, axes: Iterable[str]) -> Layout:
-        """The same layout whose repetition varies along `axes` and nowhere else."""
+        """Return the layout with `axes` as its varying axes."""
         return replace(self, varying=tuple(axes))
 
     def __repr__(self) -> str:
@@ -137,17 +138,17 @@ class Layout:
         return f"[{body}]" + self.marks()
 
     def marks(self) -> str:
-        """The pending and varying axes in text, such as ` +ep +cp:max ~dp`."""
+        """Return the partial and varying axes as text, such as ` +ep +cp:max ~dp`."""
         pending = "".join(f" +{a}" + ("" if op == "sum" else f":{op}") for a, op in self.partial)
         return pending + "".join(f" ~{a}" for a in self.varying)
 
 
 _SHARING = ("avg", "max", "min")
-"""Reductions whose gradient is shared out among the terms, as equal parts or by the terms that attain the value."""
+"""Reductions whose gradient is divided among the terms: equally, or among the terms that equal the result."""
 
 
 def without_trivial_axes(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout without the mesh axes of size 1, on which every role is the same.
+    """Return the layout without mesh axes of size 1, on which all roles are equal.
 
     >>> without_trivial_axes(Layout((("dp", "tp"), ()), varying=("cp",)), {"dp": 2, "tp": 1, "cp": 1})
     [@dp, :]
@@ -165,25 +166,26 @@ def without_trivial_axes(layout: Layout, sizes: Mapping[str, int]) -> Layout:
 
 
 def parts_of(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout without its trivial and varying axes, which do not change the numbers that a rank holds."""
+    """Return the layout without trivial and varying axes, which do not change the local tensors."""
     return replace(without_trivial_axes(layout, sizes), varying=())
 
 
 def replicated(ndim: int) -> Layout:
-    """The layout of a tensor that every rank holds whole, used the same way everywhere."""
+    """Return the layout of a tensor that is replicated and invariant on all axes."""
     return Layout(((),) * ndim)
 
 
 def layout_of(placements: Sequence[Placement], ndim: int, mesh: ProcessMesh) -> Layout:
-    """The layout that a list of placements, one per mesh axis, stands for.
+    """Return the layout for a list of placements, one per mesh axis.
 
-    A list shorter than the mesh is padded with `Replicate()`; negative dims count from the end; several
-    `Shard` of one dim cut it in the order of the mesh axes.
+    A list shorter than the mesh is padded with `Replicate()`. Negative dims count from the end. Several `Shard` of one
+    dim shard it in the order of the mesh axes.
 
     >>> layout_of([Shard(0), Shard(-1)], 2, ProcessMesh([[0, 1, 2], [3, 4, 5]], ["x", "y"]))
     [@x, @y]
 
-    Raises PlacementError for too many placements, or for a dim that the tensor does not have.
+    Raises:
+        PlacementError: there are too many placements, or the tensor has no such dim.
     """
     if len(placements) > mesh.ndim:
         raise PlacementError(
@@ -220,5 +222,5 @@ def _dim_at(placement: Shard, ndim: int, axis: str) -> int:
 
 
 def placements_of(layout: Layout, mesh: ProcessMesh) -> tuple[Placement, ...]:
-    """One placement per mesh axis; the order of several axes that cut one dim is not said by it."""
+    """Return one placement per mesh axis. Placements do not express the order of several axes that shard one dim."""
     return tuple(layout.on(axis) for axis in mesh.dim_names)

@@ -1,4 +1,4 @@
-"""Local shapes and offsets: which part of a tensor a rank holds."""
+"""Local shapes and offsets of the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import prod
 from ._layout import Dim, Layout, Product
 
 Range = tuple[int, int]
-"""Where a piece starts, and how long it is."""
+"""Start and length of a shard along a dim."""
 
 
 def chunk(size: int, parts: int, at: int) -> Range:
-    """The piece `at` of `size` elements in `parts` pieces of ceil(size / parts), the last ones shorter or empty.
+    """Return shard `at` of `size` elements in `parts` shards of ceil(size / parts); the last ones are shorter or empty.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
@@ -25,7 +25,7 @@ def chunk(size: int, parts: int, at: int) -> Range:
 
 
 def cut(size: int, axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]) -> Range:
-    """The piece of one dim that the rank at coordinate `at` holds when `axes` cut it, outermost first."""
+    """Return the shard of a dim on the rank with coordinate `at`, if `axes` shard the dim, outermost first."""
     start = 0
     for axis in axes:
         begin, size = chunk(size, sizes[axis], at[axis])
@@ -34,7 +34,7 @@ def cut(size: int, axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[st
 
 
 def local_length(size: int, dim: Dim, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-    """Length of the local part of one dim."""
+    """Return the local length of a dim."""
     if isinstance(dim, Product):
         return prod(cut(n, axes, sizes, at)[1] for n, axes in dim.factors)
     return cut(size, dim, sizes, at)[1] if dim else size
@@ -43,12 +43,12 @@ def local_length(size: int, dim: Dim, sizes: Mapping[str, int], at: Mapping[str,
 def local_shape(
     shape: Sequence[int], layout: Layout, sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Shape of the part that the rank at coordinate `at` holds."""
+    """Return the local shape on the rank with coordinate `at`."""
     return tuple(local_length(n, d, sizes, at) for n, d in zip(shape, layout.dims, strict=True))
 
 
 def expand_products(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], Layout]:
-    """The same elements with every product dim written out as its factors.
+    """Return shape and layout with every product dim replaced by its factors.
 
     >>> expand_products((12, 5), Layout((Product(((3, ()), (4, ("tp",)))), ())))
     ((3, 4, 5), [:, @tp, :])
@@ -65,7 +65,7 @@ def expand_products(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ..
 def local_ranges(
     shape: Sequence[int], layout: Layout, sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> tuple[Range, ...]:
-    """Start and length of the local part along every dim; for product dims, along every factor."""
+    """Return start and length of the local part along every dim; for product dims, along every factor."""
     if not layout.is_simple:
         shape, layout = expand_products(shape, layout)
     return tuple(

@@ -1,4 +1,4 @@
-"""A process mesh: ranks in an n-dimensional array whose axes have names."""
+"""Process meshes: ranks in an n-dimensional array with named axes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from ._errors import MeshError
 
 _LISTED = 32
-"""A mesh with more ranks is shown without a list of them, if they grow evenly."""
+"""Number of ranks above which `repr` does not list evenly spaced ranks."""
 
 
 class ProcessMesh:
-    """Ranks arranged along named axes; immutable, and the same object for the same content.
+    """Ranks arranged along named axes; immutable, and one object for equal content.
 
     >>> mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
     >>> mesh
@@ -24,7 +24,8 @@ class ProcessMesh:
     >>> mesh["dp", 1]
     ProcessMesh([tp=2], ranks=[2, 3])
 
-    Raises MeshError for a rank named twice, a negative rank, an empty mesh, or names that do not fit.
+    Raises:
+        MeshError: a rank occurs twice or is negative, the mesh is empty, or the names do not fit.
     """
 
     _known: ClassVar[WeakValueDictionary[Any, ProcessMesh]] = WeakValueDictionary()
@@ -67,7 +68,7 @@ class ProcessMesh:
 
     @cached_property
     def steps(self) -> tuple[int, tuple[int, ...]] | None:
-        """First rank, and by how much ranks grow along each axis; None where they do not grow evenly.
+        """First rank, and the rank step along each axis; None if ranks are not evenly spaced.
 
         >>> ProcessMesh([[4, 6], [5, 7]]).steps
         (4, (1, 2))
@@ -92,11 +93,11 @@ class ProcessMesh:
         return rank in self._coordinates
 
     def get_dim_size(self, name: str) -> int:
-        """Number of ranks along axis `name`; raises MeshError for a name that is not an axis."""
+        """Return the number of ranks along axis `name`. Raises MeshError for an unknown name."""
         return self.shape[self.axis(name)]
 
     def axis(self, name: str) -> int:
-        """Position of the axis called `name`."""
+        """Return the position of the axis `name`. Raises MeshError for an unknown name."""
         if name not in self.dim_names:
             raise MeshError(
                 f"axis {name!r} of {self}",
@@ -107,7 +108,7 @@ class ProcessMesh:
         return self.dim_names.index(name)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Axis name → index of `rank` along it; raises MeshError for a rank outside the mesh."""
+        """Return the index of `rank` along each axis, by name. Raises MeshError for a rank outside the mesh."""
         found = self._coordinates.get(rank)
         if found is None:
             raise MeshError(
@@ -119,7 +120,7 @@ class ProcessMesh:
         return found
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axes`, the first axis outermost."""
+        """Return the ranks that differ from `rank` only along `axes`, the first axis outermost."""
         key = (rank, tuple(axes))
         found = self._groups.get(key)
         if found is None:
@@ -131,7 +132,7 @@ class ProcessMesh:
         return found
 
     def get_submesh(self, names: Sequence[str], rank: int) -> ProcessMesh:
-        """The part along axes `names` that `rank` lies in.
+        """Return the submesh along axes `names` that contains `rank`.
 
         >>> ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]).get_submesh(["tp"], rank=2)
         ProcessMesh([tp=2], ranks=[2, 3])
@@ -142,18 +143,18 @@ class ProcessMesh:
         return ProcessMesh(np.array(self.group(rank, names)).reshape(shape), names)
 
     def get_submesh_with_dim(self, name: str, rank: int) -> ProcessMesh:
-        """The line along axis `name` that `rank` lies in."""
+        """Return the one-dim submesh along axis `name` that contains `rank`."""
         return self.get_submesh([name], rank)
 
     def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
-        """The mesh with axis `name` first, or its slice at `index` along that axis."""
+        """Return the mesh with axis `name` first, or its slice at `index` along that axis."""
         if index is not None:
             return self[name, index]
         order = [self.axis(name), *(i for i in range(self.ndim) if i != self.axis(name))]
         return ProcessMesh(self.mesh.transpose(order), [self.dim_names[i] for i in order])
 
     def __getitem__(self, index: Any) -> ProcessMesh:
-        """`mesh["pp", 0]` fixes a named axis; `mesh[0]` and `mesh[:, 1:]` slice as an array does."""
+        """Return a slice: `mesh["pp", 0]` fixes a named axis; `mesh[0]` and `mesh[:, 1:]` slice as for an array."""
         items = index if isinstance(index, tuple) else (index,)
         if isinstance(items[0], str):
             items = self._named_index(items)
@@ -200,7 +201,7 @@ class ProcessMesh:
 
 
 def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the ranks of a mesh by its first rank and its `steps`."""
+    """Return the ranks of a mesh as an array, from its first rank and its `steps`."""
     return first + np.tensordot(np.asarray(steps, dtype=np.int64), np.indices(shape), 1)
 
 

@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies along one mesh axis, as users write it."""
+"""Placements: the distribution of a tensor along one mesh axis, as users write it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PARTIAL_OPS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
 
 class Placement:
-    """How a tensor lies along one mesh axis: `Replicate()`, `Shard(dim)` or `Partial(op)`."""
+    """Distribution of a tensor along one mesh axis: `Replicate()`, `Shard(dim)` or `Partial(op)`."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Each rank holds a slice along `dim`: pieces of ceil(n / ranks), the last ones shorter or empty."""
+    """Each rank holds a slice along `dim`: shards of ceil(n / ranks) elements, the last ones shorter or empty."""
 
     dim: int
 

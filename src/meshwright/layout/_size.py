@@ -1,4 +1,4 @@
-"""Sizes: integers, or symbolic ones that stand for any size while programs are recorded."""
+"""Sizes: integers, or symbolic integers during the recording of programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Size = int | torch.SymInt
 
 
 def hint(n: Any) -> int:
-    """The size itself; of a symbolic one, what it was when it was made."""
+    """Return the size itself; for a symbolic size, its value at creation."""
     return n if isinstance(n, int) else int(n.node.hint)
 
 
 def identity(n: Any) -> Hashable:
-    """What two sizes share when they are the same."""
+    """Return a key that is equal for equal sizes: the size, or the environment and expression of a symbolic size."""
     return n if isinstance(n, int) else (n.node.shape_env, n.node.expr)

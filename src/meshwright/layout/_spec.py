@@ -1,4 +1,4 @@
-"""A spec: what a distributed tensor is, all but its numbers."""
+"""Specs: all properties of a distributed tensor except its elements."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Spec:
     """Mesh, layout, global shape, dtype and global strides of a tensor; immutable, and one object for one content.
 
     `strides` are the strides of the whole tensor, or None if it is contiguous. They decide whether a call returns a
-    view or a copy, the same on every rank. The local part of a dense tensor has the same order of dims in memory.
+    view or a copy, equally on every rank. The local part of a dense tensor has the same order of dims in memory.
 
     Two specs are equal if they are the same object, so that eager dispatch compares them by identity.
 
-    Raises LayoutError when the layout does not fit the shape or names an axis that the mesh lacks.
+    Raises:
+        LayoutError: the layout does not fit the shape, or names an axis that the mesh lacks.
     """
 
     __slots__ = ("__weakref__", "_dual", "_order", "_shapes", "dtype", "layout", "mesh", "shape", "strides")
@@ -109,19 +110,19 @@ class Spec:
 
     @property
     def is_symbolic(self) -> bool:
-        """True when some size is symbolic."""
+        """True if some size is symbolic."""
         return not _is_plain(self.shape)
 
     @property
     def concrete(self) -> Spec:
-        """The spec with the hints of symbolic sizes in their place."""
+        """The spec with symbolic sizes replaced by their hints."""
         if _is_plain(self.shape):
             return self
         strides = None if self.strides is None else list(map(hint, self.strides))
         return Spec(self.mesh, self.layout, list(map(hint, self.shape)), self.dtype, strides)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what `rank` holds; a rank outside the mesh holds no elements of a tensor with dims: a leading 0."""
+        """Return the local shape of `rank`. For a rank outside the mesh, the first size is 0."""
         found = self._shapes.get(rank)
         if found is None:
             found = self._shapes[rank] = self._local_shape(rank)
@@ -133,11 +134,11 @@ class Spec:
         return local_shape(self.shape, self.layout, self.mesh.sizes, self.mesh.coordinate(rank))
 
     def local_ranges(self, rank: int) -> tuple[Range, ...]:
-        """Start and length of what `rank` holds along every dim (every factor of a product dim)."""
+        """Return start and length of the local part of `rank` along every dim (every factor of a product dim)."""
         return local_ranges(self.shape, self.layout, self.mesh.sizes, self.mesh.coordinate(rank))
 
     def offset(self, rank: int, dim: int) -> int:
-        """First index along `dim` that `rank` holds."""
+        """Return the first index along `dim` that `rank` holds. Raises LayoutError for a product dim."""
         axes = self.layout.dims[dim]
         if isinstance(axes, Product):
             raise LayoutError(
@@ -149,7 +150,7 @@ class Spec:
         return cut(self.shape[dim], axes, self.mesh.sizes, self.mesh.coordinate(rank))[0]
 
     def of_part(self, shape: Sequence[int]) -> Spec:
-        """The spec without symbolic sizes of which a part has this shape; symbolic dims have equal parts."""
+        """Return the spec without symbolic sizes for a local tensor of this shape; symbolic dims have equal shards."""
         if not self.is_symbolic:
             return self
         dims = zip(self.shape, shape, self.layout.dims, strict=True)
@@ -157,7 +158,7 @@ class Spec:
         return Spec(self.mesh, self.layout, sizes, self.dtype)
 
     def with_layout(self, layout: Layout) -> Spec:
-        """Return the spec of the same tensor in another layout; contiguous if the move changes a local part."""
+        """Return the spec of the same tensor in another layout. It is contiguous if a local tensor changes."""
         if layout == self.layout:
             return self
         sizes = self.mesh.sizes
@@ -195,7 +196,8 @@ def parse_spec(text: str, mesh: ProcessMesh) -> Spec:
 
     If the tensor is not contiguous, its strides come last: `f32[8@dp, 4] strides (1, 8)`.
 
-    Raises LayoutError for text that is not a spec, naming the place.
+    Raises:
+        LayoutError: the text is not a spec; the message quotes the invalid part.
     """
     text, strides = read_strides(text)
     dtype, shape, layout = parse_sized(text)

@@ -1,4 +1,4 @@
-"""The text form of layouts and specs: `f32[8@dp, 1024, 4096@tp@cp] +ep ~cp`, which parses back."""
+"""Text form of layouts and specs, such as `f32[8@dp, 1024, 4096@tp@cp] +ep ~cp`, and its parser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_CHARACTERS = 10_000
 MOST_DIGITS = 18
-"""Digits of a size: sizes of tensors are below 2 ** 63."""
+"""Maximum number of digits of a size: sizes of tensors are below 2 ** 63."""
 
 _SPEC = re.compile(r"\s*(?P<dtype>\w*)\s*\[(?P<dims>[^\]]*)\](?P<marks>(?:\s*[+~]\s*\w+(?::\w+)?)*)\s*")
 _FACTOR = re.compile(r"\s*(?P<size>\d*)\s*(?P<axes>(?:@\w+)*)\s*")
@@ -33,7 +33,7 @@ def write_dtype(dtype: torch.dtype) -> str:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """The dtype of a short name or of torch's own. Raises LayoutError for an unknown one.
+    """Return the dtype for a short name or a torch name. Raises LayoutError for an unknown name.
 
     >>> read_dtype("bf16"), read_dtype("float8_e4m3fn")
     (torch.bfloat16, torch.float8_e4m3fn)
@@ -45,7 +45,7 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 def write_dims(shape: Sequence[int], layout: Layout) -> str:
-    """The dims and marks in text, such as `[8@dp, 1024] +tp`."""
+    """Return the dims and marks as text, such as `[8@dp, 1024] +tp`."""
     dims = ", ".join(
         repr(d) if isinstance(d, Product) else f"{n}" + "".join(f"@{a}" for a in d)
         for n, d in zip(shape, layout.dims, strict=True)
@@ -74,7 +74,7 @@ def read_strides(text: str) -> tuple[str, tuple[int, ...] | None]:
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout written as `[@dp, :, @tp@cp] +ep`; sizes and a dtype may stand there too.
+    """Return the layout for a text such as `[@dp, :, @tp@cp] +ep`; sizes and a dtype are allowed.
 
     >>> parse_layout("[8@dp, :, 3 * 512@tp] +ep:max ~cp")
     [@dp, :, 3 * 512@tp] +ep:max ~cp
@@ -83,7 +83,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_sized(text: str) -> tuple[torch.dtype, list[int], Layout]:
-    """Dtype, shape and layout of a text such as `f32[8@dp, 1024] +tp`."""
+    """Return dtype, shape and layout for a text such as `f32[8@dp, 1024] +tp`. Raises LayoutError for other texts."""
     name, shape, layout = _parse(text)
     dtype = read_dtype(name)
     sizes = [n for n in shape if n is not None]

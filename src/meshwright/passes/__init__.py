@@ -1,4 +1,4 @@
-"""Passes: one file per optimisation."""
+"""Passes: optimizations of programs, one file for each."""
 
 from ._amp import Amp
 from ._bucket import Bucket

@@ -1,8 +1,8 @@
-"""Automatic mixed precision: operators run in half precision, parameters and optimizer states stay as they are.
+"""Automatic mixed precision: operators run in half precision; parameters and optimizer states keep their dtype.
 
-It is a pass on the captured model, before gradients are recorded, so that casts are differentiated like everything
-else: master weights, and gradients in their dtype, come by construction. What runs in which dtype is decided by torch's
-own autocast, node by node; level "O2" also casts parameters and inputs, and makes norms and losses run in float32.
+The pass works on the captured model before gradients are recorded, so that casts are differentiated like other
+operators. Thus master weights, and gradients in their dtype, need no extra code. torch's autocast decides the dtype of
+each node. Level "O2" also casts parameters and inputs, and runs norms and losses in float32.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ SINGLE = {
 @register_pass
 @dataclass(frozen=True)
 class Amp(Pass):
-    """Level "O1" is `torch.autocast`. At "O2" parameters but those of norms are cast, too; `single` run in float32.
+    """Mixed precision pass. Level "O1" is `torch.autocast`; "O2" also casts parameters, except those of norms.
 
-    A model that casts by itself is to be captured under autocast, as `to_static` does: in float32 some casts are none.
+    At "O2", operators in `single` run in float32. A model with casts of its own must be captured under autocast, as
+    `to_static` does, because some of its casts have no effect in float32.
 
-    Gradients in float16 vanish without a loss scale, which is no part of the pass: `Strategy(amp=...)` has both.
+    Gradients in float16 underflow without a loss scale, which is not part of the pass: `Strategy(amp=...)` has both.
+
+    Raises:
+        RewriteError: `dtype` is not bfloat16 or float16, or `level` is unknown.
     """
 
     name: ClassVar[str] = "amp"
@@ -84,7 +88,7 @@ class _Cast:
     count: int = 0
 
     def low(self, v: Value) -> Value:
-        """What stands for `v`: its cast, where there is one."""
+        """Return the cast of `v` if there is one, otherwise `v`."""
         return self.lower.get(v, v)
 
     def nodes(self) -> Iterator[Node]:
@@ -104,7 +108,7 @@ class _Cast:
                 yield given
 
     def _is_norm(self, v: Value) -> bool:
-        """True for parameters that only operators in float32 read."""
+        """True for parameters that are read only by operators in float32."""
         users = self.before.users.get(v, ())
         return bool(users) and all(self._is_single(node.op) for node in users)
 
@@ -118,11 +122,11 @@ class _Cast:
 
     @cached_property
     def _has_modes(self) -> bool:
-        """True for a program that was captured under autocast: what the model itself leaves out of it stays so."""
+        """True for a program captured under autocast; nodes that the model excluded from autocast stay excluded."""
         return any(n.origin.autocast is not None and n.origin.autocast[1] == self.how.dtype for n in self.before.nodes)
 
     def _single(self, node: Node) -> Iterator[Node]:
-        """The node without autocast, on operands in float32."""
+        """Yield the node without autocast, after casts of its operands to float32."""
         origin = replace(node.origin, autocast=None)
         raised: dict[Value, Value] = {}
         for v in dict.fromkeys(node.ins):

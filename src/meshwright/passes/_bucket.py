@@ -1,12 +1,12 @@
-"""Small collectives become large ones: several tensors are laid in one row, sent at once, and taken out again.
+"""Bucketing of small collectives: several tensors are packed into one row, sent at once, and unpacked.
 
-A collective takes a time to start that small tensors do not pay back. Those of a bucket do the same thing for other
-tensors: the same step along the same axes of one mesh. Along other axes a step does nothing, so any parts fit into one
-row. Each number is added to the same numbers in the same order as before.
+For small tensors, the start of a collective takes longer than the transfer. The collectives of a bucket are the same
+step along the same axes of one mesh, on different tensors. Other axes do not matter to the step, so any local tensors
+can share a row. The order of additions does not change.
 
-A bucket stands where all its operands are there, and before any of its results is needed; nothing but views moves for
-it. So gradients are reduced during the backward pass, as soon as the last one of a bucket is there, and parameters are
-gathered before the first of them is used.
+A bucket is placed after the producers of its operands and before the first reader of its results; only views are moved
+for it. So gradients are reduced during the backward pass, once the last one of a bucket is available, and parameters
+are gathered before the first of them is used.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ MIB = 2**20
 @register_pass
 @dataclass(frozen=True)
 class Bucket(Pass):
-    """Collectives that do the same for different tensors become one, up to `bytes` of operands or results (if larger).
+    """Merge equal collectives on different tensors into one, up to `bytes` of operands or results (the larger of both).
 
-    All-reduces, reduce-scatters and gathers of one phase, mesh, dtype and operation, along the same axes. A result
-    that is needed soon is not kept waiting for those that are needed in a later phase: they have buckets of their own.
-    Where some part is not of one shape on all ranks, everything stays as it is: such ranks have programs of their
-    own, and what is placed by the nodes between would stand in another order on each.
+    Merged are all-reduces, reduce-scatters and all-gathers of one phase, mesh, dtype and operation, along the same
+    axes. Results that are needed in the same phase and results that are needed in a later phase have separate buckets.
+    If a local tensor has different shapes on different ranks, the program is unchanged: such ranks have programs of
+    their own, and the order of collectives could differ between them.
 
-    A tensor of more than `alone` bytes travels alone: to lay it into a row takes longer than to start a collective.
-    Where it is None, the cost model tells that size for the device.
+    A tensor of more than `alone` bytes is not bucketed, because packing takes longer than starting a collective. If
+    `alone` is None, the cost model computes this size for the device.
 
     >>> Bucket()
     Bucket(bytes=26214400, alone=None)
@@ -70,12 +70,12 @@ class Bucket(Pass):
         return draft.finish(*changes) if changes else program
 
     def _most(self, spot: Spot) -> int:
-        """The most bytes of a collective that may join others."""
+        """Return the maximum size in bytes of a collective that may join others."""
         alone = pays_back(spot.ins[0].device) if self.alone is None else self.alone
         return min(self.bytes, alone)
 
     def _first(self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]) -> tuple[list[Member], Window]:
-        """The bucket of the first collective that waits, and the places where it may stand."""
+        """Return the bucket of the first waiting collective, and the positions where it may be placed."""
         first = _member(draft, waiting[0], order)
         members, window, size = [first], first.window, _row_bytes(first.spot)
         for spot in waiting[1:]:
@@ -95,7 +95,7 @@ class Bucket(Pass):
 
 @lru_cache(maxsize=64)
 def pays_back(device: str) -> int:
-    """So many bytes are read and written in the time that a collective takes to start: on a CPU, or else on an H100."""
+    """Return the number of bytes that are read and written in the start time of a collective, on a CPU or an H100."""
     kind, link = ("cpu core", "memory of one host") if device == "cpu" else ("H100", "NVLink4")
     found = link_of(link)
     return int((found.start + found.latency) * device_of(kind).bandwidth / 2)
@@ -103,14 +103,17 @@ def pays_back(device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a collective may stand: before the nodes `ready` to `due`; `at` is where it (the first of them) was."""
+    """Positions where a collective may be placed: before a node from `ready` to `due`.
+
+    `at` is the original position, of the first one for several collectives.
+    """
 
     ready: int
     due: int
     at: int
 
     def and_(self, other: Window) -> Window | None:
-        """Where both may stand together."""
+        """Return the positions where both may be placed together; None if there are none."""
         both = Window(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
         return both if both.stand <= both.due else None
 
@@ -121,7 +124,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A collective that may join a bucket: what makes its operand and what needs its result, behind views."""
+    """A collective that may join a bucket.
+
+    `makers` are the nodes that produce its operand, views left out. `is_urgent` is True if a node of the same phase
+    reads its result.
+    """
 
     spot: Spot
     kind: Any
@@ -140,7 +147,7 @@ def _member(draft: Draft, spot: Spot, order: dict[Spot, int]) -> Member:
 
 
 def _above(draft: Draft, spot: Spot) -> Iterator[Spot]:
-    """What makes the operands of a node; behind a view, also what it is a view of."""
+    """Return the producers of a node's operands; for a view, also the producers of its base."""
     seen: dict[Spot, None] = {}
     waiting = [spot]
     while waiting:
@@ -154,7 +161,7 @@ def _above(draft: Draft, spot: Spot) -> Iterator[Spot]:
 
 
 def _below(draft: Draft, spot: Spot) -> Iterator[Spot]:
-    """What reads the results of a node; behind a view, also what reads the view."""
+    """Return the readers of a node's results; for a view, also the readers of the view."""
     seen: dict[Spot, None] = {}
     waiting = [spot]
     while waiting:
@@ -168,7 +175,7 @@ def _below(draft: Draft, spot: Spot) -> Iterator[Spot]:
 
 
 def _origin_of(spots: Sequence[Spot]) -> Origin:
-    """Of what is done for all of them: the module that they are all in, and a line that is that of all."""
+    """Return an origin for all of the nodes: their common module path, and the source line if it is equal for all."""
     origin, layers = spots[-1].origin, [spot.origin.layer.split(".") for spot in spots]
     shared = takewhile(lambda names: len({*names}) == 1, zip(*layers, strict=False))
     same = all(spot.origin.where == origin.where for spot in spots)
@@ -176,7 +183,7 @@ def _origin_of(spots: Sequence[Spot]) -> Origin:
 
 
 def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot, int]) -> Change:
-    """Puts one collective in the place of several; views that make operands go ahead of it, views of results behind."""
+    """Replace several collectives by one. Views that make operands move before it, views of results after it."""
     stand = window.stand
     anchor = next((s for s in islice(at, stand, None) if not is_view(s.op)), draft.end)
     above = {s for m in members for s in _above(draft, m.spot) if is_view(s.op) and at[s] >= stand}
@@ -200,7 +207,7 @@ def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot
 
 
 def _can_join(spot: Spot) -> bool:
-    """True for a step that works on rows: it cuts or gathers one dim in the order of its axes, and parts are even."""
+    """True for an all-reduce, or a step that scatters or gathers one dim in the order of its axes, with even shards."""
     if not isinstance(spot.op, Carry) or not is_known(*spot.ins, *spot.outs):
         return False
     step, src = spot.op.step, spot.op.src
@@ -224,7 +231,7 @@ def _axes(step: AllReduce | ReduceScatter | AllGather) -> tuple[str, ...]:
 
 
 def _kind(spot: Spot) -> Any:
-    """What the members of a bucket have in common."""
+    """Return the key that the members of a bucket share."""
     step, src = _step(spot)
     (x,) = spot.ins
     return type(step), _axes(step), getattr(step, "op", None), src.mesh, src.dtype, x.device, spot.origin.phase
@@ -240,7 +247,7 @@ def _row_bytes(spot: Spot) -> int:
 
 
 def _packed_op(spots: Sequence[Spot]) -> Carry:
-    """The step that carries the row in which the operands of all members lie."""
+    """Return the step for the row into which the operands of all members are packed."""
     step, src = _step(spots[0])
     axes = _axes(step)
     numbers = sum(prod(hint(n) for n in s.ins[0].shape) for s in spots)
@@ -252,7 +259,7 @@ def _packed_op(spots: Sequence[Spot]) -> Carry:
 
 
 def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
-    """The operand as a matrix: one row, or one for each rank that receives a part."""
+    """Return the operand as a matrix with one row, or for a reduce-scatter one row for each receiving rank."""
     step, _ = _step(spot)
     (x,) = spot.ins
     rows = _ranks(spot) if isinstance(step, ReduceScatter) else 1
@@ -267,7 +274,7 @@ def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
 
 
 def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[int], before: Spot) -> None:
-    """Every member's result, out of the row."""
+    """Unpack the results of all members from the row."""
     origin = _origin_of(spots)
     if not isinstance(_step(spots[0])[0], AllGather):
         widths = [prod(hint(n) for n in s.outs[0].shape) for s in spots]
@@ -283,7 +290,7 @@ def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[
 
 
 def _glued(draft: Draft, spot: Spot, piece: Value, before: Spot) -> Value:
-    """The gathered tensor, of a matrix whose rows are the parts."""
+    """Return the gathered tensor for a matrix whose rows are the local tensors."""
     step, _ = _step(spot)
     assert isinstance(step, AllGather)
     dim, shape = step.places[0][1], list(spot.ins[0].shape)

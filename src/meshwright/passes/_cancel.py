@@ -1,7 +1,8 @@
-"""Conversions that follow each other become the cheapest conversion of the whole way: nothing, where it leads back.
+"""Simplification of chains of conversions: a chain is replaced by the cheapest plan between its ends.
 
-A conversion keeps every number of the tensor, so only where a chain of them begins and ends matters: `reshard.plan` of
-the two ends replaces it, where that moves less. All-reduces along different axes are one along all of them.
+Conversions do not change the elements of the tensor, so only the first and last layouts of a chain matter. The
+`reshard.plan` between both replaces the chain if it moves less. Consecutive all-reduces along different axes become
+one.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from ._rows import is_only_use, lie_alike, place, received
 aten = torch.ops.aten
 IDLE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 Cost = tuple[int, int]
-"""Rounds, and bytes that the busiest rank receives."""
+"""Number of rounds, and bytes that the busiest rank receives."""
 
 
 @register_pass
 @dataclass(frozen=True)
 class Cancel(Pass):
-    """Chains of conversions that lie on one mesh are replaced by the plan of the whole way, where that is cheaper.
+    """Replace chains of conversions on one mesh by the plan between the ends, if it is cheaper.
 
-    Slice and gather, gather and slice lead back and leave nothing; reduce-scatter and gather leave an all-reduce,
-    all-reduce and slice a reduce-scatter. Steps from mesh to mesh stay: the ranks on their other side have programs of
-    their own.
+    Slice and gather, and gather and slice, cancel out. Reduce-scatter and gather become an all-reduce; all-reduce and
+    slice become a reduce-scatter. Steps from mesh to mesh are unchanged, because the ranks of the other mesh have their
+    own programs.
     """
 
     name: ClassVar[str] = "cancel"
@@ -49,7 +50,10 @@ class Cancel(Pass):
 
 
 def _shortened(draft: Draft, last: Spot) -> Change | None:
-    """The chain that ends in `last`, from the beginning that saves most, by the plan of the whole way."""
+    """Replace the part of the chain that ends in `last`, with the start that saves most, by the plan of its ends.
+
+    Returns None if nothing is saved.
+    """
     chain = _chain(draft, last)
     best: tuple[Cost, Sequence[Spot], Plan] | None = None
     for at in range(len(chain) - 1):
@@ -70,7 +74,7 @@ def _shortened(draft: Draft, last: Spot) -> Change | None:
 
 
 def _together(draft: Draft, last: Spot) -> Change | None:
-    """An all-reduce of what only an all-reduce along other axes gives: one along all axes."""
+    """Merge an all-reduce with the one that produces its operand, along other axes, if it has no other reader."""
     (x,) = last.ins
     first = draft.producer(x)
     if first is None or not isinstance(first.op, Carry) or not is_only_use(draft, x, last):
@@ -94,7 +98,7 @@ def _together(draft: Draft, last: Spot) -> Change | None:
 
 
 def _chain(draft: Draft, last: Spot) -> list[Spot]:
-    """Steps of which each takes what the one before gives, ending in `last`."""
+    """Return the longest chain of steps that ends in `last`; each step reads the result of the one before."""
     chain = [last]
     while True:
         before = _maker(draft, chain[0].ins[0])
@@ -106,7 +110,7 @@ def _chain(draft: Draft, last: Spot) -> list[Spot]:
 
 
 def _maker(draft: Draft, v: Value) -> Spot | None:
-    """The node that makes `v`, behind those that give what they are given."""
+    """Return the node that produces `v`, ignoring nodes that return their operand unchanged."""
     spot = draft.producer(v)
     while spot is not None and spot.op in IDLE and spot.ins[0].sizes == v.sizes:
         spot = draft.producer(spot.ins[0])
@@ -114,7 +118,7 @@ def _maker(draft: Draft, v: Value) -> Spot | None:
 
 
 def _dying(draft: Draft, part: Sequence[Spot]) -> list[Spot]:
-    """Those of a chain that nothing needs when its end comes from elsewhere."""
+    """Return the nodes of a chain that are no longer needed if its end is computed otherwise."""
     found = [part[-1]]
     for spot in reversed(part[:-1]):
         v = spot.outs[0]
@@ -141,14 +145,17 @@ def _cost(ops: Sequence[Carry]) -> Cost:
 
 
 def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
-    """Puts the way where the chain begins, or where it ends if it makes the tensor larger: what is small is kept."""
+    """Insert the plan at the start of the chain, or at its end if the result is larger than the operand.
+
+    So the smaller tensor is the one that is kept.
+    """
     last = part[-1]
     x = part[0].ins[0]
     at = part[0] if last.outs[0].nbytes <= x.nbytes else last
     steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
     for step, spec in steps:
         x = draft.add(Carry(step, spec), x, before=at, origin=at.origin)
-    if not steps:  # what a step gives is contiguous and shares no memory, and others may rely on that
+    if not steps:  # the result of a step is contiguous and shares no memory, and readers may rely on that
         how = {"memory_format": torch.contiguous_format}
         x = draft.add(aten.clone.default, x, before=last, origin=last.origin, **how)
     draft.replace(last.outs[0], x)

@@ -1,7 +1,7 @@
-"""The optimizer's operators, one per parameter, become one per step of its formula: `torch._foreach_*` on lists.
+"""Merging of the optimizer's operators on single parameters into `torch._foreach_*` operators on lists.
 
-Nodes of the update with the same formula behind them, up to the inputs they start from, work on different parameters;
-none of them can need another one. What is collectively done goes on in the same order as before.
+Nodes of the update with equal formulas, except for their inputs, work on different parameters and do not depend on each
+other. Collectives keep their order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from meshwright.graph import (
 aten = torch.ops.aten
 Columns = tuple[list[Any], ...]
 Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
-"""An operator on lists, and its arguments."""
+"""An operator on lists, its arguments and its keyword arguments."""
 
 
 def _one(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
-    """`op(x)`."""
+    """Return a function that makes the call on lists of `op(x)`."""
     return lambda columns, named: (packet.default, columns, {}) if len(columns) == 1 and not named else None
 
 
 def _two(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
-    """`op(x, y)` with a tensor, or with a number, which may differ from one `x` to the next."""
+    """Return a function that makes the call on lists of `op(x, y)`; `y` is a tensor or a number for each `x`."""
 
     def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
         if len(columns) != 2:
@@ -57,7 +57,7 @@ def _two(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | Non
 
 
 def _with_numbers(packet: Any, columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
-    """Lists of tensors, and a number at the end (or by name), one for all or one for each."""
+    """Return a call on lists of tensors and a last or named number, which is one for all or one for each; else None."""
     *tensors, last = (*columns, *named.values())
     if len(named) > 1 or any(_is_tensor(n) for n in last) or not all(_is_tensor(t) for ts in tensors for t in ts):
         return None
@@ -67,7 +67,7 @@ def _with_numbers(packet: Any, columns: Columns, named: Mapping[str, list[Any]])
 
 
 def _three(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
-    """`op(x, a, b, value=1)`."""
+    """Return a function that makes the call on lists of `op(x, a, b, value=1)`."""
 
     def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
         return _with_numbers(packet, columns, named or {"value": [1] * len(columns[0])}) if len(columns) == 3 else None
@@ -96,13 +96,13 @@ FOREACH: Mapping[Any, Callable[[Columns, Mapping[str, list[Any]]], Call | None]]
     aten.sign.default: _one(aten._foreach_sign),
     aten.reciprocal.default: _one(aten._foreach_reciprocal),
 }
-"""Operator → how a call of it on lists reads, from the columns of its arguments; None where there is no such call."""
+"""Operator → function that makes its call on lists from columns of arguments, or returns None if there is none."""
 
 
 @register_pass
 @dataclass(frozen=True)
 class Foreach(Pass):
-    """Groups of at least `least` operators of the update become one; it runs behind everything else of the step."""
+    """Merge groups of at least `least` operators of the update, which then runs after all other nodes of the step."""
 
     name: ClassVar[str] = "foreach"
     least: int = 2
@@ -114,7 +114,7 @@ class Foreach(Pass):
             return program
         units = list(_units(program, region, self.least, {}))
         order = list(_sorted(units))
-        if len(order) < len(units):  # groups need each other, by way of what keeps its order
+        if len(order) < len(units):  # groups depend on each other through ordered nodes
             units = list(_units(program, region, self.least, _sides(program, region)))
             order = list(_sorted(units))
         groups = [u for u in units if len(u.nodes) > 1]
@@ -132,7 +132,7 @@ class Foreach(Pass):
 
 
 def _region(program: Program) -> set[Node]:
-    """The update, and what depends on it."""
+    """Return the nodes of the update, and all nodes that depend on them."""
     found: set[Node] = set()
     made: set[Value] = set()
     for node in program.nodes:
@@ -143,21 +143,21 @@ def _region(program: Program) -> set[Node]:
 
 
 def _is_ordered(node: Node) -> bool:
-    """True for nodes that keep their order among each other."""
+    """True for nodes that must keep their order: collectives, random operators and assertions."""
     sends = isinstance(node.op, Carry) and node.op.communicates
     return sends or draws(node.op) or asserts(node.op)
 
 
 def _keeps_order(program: Program, region: set[Node]) -> bool:
-    """True where the region can run behind the rest and everything ordered stays in order."""
+    """True if the region can run after the rest without changing the order of ordered nodes."""
     ordered = [node in region for node in program.nodes if _is_ordered(node)]
     return ordered == sorted(ordered)
 
 
 def _sides(program: Program, region: set[Node]) -> dict[Node, Any]:
-    """Whether a node of the region needs one that is ordered, and whether one that is ordered needs it.
+    """Return, for each node of the region, a pair: it depends on an ordered node; an ordered node depends on it.
 
-    Groups of nodes that are alike in this cannot need each other; a node of which both are true is like no other.
+    Groups of nodes with equal pairs cannot depend on each other. A node with both dependencies gets a key of its own.
     """
     flow = [(n, n.ins, n.outs) for n in program.nodes if n in region]
     behind, before = _reached(flow), _reached([(n, outs, ins) for n, ins, outs in reversed(flow)])
@@ -165,7 +165,7 @@ def _sides(program: Program, region: set[Node]) -> dict[Node, Any]:
 
 
 def _reached(flow: Iterable[tuple[Node, Iterable[Value], Iterable[Value]]]) -> set[Node]:
-    """The nodes that there is a way to from an ordered one; each comes with what leads to it and what leads on."""
+    """Return the nodes that are reachable from an ordered node; `flow` has each node's incoming and outgoing values."""
     found: set[Node] = set()
     touched: set[Value] = set()
     for node, to, on in flow:
@@ -178,7 +178,7 @@ def _reached(flow: Iterable[tuple[Node, Iterable[Value], Iterable[Value]]]) -> s
 
 @dataclass(eq=False)
 class _Unit:
-    """Nodes that become one: `node` is what stands for them, `at` the place of the first."""
+    """Nodes that become one: `node` replaces them, `at` is the position of the first one."""
 
     nodes: list[Node]
     node: Node
@@ -188,7 +188,7 @@ class _Unit:
 
 
 def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node, Any]) -> Iterator[_Unit]:
-    """The nodes of the region, those of one formula and one side together."""
+    """Yield the units of the region; nodes with equal formula and equal sides are merged into one unit."""
     place = {node: at for at, node in enumerate(program.nodes)}
     formulas = _Formulas({i.value: (i.role, str(i.name.rpartition(".")[2])) for i in program.inputs})
     alike: dict[Any, list[Node]] = {}
@@ -202,7 +202,7 @@ def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node,
 
 
 def _together(nodes: Sequence[Node]) -> Node | None:
-    """One node for all, on lists."""
+    """Return one node on lists for all nodes, or None if there is no such operator."""
     columns: Columns = tuple(map(list, zip(*(n.args for n in nodes), strict=True)))
     named = {key: [n.kwargs[key] for n in nodes] for key in nodes[0].kwargs}
     call = FOREACH[nodes[0].op](columns, named)
@@ -214,7 +214,7 @@ def _together(nodes: Sequence[Node]) -> Node | None:
 
 @dataclass
 class _Formulas:
-    """What a value is computed by, as one number for each formula; inputs count by their role and what they are for."""
+    """Numbers of the formulas that compute values. Inputs are identified by role and last part of the name."""
 
     roles: Mapping[Value, Any]
     known: dict[Value, Any] = field(default_factory=dict[Value, Any])
@@ -241,7 +241,7 @@ class _Formulas:
 
 
 def _sorted(units: Sequence[_Unit]) -> Iterator[_Unit]:
-    """Each behind what it reads, else in the order of the program."""
+    """Yield the units in topological order, and in program order where there is a choice."""
     makers = {v: u for u in units for n in u.nodes for v in n.outs}
     ordered = sorted((u for u in units if _is_ordered(u.node)), key=lambda u: u.at)
     for unit in units:
@@ -267,7 +267,7 @@ def _is_tensor(v: Any) -> bool:
 
 
 def _same(items: Sequence[Any]) -> bool:
-    """True when all are one value, or equal constants of one type."""
+    """True if all items are one value, or equal constants of one type."""
     first = items[0]
     if any(isinstance(v, Value) for v in (first, *values_in(tuple(items)))):
         return all(v is first for v in items)

@@ -1,4 +1,4 @@
-"""Gradients of several pieces of a batch are added up by the products that make them: `acc + a @ b` is one operator."""
+"""Fusion of gradient accumulation with the matrix products: `acc + a @ b` becomes one operator."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ register_rewrite(Rewriter("sum and product", _accumulated, on=(aten.add.Tensor,)
 @register_pass
 @dataclass(frozen=True)
 class FuseAccumulation(RulePass):
-    """What a weight's gradient is added to is an operand of the product: no sum of its own reads and writes it again.
+    """Add a weight's gradient to the accumulated gradient inside the matrix product, without a separate sum.
 
-    For programs of gradient merge, where each piece of the batch adds to the gradients of those before it.
+    For programs with gradient accumulation, in which each microbatch adds to the gradients of the earlier ones.
     """
 
     name: ClassVar[str] = "fuse_accumulation"

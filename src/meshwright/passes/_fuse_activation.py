@@ -1,4 +1,4 @@
-"""Linear layers and activations written out by hand become one operator each."""
+"""Fusion of hand-written linear layers and activations into one operator each."""
 
 # ruff: noqa: PLW0108 - both sides of a rule name their arguments
 from __future__ import annotations
@@ -64,7 +64,7 @@ for _rule in (*LINEAR, *ACTIVATION):
 @register_pass
 @dataclass(frozen=True)
 class FuseActivation(RulePass):
-    """`x @ w.T + b` becomes `linear`, activations written out become `silu` and `gelu`.
+    """Replace `x @ w.T + b` by `linear`, and hand-written activations by `silu` and `gelu`.
 
     With `merge`, two linear layers of one operand, such as the halves of a SwiGLU, become one with joined weights.
     """

@@ -1,7 +1,7 @@
-"""Attention written out by hand becomes `scaled_dot_product_attention`, and a causal mask is only said to be one.
+"""Fusion of hand-written attention into `scaled_dot_product_attention`; a causal mask becomes `is_causal=True`.
 
-Scores may be scaled or not, a mask added or scores filled where it is true, the softmax taken in float32. Where a row
-is masked as a whole, attention by hand gives NaN; the operator gives zeros.
+Scores may be scaled. A mask may be added, or scores may be filled where it is True. The softmax may be computed in
+float32. For a fully masked row, hand-written attention gives NaN and the operator gives zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.graph import Edit, Rewrite, Rewriter, RulePass, Spot, register_p
 
 aten = torch.ops.aten
 NEVER = -1e9
-"""Scores from here down have no weight beside any other."""
+"""Upper bound of scores that have zero weight beside any other score."""
 
 SHAPES = "... s d, ... t d, ... t e, * s t"
 
@@ -39,12 +39,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
 
 
 def _keeps_digits(q: Any, upcast: bool) -> bool:
-    """False where the softmax is taken in fewer digits than the operator would."""
+    """False if the softmax is computed in a lower precision than in the operator."""
     return not (upcast and q.dtype == torch.float64)
 
 
 def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
-    """True when the mask can be cast to the scores' dtype without harm: it has that dtype, or only masks."""
+    """True if the mask has the dtype of the scores, or if a cast is exact: it is 0 or at most NEVER everywhere."""
     if mask is None or mask.dtype == q.dtype:
         return _keeps_digits(q, upcast)
     known = match.known(mask) if match is not None else None
@@ -55,7 +55,7 @@ def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
 
 
 def _hides(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
-    """True when what is filled has no weight at all: -inf, or a very small number where each row keeps something."""
+    """True if filled scores have zero weight: -inf, or at most NEVER if each row keeps a score."""
     if fill == -math.inf or not _keeps_digits(q, upcast):
         return _keeps_digits(q, upcast)
     known = match.known(mask) if match is not None and fill <= NEVER else None
@@ -99,7 +99,7 @@ RULES = (
 
 
 def _say_causal(edit: Edit, spot: Spot) -> str | None:
-    """A mask that is known, and lets every position see itself and those before, becomes `is_causal`."""
+    """Replace a constant causal mask by `is_causal`."""
     q, k, v, mask, dropout, causal = edit.arguments[:6]
     known = None if mask is None or causal else edit.known(mask)
     if known is None or not _is_causal(known):
@@ -128,6 +128,6 @@ register_rewrite(
 @register_pass
 @dataclass(frozen=True)
 class FuseAttention(RulePass):
-    """Products, softmax and product become `scaled_dot_product_attention`."""
+    """Replace product, softmax and product by `scaled_dot_product_attention`."""
 
     name: ClassVar[str] = "fuse_attention"

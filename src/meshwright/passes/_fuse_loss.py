@@ -1,4 +1,4 @@
-"""Cross entropy written out by hand becomes one operator, step by step: per row first, then the mean or the sum."""
+"""Fusion of hand-written cross entropy into one operator: first the loss of each row, then the mean or sum."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ for _rule in RULES:
 @register_pass
 @dataclass(frozen=True)
 class FuseLoss(RulePass):
-    """A loss of `log_softmax` or `logsumexp` becomes `cross_entropy_loss`."""
+    """Replace a loss by `log_softmax` or `logsumexp` by `cross_entropy_loss`."""
 
     name: ClassVar[str] = "fuse_loss"

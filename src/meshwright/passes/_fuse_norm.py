@@ -1,7 +1,7 @@
-"""Norms written out by hand become one operator: RMS norm and layer norm, with or without weight and bias.
+"""Fusion of hand-written RMS norms and layer norms, with or without weight and bias, into one operator.
 
-Each rule is one small step, and a style of writing is a way through them. Where a number is rounded on the way, as in
-`w * norm(x.float()).to(x.dtype)` of a 16-bit x, it still is: the weight stays outside.
+Each rule is a small step; several rules in a row match one style of writing. Intermediate rounding is kept: in
+`w * norm(x.float()).to(x.dtype)` of a 16-bit x, the weight is not fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COARSE = (torch.bfloat16, torch.float16)
 
 
 def _is_fine(x: Any) -> bool:
-    """True where no rounding gets lost when an operator computes more at once."""
+    """True if the dtype is not 16-bit, so that fusion removes no rounding that matters."""
     return x.dtype not in COARSE
 
 
@@ -113,6 +113,6 @@ for _rule in (*RMS, *LAYER):
 @register_pass
 @dataclass(frozen=True)
 class FuseNorm(RulePass):
-    """RMS norms and layer norms that are written out become `rms_norm` and `layer_norm`."""
+    """Replace hand-written norms by `rms_norm` and `layer_norm`."""
 
     name: ClassVar[str] = "fuse_norm"

@@ -1,8 +1,9 @@
-"""Sums over two kinds of links are reduced in three steps, so that little crosses the slow ones.
+"""Hierarchical all-reduce: a sum over fast and slow links is reduced in three steps, to save traffic on slow links.
 
     all_reduce over (outer, inner) = all_gather over inner · all_reduce over outer · reduce_scatter over inner
 
-A rank of `g` along the inner axes sends `1/g` of the sum across the outer ones. Terms are added in another order.
+With `g` ranks along the inner axes, each rank sends `1/g` of the sum along the outer axes. The order of additions
+changes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ OPS = ("sum", "avg", "max", "min")
 @register_pass
 @dataclass(frozen=True)
 class Hierarchy(Pass):
-    """All-reduces over axes of both kinds, of at least `least` bytes: along `inner` axes first, then along `outer`.
+    """Split all-reduces of at least `least` bytes over axes of both kinds: along `inner` axes first, then `outer` axes.
 
-    The axes are said, not guessed: inner ones connect ranks by fast links (the GPUs of a node), outer ones by slow
-    links. Sums of uneven parts stay as they are.
+    The user names the axes: inner axes connect ranks by fast links (the GPUs of a node), outer axes by slow links.
+    All-reduces of unevenly sharded tensors are unchanged.
 
     >>> Hierarchy(inner=("gpu",), outer=("node",))
     Hierarchy(inner=('gpu',), outer=('node',), least=65536)

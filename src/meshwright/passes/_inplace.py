@@ -1,8 +1,8 @@
-"""In-place reuse: an operator writes over an operand that nothing reads any more, or over the input that it renews.
+"""In-place reuse of memory: an operator overwrites an operand after its last read, or the input that it updates.
 
-The last of all passes: what it makes are writing nodes (`add_` for `add`), which others neither move nor merge. The law
-of such nodes is checked (`verify`): what was in memory before is read no more. Inputs that the program writes back,
-parameters and the optimizer's states, take their new values in place, so that no second copy of them ever exists.
+This must be the last pass: it creates in-place nodes (`add_` for `add`), which other passes neither move nor merge.
+`verify` checks that overwritten values are not read again. Inputs that the program writes back, such as parameters and
+optimizer states, are updated in place, so no second copy of them exists.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from meshwright.layout import hint
 aten = torch.ops.aten
 
 COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
-"""Operators of two operands that may write over either."""
+"""Operators of two operands that may overwrite either operand."""
 
 
 @register_pass
 @dataclass(frozen=True)
 class InPlace(Pass):
-    """Writes results over operands that are read for the last time; with `inputs`, also over inputs that it renews."""
+    """Write results over operands that are read for the last time; with `inputs`, also over updated inputs."""
 
     name: ClassVar[str] = "in_place"
     inputs: bool = True
@@ -65,7 +65,7 @@ class InPlace(Pass):
 
 @dataclass
 class _Reuse:
-    """Who may write where, decided node by node; `saved` are the bytes that each decision does not allocate."""
+    """Decisions on memory reuse, node by node; `saved` has the bytes that each decision does not allocate."""
 
     program: Program
     inputs: bool
@@ -73,7 +73,7 @@ class _Reuse:
     renewed: int = 0
     found: Memories = field(init=False)
     last: dict[Value, int] = field(default_factory=dict[Value, int])
-    """Memory → the last node that reads it; results are read at the end."""
+    """Memory → index of the last node that reads it; results are read at the end."""
     whole: set[Value] = field(init=False)
     """Inputs that are written back, and what was written over them: values that fill an input exactly."""
     homes: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -99,7 +99,7 @@ class _Reuse:
             self.ends.setdefault(self.found.of(v), []).append((None, v))
 
     def at(self, at: int, node: Node) -> tuple[Op, tuple[Any, ...]] | None:
-        """The writing operator and its arguments, where node number `at` may write over its first operand."""
+        """Return the in-place operator and its arguments if node `at` may overwrite an operand, otherwise None."""
         twin = overwriting(node.op)
         if twin is None or any(True for _ in looked_at(node)):
             return None
@@ -122,17 +122,20 @@ class _Reuse:
         )
 
     def _fits(self, old: Value, new: Value) -> bool:
-        """Symbolic sizes are the same where their texts are: to ask would bind them to what they happen to be."""
+        """True if both values have equal dtype, shape and strides.
+
+        Symbolic sizes are compared by text, since a comparison would add a guard for their recorded values.
+        """
         if not old.is_tensor or old.dtype != new.dtype or not {old, new} <= self.strides.keys():
             return False
         return str(old.shape) == str(new.shape) and self._lie(old) == self._lie(new)
 
     def _lie(self, v: Value) -> list[int]:
-        """The strides of dims that have more than one place."""
+        """Return the strides of dims with more than one element."""
         return [step for n, step in zip(v.shape, self.strides[v], strict=True) if hint(n) != 1]
 
     def _is_over(self, at: int, old: Value, new: Value) -> bool:
-        """Nothing reads the memory of `old` behind this node, and it may be written to."""
+        """True if the memory of `old` is not read after this node and may be overwritten."""
         root = self.found.of(old)
         if self.last[root] != at:
             return False
@@ -161,7 +164,7 @@ class _Reuse:
 
 
 def _orders(node: Node) -> Iterator[tuple[Any, ...]]:
-    """The arguments, and with the operands exchanged where that gives the same."""
+    """Yield the arguments, and the arguments with swapped operands if the operator commutes."""
     yield node.args
     if node.op in COMMUTES and not node.kwargs and len(node.args) == 2 and isinstance(node.args[1], Value):
         yield (node.args[1], node.args[0])

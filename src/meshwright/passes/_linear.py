@@ -1,10 +1,10 @@
-"""Sums are reduced once: a reduction moves behind linear operators, to where it meets another one.
+"""Merging of reductions: a reduction moves after linear operators, up to a sum with another reduction.
 
     all_reduce(a) + all_reduce(b) = all_reduce(a + b),   f(all_reduce(a)) = all_reduce(f(a)) for linear f
 
-A reduction adds up the terms of all ranks; an operator that is linear, and the same on every rank, may be applied to
-each term. This is what defers the reductions of accumulated gradients to the end: one for all micro-batches. Casts stay
-where they are: a sum rounded once is another number than rounded terms, and wider terms are more bytes.
+A reduction sums the terms of all ranks. A linear operator that is equal on every rank may be applied to each term. This
+defers the reductions of accumulated gradients to the end: one for all microbatches. Reductions do not move past casts:
+a rounded sum differs from a sum of rounded terms, and wider terms are more bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOVES = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
     aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.contiguous.default, aten.clone.default,
 }  # fmt: skip
-"""Operators that move numbers and compute none; they are linear."""
+"""Operators that move elements without computing; they are linear."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A value that linear operators (`by`, the first one first) make of what a step gives."""
+    """Result of a step after the linear operators `by`, in order."""
 
     step: Spot
     by: tuple[Spot, ...]
@@ -53,10 +53,10 @@ class Reduced:
 @register_pass
 @dataclass(frozen=True)
 class Linear(Pass):
-    """The sum or difference of two all-reduces, reduce-scatters or gathers is one of the sum or difference.
+    """Replace the sum or difference of two all-reduces, reduce-scatters or gathers by one step on the total.
 
-    Between a step and the sum there may be products with constants and operators that only move numbers; each step and
-    each operator must have no other use, so that it goes.
+    Between a step and the sum, products with constants and operators that only move elements are allowed. Each step and
+    operator must have no other reader, so that it can be removed.
     """
 
     name: ClassVar[str] = "linear"
@@ -72,7 +72,7 @@ class Linear(Pass):
 
 
 def _operands(draft: Draft, spot: Spot) -> tuple[Reduced, Reduced] | None:
-    """Both operands of a sum of two tensors of one shape, where steps give them."""
+    """Return both operands of a sum of two tensors of one shape, if both come from steps; otherwise None."""
     if spot.op not in SUMS or any(isinstance(v, Value) for v in spot.kwargs.values()):
         return None
     a, b = spot.args[:2]
@@ -85,7 +85,7 @@ def _operands(draft: Draft, spot: Spot) -> tuple[Reduced, Reduced] | None:
 
 
 def _reduced(draft: Draft, v: Value, user: Spot) -> Reduced | None:
-    """The step that gives `v`, and the linear operators behind it."""
+    """Return the step that `v` comes from, with the linear operators after it; None if there is none."""
     by: list[Spot] = []
     while is_only_use(draft, v, user):
         spot = draft.producer(v)
@@ -101,7 +101,7 @@ def _reduced(draft: Draft, v: Value, user: Spot) -> Reduced | None:
 
 
 def _is_linear(spot: Spot, out: Value) -> bool:
-    """True for a linear operator of one tensor, with constants that are the same on every rank."""
+    """True for a linear operator of one tensor, with constants that are equal on every rank."""
     if spot.op not in SCALINGS | MOVES or len(spot.ins) != 1 or not isinstance(spot.args[0], Value):
         return False
     if spot.kwargs and spot.op is not aten.clone.default:
@@ -110,7 +110,7 @@ def _is_linear(spot: Spot, out: Value) -> bool:
 
 
 def _keeps_terms(spot: Spot, out: Value) -> bool:
-    """True unless a factor may make a term of a pending sum overflow."""
+    """False if a factor may make a term of a pending sum overflow."""
     if spot.op not in PRODUCTS | QUOTIENTS:
         return True
     number: Any = spot.args[1]
@@ -144,7 +144,7 @@ def _join(draft: Draft, spot: Spot, a: Reduced, b: Reduced) -> Change:
 
 
 def _unreduced(draft: Draft, side: Reduced, before: Spot) -> Value:
-    """What the linear operators make of the operand of the step."""
+    """Apply the linear operators to the operand of the step, and return the result."""
     x = side.step.ins[0]
     for spot in side.by:
         x = draft.add(spot.op, x, *spot.args[1:], before=before, origin=spot.origin, **spot.kwargs)
@@ -152,7 +152,7 @@ def _unreduced(draft: Draft, side: Reduced, before: Spot) -> Value:
 
 
 def _of_shape(op: Carry, x: Value) -> Carry:
-    """The all-reduce of a tensor whose parts have the shape of `x`."""
+    """Return the all-reduce for local tensors with the shape of `x`."""
     step, src = op.step, op.src
     assert isinstance(step, AllReduce)
     shape = tuple(int(n) for n in x.shape)

@@ -1,8 +1,8 @@
-"""Gradient merge: a batch in pieces, whose gradients are added up before one update.
+"""Gradient accumulation: a batch is processed in pieces, whose gradients are summed before one update.
 
-The program of one piece stands in the merged one once per piece, one after the other, so that only one piece's
-activations live at a time. What a gradient's reduction over ranks reads is added up before it: the ranks communicate
-once for all pieces. Buffers that the forward pass renews go from piece to piece.
+The merged program contains the program of one piece once per piece, one after the other, so that only one piece's
+activations are live at a time. Gradients are summed before their reduction over ranks: the ranks communicate once for
+all pieces. Buffers that the forward pass updates are passed from piece to piece.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Merge:
-    """A batch is taken in `pieces` along dim 0; with `average`, losses and gradients are means over them.
+    """Split of a batch into `pieces` along dim 0; with `average`, losses and gradients are means over the pieces.
 
-    Leaves of the batch that have as many rows as its first tensor are cut; every piece gets the others whole.
+    Leaves of the batch with as many rows as its first tensor are split. Every piece gets the other leaves whole.
+
+    Raises:
+        RewriteError: `pieces` is less than one.
     """
 
     pieces: int
@@ -50,10 +53,12 @@ class Merge:
             )
 
     def piece(self, batch: Any, number: int) -> Any:
-        """One of the pieces of a batch; that of a distributed tensor is one of each rank's part.
+        """Return piece `number` of a batch. A piece of a DistTensor has a piece of each rank's local tensor.
 
-        A program of one piece is recorded for the first one. RewriteError for uneven pieces, and where a rank's rows
-        are not the same in all tensors.
+        The program of one piece is recorded for the first piece.
+
+        Raises:
+            RewriteError: the pieces are uneven, or a rank holds different rows of different tensors.
         """
         rows = _rows_of(tensors_in(batch))
         cut = [x for x in tensors_in(batch) if _rows_of([x]) == rows]
@@ -82,26 +87,26 @@ class Merge:
         return rows // self.pieces
 
     def program(self, step: Program, leaves: Sequence[Any]) -> Program:
-        """The program of all pieces of a batch with these leaves, from the one for its first piece.
+        """Return the program of all pieces of a batch with these leaves, made from the program of its first piece.
 
         Outputs are those of `record_gradients`: a loss and gradients.
         """
         return _Merged(self, step, self.leaves(leaves)).program() if self.pieces > 1 else step
 
     def leaves(self, leaves: Sequence[Any]) -> set[int]:
-        """Numbers of the leaves of a batch that are cut."""
+        """Return the indices of the batch's leaves that are split."""
         rows = _rows_of(x for x in leaves if isinstance(x, Tensor))
         return {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _rows_of([x]) == rows}
 
 
 def _rows_of(tensors: Iterable[Tensor]) -> int | None:
-    """The rows of the first tensor that has any; those of the whole tensor where it is distributed."""
+    """Return the number of rows of the first tensor with a dim (the global number for a DistTensor), or None."""
     return next(((x.spec.shape if isinstance(x, DistTensor) else x.shape)[0] for x in tensors if x.dim()), None)
 
 
 @dataclass
 class _Merged:
-    """The pieces of a step, and the sums of what they give; `cut` are the leaves of the batch that have pieces."""
+    """Builder of the merged program. `cut` are the indices of the batch's leaves that are split."""
 
     how: Merge
     step: Program
@@ -133,7 +138,7 @@ class _Merged:
         return self._closed(inputs, {"out": grads.pop(""), "grads": grads})
 
     def _check_rows(self) -> None:
-        """A piece is one of each rank's part: in all tensors of the same rows."""
+        """Raise RewriteError if a rank holds different rows of different tensors."""
         lies = [i.spec for i in self.step.inputs if self._is_cut(i)]
         if not are_same_rows(lies):
             raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
@@ -149,7 +154,7 @@ class _Merged:
         return merged.with_changes(Change("merge", f"one update for {self.how.pieces} pieces of the batch", "", saved))
 
     def _reserve(self) -> None:
-        """Names of the recorded step are not given again."""
+        """Reserve the names of the recorded step."""
         for node in self.step.nodes:
             for v in node.outs:
                 self.draft.names.fresh(v.name)
@@ -158,7 +163,7 @@ class _Merged:
         return given.role == "batch" and given.source in self.cut
 
     def _whole(self, given: Input) -> Input:
-        """The batch in the place of its first piece."""
+        """Return the input of the whole batch for the input of its first piece."""
         v, spec = given.value, given.spec
         shape = (v.shape[0] * self.how.pieces, *v.shape[1:])
         if spec is not None:
@@ -194,7 +199,7 @@ class _Merged:
         self.sums[v] = new
 
     def _finished(self, v: Value, chain: Sequence[Node]) -> Value:
-        """The sum, or mean, over all pieces, through what `chain` does."""
+        """Return the sum or mean over all pieces after the nodes of `chain`, the linear tail of `v`."""
         bottom = _bottom(v, chain)
         new = self.sums.get(bottom, bottom)
         if self.how.average and bottom in self.sums:
@@ -216,7 +221,7 @@ OTHER_ROWS = (
 
 
 def are_same_rows(lies: Iterable[Spec | None]) -> bool:
-    """Whether the parts that ranks hold are the same rows in tensors that lie so; None is a plain one."""
+    """True if each rank holds the same rows of all tensors with these specs; None is an unsharded tensor."""
     return len({spec.layout.dims[0] if spec else () for spec in lies}) <= 1
 
 

@@ -1,7 +1,8 @@
-"""Recompute: values that the backward pass reads are made again there, instead of being kept since the forward pass.
+"""Activation recomputation: values that the backward pass reads are recomputed there instead of saved.
 
-A policy names layers: of each, only what enters it is kept. A budget says which part of all kept bytes may stay; those
-go first that free most bytes per second of work. Drawings are never made again, communication only where it is allowed.
+A policy names layers; of each layer, only the inputs are saved. A budget limits the fraction of saved bytes that stay;
+values that free most bytes per second of work are dropped first. Random numbers are never recomputed; communication is
+repeated only if it is allowed.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ from meshwright.graph import (
 @register_pass
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """`policy` are layer names with wildcards, part by part ("blocks.*" is each block); `budget` lies between 0 and 1.
+    """Recompute activations by layer or by budget.
 
-    With both, the budget is spent on the named layers. Passes that merge equal operators belong before this one.
+    `policy` has layer names with wildcards for each part ("blocks.*" is each block). `budget` is the fraction of saved
+    bytes to keep, between 0 and 1. With both, only values of the named layers are dropped. Passes that merge equal
+    operators must run before this one.
+
+    Raises:
+        RewriteError: there is neither policy nor budget, the budget is out of range, or a budget is combined with
+            `communication`.
     """
 
     name: ClassVar[str] = "recompute"
@@ -82,7 +89,7 @@ class Recompute(Pass):
 
 @dataclass
 class _Saved:
-    """What a program keeps for its backward pass, by the memory that it lies in."""
+    """Values that a program saves for its backward pass, by memory, and the choice of values to drop."""
 
     program: Program
     how: Recompute
@@ -93,8 +100,10 @@ class _Saved:
 
     @cached_property
     def fixed(self) -> set[Value]:
-        """Memories that stay whatever is made again: of inputs, results, and what cannot be made twice; of what buffers
-        take over, and what goes from one chunk of a pipeline to another, whose backward pass comes first.
+        """Memories that are always kept: inputs, results, and values that cannot be recomputed.
+
+        Also new values of buffers, and values that go from one pipeline chunk to another, since the backward pass of
+        the later chunk runs first.
         """
         given = [i.value for i in self.program.inputs]
         single = [v for n in self._forward if not self._is_again(n) for v in n.outs]
@@ -102,7 +111,7 @@ class _Saved:
         return {self.found.of(v) for v in (*given, *self.program.results, *single, *held)}
 
     def _taken_over(self) -> Iterator[Value]:
-        """What buffers take over, back to the forward pass."""
+        """Yield the new values of buffers, and the values that they depend on, back to the forward pass."""
         waiting = [v for x, v in self.program.writes if x in self._buffers]
         while waiting:
             v = waiting.pop()
@@ -128,7 +137,7 @@ class _Saved:
         return all(v.is_tensor for v in node.outs)
 
     def _reads_renewed(self, node: Node) -> bool:
-        """Whether it would find a buffer as later microbatches of a pipeline leave it."""
+        """True if a recomputed node would read a buffer after later microbatches of a pipeline updated it."""
         return node.origin.chunk is not None and any(
             x in node.ins for x, _ in self.program.writes if x in self._buffers
         )
@@ -139,7 +148,7 @@ class _Saved:
 
     @cached_property
     def kept(self) -> dict[Value, int]:
-        """Memory that is made in the forward pass and read behind it → its bytes."""
+        """Memory that the forward pass creates and a later phase reads → bytes."""
         late = {self.found.of(v) for n in self.program.nodes if n.origin.phase != "forward" for v in n.ins}
         early = {self.found.of(v) for n in self._forward for v in n.outs}
         given = {self.found.of(i.value) for i in self.program.inputs}
@@ -147,13 +156,13 @@ class _Saved:
 
     @cached_property
     def layers(self) -> dict[Value, str | None]:
-        """Memory → the layer of the policy in which it is made; None for the others."""
+        """Memory → layer of the policy that creates it, or None."""
         made = self.program.producers
         roots = [root for n in self._forward for v in n.outs if (root := self.found.of(v)) in made]
         return {root: layer_of(made[root].origin.layer, self.how.policy) for root in roots}
 
     def of_layers(self) -> set[Value]:
-        """Everything that is made in a named layer and read by no other."""
+        """Return the memories that a named layer creates and no other layer reads; empty if none of them is saved."""
         left = {
             root
             for n in self._forward
@@ -166,7 +175,10 @@ class _Saved:
         return found if any(root in self.kept for root in found) else set()
 
     def within(self, budget: float) -> set[Value]:
-        """What is not to be kept, and what is made on the way to it."""
+        """Return the memories to drop for the budget, including intermediate ones of the recomputation.
+
+        The choice is greedy, by freed bytes per second.
+        """
         dropped: set[Value] = set()
         again: set[Node] = set()
         kept = dict(self.kept)
@@ -197,7 +209,7 @@ class _Saved:
         return sum(self.how.device.seconds(w.flops, w.nbytes, w.dtype) for w in found if w.nbytes)
 
     def _way(self, root: Value, kept: set[Value]) -> tuple[set[Node], set[Value]]:
-        """The nodes that make a memory again, and the memories that they start from."""
+        """Return the nodes that recompute a memory, and the kept memories that they read, without inputs."""
         nodes: set[Node] = set()
         leaves: set[Value] = set()
         waiting = [v for v in self._members[root] if v in self.program.producers]
@@ -224,7 +236,7 @@ class _Saved:
 
 @dataclass
 class _Again:
-    """A program in which the chosen memories are made again before the backward pass reads them first."""
+    """Builder of a program in which the chosen memories are recomputed before their first backward reader."""
 
     before: Program
     saved: _Saved
@@ -245,7 +257,7 @@ class _Again:
         return replace(out, specs={**out.specs, **specs})
 
     def changes(self) -> Iterator[Change]:
-        """One for each layer: what runs again, the kept bytes that this frees, the seconds that it takes."""
+        """Yield a change for each layer: recomputed operators, freed bytes, and the cost in seconds."""
         told: set[Value] = set()
         for layer in dict.fromkeys(layer for layer, _ in self.added):
             nodes = [n for at, n in self.added if at == layer]
@@ -256,7 +268,7 @@ class _Again:
             yield Change("recompute", f"{len(nodes)} operators run again", layer, saved)
 
     def _make(self, v: Value, at: Spot, draft: Draft) -> None:
-        """Adds what makes `v` again, unless it stays or was made already."""
+        """Add the nodes that recompute `v`, unless it is kept or already recomputed."""
         waiting = [v]
         while waiting:
             top = waiting[-1]
@@ -271,7 +283,7 @@ class _Again:
             self._copy(node, at, draft)
 
     def _read(self, v: Value) -> Value:
-        """What is read for `v`: of several results of an operator that runs again, some may have stayed."""
+        """Return the recomputed value of `v`, or `v` if it is kept. An operator may have results of both kinds."""
         return self.became.get(v, v) if self.saved.found.of(v) in self.chosen else v
 
     def _is_missing(self, v: Value) -> bool:
@@ -288,7 +300,7 @@ class _Again:
 
 
 def layer_of(layer: str, patterns: Sequence[str]) -> str | None:
-    """The layer that one of the patterns names and that holds `layer`; None where there is none.
+    """Return the layer that contains `layer` and matches one of the patterns; None if there is none.
 
     >>> layer_of("blocks.3.attention.q", ["blocks.*"])
     'blocks.3'

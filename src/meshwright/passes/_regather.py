@@ -1,4 +1,4 @@
-"""Parameters that are kept cut are gathered again for the backward pass, instead of staying whole until then."""
+"""Repeated gathers: sharded parameters are gathered again for the backward pass instead of kept whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.reshard import AllGather
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A gather of a parameter in the forward pass, and the views taken of it."""
+    """A gather of a parameter in the forward pass, and the views of its result."""
 
     spot: Spot
     views: tuple[Spot, ...]
@@ -25,9 +25,9 @@ class _Gather:
 @register_pass
 @dataclass(frozen=True)
 class Regather(Pass):
-    """Gathers a parameter once more where the backward pass first reads it (ZeRO stage 3).
+    """Gather a parameter again before the first node of the backward pass that reads it (ZeRO stage 3).
 
-    Right because parameters do not change before the update: both gathers give the same.
+    Both gathers give the same result, because parameters do not change before the update.
     """
 
     name: ClassVar[str] = "regather"
@@ -74,7 +74,7 @@ def _gathers(draft: Draft, parameters: set[Value]) -> Iterator[_Gather]:
 
 
 def _views(draft: Draft, spot: Spot) -> Iterator[Spot]:
-    """Views of what `spot` gives, and views of those, each after what it is taken of."""
+    """Yield the views of the results of `spot`, recursively; each view comes after its base."""
     for v in spot.outs:
         for user in draft.users(v):
             if is_view(user.op) and user.ins == (v,):

@@ -1,8 +1,8 @@
-"""Early release of gradients: a parameter is updated as soon as its gradient is there, and the gradient is gone.
+"""Early release of gradients: a parameter is updated as soon as its gradient is available, and the gradient is freed.
 
-Nodes of the update that hang together by tensors move together: as far forward as what they read allows, but behind
-the last node of the passes that reads what they renew, so that new values can be written in place. What communicates
-or draws stays where it is, on every rank.
+Nodes of the update that are connected by tensors move together, as early as their operands allow. They stay after the
+last node of the forward and backward pass that reads the updated values, so that new values can be written in place.
+Groups with nodes that communicate, draw random numbers or assert do not move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.graph import (
 @register_pass
 @dataclass(frozen=True)
 class Release(Pass):
-    """Moves the update of each parameter to where its gradient is made."""
+    """Run the update of each parameter as soon as its gradient is available."""
 
     name: ClassVar[str] = "release"
 
@@ -51,7 +51,7 @@ class Release(Pass):
 
 
 def _gradients(program: Program, groups: Sequence[_Group]) -> int:
-    """The most bytes of what the passes make for the update that live at one time."""
+    """Return the peak of live bytes of values that forward and backward pass produce for the update."""
     live, found = live_memory(program), memories(program)
     read = {v for g in groups for n in g.nodes for v in n.ins}
     made = {found.of(v) for v in read if v in program.producers and program.producers[v].origin.phase != "update"}
@@ -65,7 +65,7 @@ def _gradients(program: Program, groups: Sequence[_Group]) -> int:
 
 @dataclass(eq=False)
 class _Group:
-    """Nodes of the update that hang together, and the last node that they must wait for."""
+    """Connected nodes of the update; `behind` is the index of the last node that they must follow."""
 
     nodes: list[Node] = field(default_factory=list[Node])
     behind: int = -1
@@ -76,7 +76,7 @@ def _stays(node: Node) -> bool:
 
 
 def _groups(program: Program) -> list[_Group]:
-    """The update of each parameter, in the order in which they stand."""
+    """Return the connected groups of update nodes, one per parameter, in program order."""
     group_of: dict[Node, _Group] = {}
     common = _common(program)
     for node in program.nodes:
@@ -100,7 +100,7 @@ def _groups(program: Program) -> list[_Group]:
 
 
 def _common(program: Program) -> set[Node]:
-    """Nodes on numbers alone, such as those on the learning rate, which many updates read."""
+    """Return the update nodes on numbers alone, such as nodes on the learning rate, which many updates read."""
     found: set[Node] = set()
     tensors = {i.value for i in program.inputs if i.value.is_tensor}
     for node in program.nodes:
@@ -113,7 +113,10 @@ def _common(program: Program) -> set[Node]:
 
 @dataclass
 class _Awaited:
-    """The last node of the passes that one of the update must wait for: it makes, or still reads, what that needs."""
+    """Computation of the last forward or backward node that an update node must follow.
+
+    That node produces an operand of the update node, or reads memory that it updates.
+    """
 
     program: Program
     found: Memories = field(init=False)
@@ -135,7 +138,7 @@ class _Awaited:
 
 
 def _moved(program: Program, groups: Sequence[_Group]) -> tuple[Node, ...]:
-    """The nodes with each group behind what it waits for; what groups share stands before the first of them."""
+    """Return the nodes with each group directly after the node it must follow; shared nodes come before all groups."""
     common = _common(program)
     moving = {n for g in groups for n in g.nodes} | common
     due: dict[int, list[_Group]] = {}

@@ -1,8 +1,8 @@
-"""Parts as rows: what lets one step carry the parts of several tensors, or a part in another shape.
+"""Local tensors as rows, so that one step can convert several local tensors, or a local tensor in another shape.
 
-A step along some axes moves numbers among the ranks that differ along those axes alone. To it, all other axes only tell
-tensors apart, so any `n` numbers that each rank holds are a row of `n × ranks` numbers that is cut over the other axes.
-Where all ranks hold parts of one shape, that row is the same on every rank.
+A step along some axes moves elements between ranks that differ along these axes only. For the step, tensors of other
+ranks are separate tensors. So any `n` local elements are a row of `n × ranks` elements that is sharded over the other
+axes. If all local tensors have one shape, the spec of the row is equal on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.reshard import Step
 
 
 def is_even(spec: Spec) -> bool:
-    """True when all ranks of the mesh hold parts of one shape."""
+    """True if all local tensors on the mesh have the same shape."""
     sizes = spec.mesh.sizes
     for n, dim in zip(spec.shape, spec.layout.dims, strict=True):
         for size, axes in dim.factors if isinstance(dim, Product) else ((n, dim),):
@@ -28,12 +28,15 @@ def is_even(spec: Spec) -> bool:
 
 
 def is_known(*values: Value) -> bool:
-    """True when no size of the values is a symbol."""
+    """True if no size of the values is symbolic."""
     return all(isinstance(n, int) for v in values for n in v.shape)
 
 
 def row(mesh: ProcessMesh, length: int, dtype: torch.dtype, axes: Sequence[str], op: str | None = None) -> Spec:
-    """A row of `length` numbers on each rank: terms along `axes` where there is an `op`, else cut over them, innermost.
+    """Return the spec of a row of `length` elements per rank.
+
+    With `op`, the row is partial along `axes`. Otherwise it is sharded over `axes`, as the innermost axes. It is
+    sharded over all other axes.
 
     >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     >>> row(mesh, 5, torch.float32, ["dp"], "sum"), row(mesh, 5, torch.float32, ["dp"])
@@ -43,7 +46,7 @@ def row(mesh: ProcessMesh, length: int, dtype: torch.dtype, axes: Sequence[str],
 
 
 def shaped(mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Sequence[str], op: str | None) -> Spec:
-    """What `row` gives, of parts of any shape: the first dim is the one that is cut."""
+    """Return the spec like `row` for local tensors of any shape; the first dim is sharded."""
     cut = [a for a, n in mesh.sizes.items() if n > 1 and a not in axes] + ([] if op else list(axes))
     terms = tuple((a, op) for a in axes) if op else ()
     if not shape:
@@ -53,22 +56,22 @@ def shaped(mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Se
 
 
 def lie_alike(a: Spec, b: Spec) -> bool:
-    """True when the parts of both are the same: they may differ in what their gradients are."""
+    """True if both specs have equal local tensors; they may differ in the layout of their gradients."""
     if a.mesh is not b.mesh or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.layout.dims == b.layout.dims and a.layout.partial == b.layout.partial
 
 
 def received(step: Step, src: Spec) -> int:
-    """Bytes that the busiest rank receives: chunks are dealt so that it is the first one."""
+    """Return the bytes that the busiest rank receives: the first rank, which has the largest chunks."""
     return step.received(src, src.mesh.process_ids[0])
 
 
 def is_only_use(draft: Draft, v: Value, by: Spot) -> bool:
-    """True when nothing but `by` needs `v`."""
+    """True if `by` is the only reader of `v` and `v` is no result."""
     return draft.users(v) == (by,) and not draft.is_result(v)
 
 
 def place(origin: Origin) -> str:
-    """Where a node comes from, in words."""
+    """Return the origin of a node as text."""
     return " ".join(filter(None, [origin.phase, origin.layer, origin.where]))

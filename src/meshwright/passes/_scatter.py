@@ -1,10 +1,10 @@
-"""A sum of which each rank keeps a part is reduced to that part: all-reduce, then slice, is reduce-scatter.
+"""Replacement of all-reduce and slice by reduce-scatter, also if pointwise operators are in between.
 
-Slicing commutes with operators that work number by number, so the slice may stand behind some of them:
+Slicing commutes with pointwise operators, so the slice may come after some of them:
 
     slice(f(all_reduce(x), y)) = f(reduce_scatter(x), slice(y))
 
-The whole sum must have no other use. An operand that every rank has whole is sliced where it is, which sends nothing.
+The whole sum must have no other reader. A replicated operand is sliced locally, without communication.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ._rows import is_known, is_only_use, place, received
 @register_pass
 @dataclass(frozen=True)
 class Scatter(Pass):
-    """All-reduces of which only a slice is used, at once or behind operators that work number by number, are scattered.
+    """Replace an all-reduce by a reduce-scatter if only a slice of it is used, directly or after pointwise operators.
 
-    Nothing but the slice may need the sum, and the operators in between.
+    The sum and the operators in between must have no other reader.
     """
 
     name: ClassVar[str] = "scatter"
@@ -46,7 +46,7 @@ class Scatter(Pass):
 
 @dataclass(slots=True)
 class _Way:
-    """From a slice back to the all-reduces that it is made of, through operators that work number by number."""
+    """Search from a slice back to the all-reduces that it depends on, through pointwise operators."""
 
     draft: Draft
     last: Spot
@@ -55,7 +55,7 @@ class _Way:
     done: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
     def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
-        """The all-reduces and operators that go when `v` is sliced earlier, each behind those that read it; or none."""
+        """Return the all-reduces and operators to replace if `v` is sliced earlier, readers first; or none."""
         spot = self.draft.producer(v)
         if spot is None or v.sizes != self.last.ins[0].sizes or not is_known(v):
             return ()
@@ -71,7 +71,7 @@ class _Way:
         return (spot, *before)
 
     def saved(self, before: Sequence[Spot]) -> tuple[int, int]:
-        """Bytes and rounds."""
+        """Return the saved bytes and rounds."""
         old = [s.op for s in before if isinstance(s.op, Carry)]
         new = [Carry(*step) for op in old for step in self._scattered(op).walk()]
         nbytes = sum(received(op.step, op.src) for op in old) - sum(received(op.step, op.src) for op in new)
@@ -96,7 +96,7 @@ class _Way:
         return not x.is_tensor or x.sizes == self.last.ins[0].sizes or self._is_repeated(x)
 
     def _is_repeated(self, x: Value) -> bool:
-        """True for an operand that is used again for every index of the dims that are cut."""
+        """True for an operand that is broadcast along the sliced dims."""
         whole = self.last.ins[0].shape
         if x.shape == whole:
             return False
@@ -104,11 +104,11 @@ class _Way:
         return all(d < 0 or x.shape[d] == 1 for d in dims)
 
     def _scattered(self, op: Carry) -> Plan:
-        """From the terms of an all-reduce to the slice of their sum."""
+        """Return the plan from the operand of an all-reduce to the slice of its result."""
         return plan(op.src, self.op.dst.with_dtype(op.src.dtype))
 
     def _sliced(self, v: Value, before: Sequence[Spot]) -> Value:
-        """The slice of `v`."""
+        """Return the slice of `v`, after adding the nodes that compute it."""
         spot = self.draft.producer(v)
         if v in self.done:
             return self.done[v]
@@ -128,7 +128,7 @@ class _Way:
         return x.is_tensor and not self._is_repeated(x)
 
     def _walked(self, spot: Spot, way: Plan) -> Value:
-        """What the way gives, where the all-reduce stands: terms are joined as soon as they are there."""
+        """Add the steps of the plan at the position of the all-reduce, and return their result."""
         x = spot.ins[0]
         for step, spec in way.walk():
             if not isinstance(step, Relabel):

@@ -1,10 +1,12 @@
-"""Overlap: collectives are begun as soon as what they read is there, and waited for where their results are read.
+"""Overlap of communication and computation: collectives start once their operands are available.
 
-List scheduling, on two resources: operators run one after the other, those on the longest path to the end first, and
-so do collectives on the link, in the order of the program, which is the same on all ranks. Times are those of the cost
-room. An operator may run only `window` places before its turn; of several windows, the one is taken that ends first
-below the memory cap, or with less memory hardly later. So gathers are fetched ahead, and gradients of weights fill the
-time in which others are reduced.
+They are waited for before the first node that reads their results. The algorithm is list scheduling on two resources.
+Operators run one after the other, those on the critical path first. Collectives run one after the other on the link, in
+program order, which is equal on all ranks. Times come from the package `cost`.
+
+An operator may run at most `window` positions early. Several windows are tried. The one chosen is the fastest below the
+memory limit, or one that needs less memory and is at most 1 % slower. So parameters are gathered ahead, and gradients
+of weights are computed while other gradients are reduced.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from meshwright.graph import (
 
 WINDOWS = (0, 8, 32, 128, 512)
 CLOSE = 1.01
-"""How much later a schedule may end that takes less memory."""
+"""Allowed relative duration of a schedule that needs less memory than the fastest one."""
 
 
 @register_pass
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Hides collectives behind operators, on `cluster`; the peak stays below `memory` bytes, or what the device has."""
+    """Overlap collectives with operators on `cluster`, with at most `memory` bytes (default: the device's memory)."""
 
     name: ClassVar[str] = "schedule"
     cluster: Cluster = field(default_factory=lambda: cluster_of("H100"))
@@ -85,17 +87,17 @@ class _Found:
 
 @dataclass
 class _Tasks:
-    """The nodes of a program as tasks: what each takes, which come before it, and how long the way to the end is."""
+    """The nodes of a program as tasks: duration, predecessors, successors, and longest path to the end."""
 
     program: Program
     cluster: Cluster
     seconds: list[float] = field(default_factory=list[float])
     sends: set[int] = field(default_factory=set[int])
-    """Tasks that are collectives."""
+    """Indices of the tasks that are collectives."""
     before: list[set[int]] = field(default_factory=list[set[int]])
     behind: list[list[int]] = field(default_factory=list[list[int]])
     rest: list[float] = field(default_factory=list[float])
-    """Seconds from the beginning of a task to the end of all, were there no other task in its way."""
+    """Length of the longest path from the start of each task to the end, in seconds."""
 
     def __post_init__(self) -> None:
         nodes = self.program.nodes
@@ -133,7 +135,7 @@ def _sends(node: Node) -> bool:
 
 
 def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
-    """The order in which tasks begin, and when the last one ends."""
+    """Return the order in which tasks start, and the end time of the last one in seconds."""
     run = _Run(tasks, window)
     while run.first < len(tasks.program.nodes):
         run.step()
@@ -142,14 +144,14 @@ def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
 
 @dataclass
 class _Run:
-    """A simulation of one rank: the time of its operators, `now`, and the time until which its link is taken."""
+    """Simulation of one rank: `now` is the time of its operators; its link is busy until the time `link`."""
 
     tasks: _Tasks
     window: int
     now: float = 0.0
     link: float = 0.0
     first: int = 0
-    """The first task of the program that did not begin yet."""
+    """Index of the first task that has not started."""
     order: list[int] = field(default_factory=list[int])
     ready: list[int] = field(default_factory=list[int])
 
@@ -157,12 +159,12 @@ class _Run:
         count = len(self.tasks.program.nodes)
         self.begun = [False] * count
         self.there = [0.0] * count
-        """When the results of a task are there."""
+        """Time at which the results of each task are available."""
         self.missing = [len(needed) for needed in self.tasks.before]
         self.ready = [at for at in range(count) if not self.missing[at]]
 
     def step(self) -> None:
-        """The next task: a collective that can begin, else the operator on the longest path, else time passes."""
+        """Start an available collective, else the available operator on the longest path; else advance the time."""
         near = [at for at in self.ready if at <= self.first + self.window]
         arrived = [at for at in near if self._arrival(at) <= self.now]
         sends = [at for at in arrived if at in self.tasks.sends]
@@ -174,7 +176,10 @@ class _Run:
             self.now = min(map(self._arrival, near))
 
     def _arrival(self, at: int) -> float:
-        """When all operands are there; a collective needs those before it on the link only to have begun."""
+        """Return the time at which all operands are available.
+
+        Earlier collectives on the link must only have started before a collective.
+        """
         sends = self.tasks.sends
         needed = self.tasks.before[at]
         if at in sends:
@@ -205,7 +210,7 @@ class _Run:
 
 
 def _split(order: Sequence[int], program: Program) -> Iterator[Node]:
-    """The nodes in a new order, each collective as its beginning and, before what reads it first, its end."""
+    """Yield the nodes in the new order; each collective is a `Start`, and a `Wait` before the first reader."""
     waiting: dict[Value, Node] = {}
     for at in order:
         node = program.nodes[at]

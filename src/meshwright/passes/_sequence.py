@@ -1,11 +1,12 @@
-"""Sequence parallelism: between tensor-parallel layers, each rank works on its part of the sequence.
+"""Sequence parallelism: between tensor-parallel layers, each rank works on its shard of the sequence.
 
-Where tensor-parallel blocks end in an all-reduce, all ranks would then do the same sums, norms and dropouts. Instead
-the terms are reduce-scattered along the sequence, each rank works on its part, and the next tensor-parallel layer
-gathers: the same bytes, less work and less memory (Korthikanti et al. 2022, Reducing Activation Recomputation in Large
-Transformer Models). It is a choice of layouts and nothing else, so it is made on the captured program, before it is
-recorded: rules, conversions and their transposes then make everything right, also the gradients of norms, which become
-sums over the ranks.
+If a tensor-parallel block ends in an all-reduce, all ranks repeat the same residual sums, norms and dropouts. Instead,
+the partial sums are reduce-scattered along the sequence, each rank works on its shard, and the next tensor-parallel
+layer gathers. This moves the same bytes with less work and memory (Korthikanti et al. 2022, Reducing Activation
+Recomputation in Large Transformer Models).
+
+Only layouts change, so the pass works on the captured program before recording. Rules, conversions and their transposes
+then give correct results, including the gradients of norms, which become sums over the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Where an operator has its weight and its input; which dim of the weight is summed over, and which is kept."""
+    """Positions of an operator's weight (`at`) and input (`x`), and the weight's summed dim and kept dim."""
 
     at: int
     x: int
@@ -48,12 +49,12 @@ SAME_WEIGHT: Mapping[Any, tuple[int, int]] = {
     aten._to_copy.default: (0, 1),
     aten.contiguous.default: (0, 1),
 }
-"""Operators that a weight may go through, and which dim of their operand each dim of the result is."""
+"""Operators that a weight may pass through, with the operand's dim for each dim of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """A mark about one mesh axis: it cuts dim `dim`, or nothing at all; the other axes stay what they are."""
+    """Mark for one mesh axis, which shards dim `dim`, or no dim if it is None. Other axes do not change."""
 
     axis: str
     dim: int | None
@@ -64,7 +65,7 @@ class Along:
         return redistribute(x, x.spec.mesh, self.layout(x.spec.layout))
 
     def layout(self, before: Layout) -> Layout:
-        """What `before` becomes; repeated along the axis, it is used in another way on each rank."""
+        """Return the new layout. Without a dim, the tensor is replicated and varying along the axis."""
         dims = [tuple(a for a in d if a != self.axis) for d in before.dims if not isinstance(d, Product)]
         partial = tuple(p for p in before.partial if p[0] != self.axis)
         varying = tuple(a for a in before.varying if a != self.axis)
@@ -80,10 +81,10 @@ class Along:
 @register_pass
 @dataclass(frozen=True)
 class SequenceParallel(Pass):
-    """What tensor-parallel layers give is cut along `dim` over `axis`, up to the next such layer.
+    """Shard the results of tensor-parallel layers along `dim` over `axis`, up to the next such layer.
 
-    Layers are tensor-parallel where the weight lies cut over `axis`. Marks that repeat the stream of the model along
-    `axis` give way.
+    A layer is tensor-parallel if its weight is sharded over `axis`. Marks that replicate the residual stream along
+    `axis` are changed to shard it.
 
     >>> SequenceParallel("tp")
     SequenceParallel(axis='tp', dim=1)
@@ -117,7 +118,7 @@ class _Way:
     changes: list[Change] = field(default_factory=list[Change])
 
     def ends_in_terms(self, spot: Spot) -> bool:
-        """True for a product with a weight that is cut where it is summed over, giving [batch, sequence, hidden]."""
+        """True for a product with a weight sharded in the summed dim, and a result [batch, sequence, hidden]."""
         weight = PRODUCTS.get(spot.op)
         if weight is None or len(spot.outs[0].shape) != 3:
             return False
@@ -125,14 +126,14 @@ class _Way:
         return found is not None and found[0] == weight.summed and hint(spot.outs[0].shape[self.dim]) >= found[1]
 
     def cut(self, spot: Spot) -> None:
-        """What the product gives is cut along the sequence: its terms are reduce-scattered."""
+        """Shard the result of a product along the sequence: its partial sums are reduce-scattered."""
         (out,) = spot.outs
         self.streams.add(out.shape)
         self._insert(Along(self.axis, self.dim), spot, out)
         self._note(f"cut along the sequence behind {spot.op}", spot, self._kept(out))
 
     def remark(self, spot: Spot) -> None:
-        """A mark that repeats the stream along the axis cuts it instead."""
+        """Change a mark that replicates the residual stream along the axis to a mark that shards it."""
         if not isinstance(spot.op, Mark) or spot.outs[0].shape not in self.streams:
             return
         layout, mesh = spot.op.layout, spot.op.mesh
@@ -140,7 +141,7 @@ class _Way:
             spot.op = replace(spot.op, layout=Along(self.axis, self.dim).layout(layout))
 
     def gather(self, spot: Spot) -> None:
-        """The input of a product whose result is cut is made whole, once for all such products."""
+        """Gather the input of a product whose weight is sharded in the kept dim, once for all such products."""
         weight = PRODUCTS.get(spot.op)
         if weight is None or weight.kept is None:
             return
@@ -163,7 +164,7 @@ class _Way:
         self.changes.append(Change("sequence_parallel", what, place(spot.origin), saved))
 
     def _kept(self, v: Value) -> float:
-        """Bytes of the whole sequence that a rank need not keep, as far as layouts are known."""
+        """Return the bytes of the sequence that a rank need not keep; 0 if the layout is unknown."""
         spec = self.draft.program.specs.get(v)
         if spec is None or self.axis not in spec.mesh.sizes:
             return 0
@@ -181,7 +182,7 @@ class _Way:
         return Value(self.draft.names.fresh("along"), v.shape, v.dtype, v.device)
 
     def _cut(self, v: Any) -> tuple[int, int] | None:
-        """The dim of a weight of two dims that the axis cuts, and the ranks along it."""
+        """Return the dim of a two-dim weight that the axis shards, and the number of ranks along the axis; or None."""
         spec = self._spec(v)
         if spec is not None:
             dim = next((d for d, axes in enumerate(spec.layout.dims) if self.axis in axes_of(axes)), None)

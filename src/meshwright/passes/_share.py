@@ -1,8 +1,8 @@
-"""The same thing is computed and sent once: equal nodes become one.
+"""Common subexpression elimination: equal nodes are merged, so each value is computed and sent once.
 
-Two nodes are equal when they call the same operator, under the same modes, on equal operands; a step is equal to
-another when tensors of equal spec take it. Equal nodes give equal numbers on every rank, so that all ranks share the
-same collectives: numbers that depend on the rank are inputs of a program, not constants in it.
+Two nodes are equal if they call the same operator, under the same modes, on equal operands. Two steps are equal if also
+their operands have equal specs. Equal nodes give equal results on every rank, so all ranks merge the same collectives:
+numbers that depend on the rank are inputs of a program, not constants in it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from ._rows import place, received
 @register_pass
 @dataclass(frozen=True)
 class Share(Pass):
-    """Equal nodes become one; with `local=False` only steps do.
+    """Merge equal nodes; with `local=False`, merge only steps.
 
-    `phases` also shares what the forward pass made with the backward pass: fewer gathers, for more memory. Without it,
-    a parameter that is gathered in each phase still is. What ends as a tensor of its own outside stays one of its own,
-    and steps from mesh to mesh stay, since ranks of the other mesh cannot know that they are equal.
+    With `phases`, values of the forward pass are also shared with the backward pass: fewer gathers, but more memory.
+    Without it, a parameter that is gathered in each phase still is. Values that the caller receives are not merged, so
+    they stay separate tensors. Steps from mesh to mesh are not merged, since ranks of the other mesh cannot know that
+    they are equal.
 
     >>> Share(phases=True)
     Share(local=True, phases=True)
@@ -83,7 +84,7 @@ class Share(Pass):
 
 
 def _frozen(tree: Any) -> Any:
-    """`tree` as a key: values by themselves, numbers by type and text (0.0 is not -0.0, and 1 is not True)."""
+    """Return `tree` as a key. Numbers are compared by type and text (0.0 is not -0.0, and 1 is not True)."""
     if isinstance(tree, Value):
         return tree
     if isinstance(tree, (tuple, list)):
@@ -96,7 +97,7 @@ def _frozen(tree: Any) -> Any:
 
 
 def _seen_outside(draft: Draft) -> set[Value]:
-    """Values that the caller gets, and those whose memory they look at: two of them never become one tensor."""
+    """Return the values that the caller receives, and their bases if they are views; these are never merged."""
     waiting = list(values_in(draft.program.outputs))
     found: set[Value] = set()
     while waiting:

@@ -1,7 +1,7 @@
-"""A product whose terms are added up over ranks is made in pieces, each of which is on its way while the next is made.
+"""Splitting of matrix products before an all-reduce: each piece is sent while the next one is computed.
 
-Rows of a product do not depend on each other, so a product of some rows is those rows of the product. It is worth
-something where a collective works on the side: `Schedule` begins each piece's as soon as it is there.
+Rows of a product do not depend on each other, so a product can be computed by groups of rows. This pays off if
+collectives overlap with operators: `Schedule` starts the collective of each piece as soon as the piece is available.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 @register_pass
 @dataclass(frozen=True)
 class SplitProducts(Pass):
-    """Products behind which an all-reduce of `least` bytes or more stands are made in `pieces`, by rows.
+    """Split matrix products that an all-reduce of at least `least` bytes reads into `pieces` by rows.
 
-    A sum of products, or of a product and something else, is made in pieces with them. Those whose rows are no multiple
-    of `pieces`, or which something else reads too, stay whole. It comes
-    behind `Bucket`, which would put the pieces together again, and before `Schedule`.
+    Sums with such products are split as well. A product with other readers is not split, nor one whose number of rows
+    is no multiple of `pieces`. The pass must run after `Bucket`, which would merge the pieces again, and before
+    `Schedule`.
+
+    Raises:
+        RewriteError: `pieces` is less than two.
     """
 
     name: ClassVar[str] = "split_products"
@@ -48,7 +51,7 @@ class SplitProducts(Pass):
         return draft.finish(*changes) if changes else program
 
     def _fits(self, draft: Draft, spot: Spot) -> bool:
-        """True for an all-reduce of a product, or of what is a sum with one, of as many rows as have pieces."""
+        """True for a large all-reduce of a product, or of a sum with one, whose rows can be split evenly."""
         if not isinstance(spot.op, Carry) or not isinstance(spot.op.step, AllReduce) or not is_even(spot.op.src):
             return False
         (x,) = spot.ins
@@ -68,7 +71,7 @@ class SplitProducts(Pass):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Values as matrices, in pieces of some rows each, made before `step`; `shape` is that of a piece."""
+    """Builder of values as matrices in pieces of rows, before `step`; `shape` is the shape of a piece."""
 
     draft: Draft
     step: Spot
@@ -76,7 +79,7 @@ class _Rows:
     shape: tuple[int, int]
 
     def of(self, v: Value, reader: Spot) -> list[Value]:
-        """The pieces of what `reader` reads: products and sums are made piece by piece."""
+        """Return the pieces of the operand `v` of `reader`. Products and sums are computed piece by piece."""
         made = self.draft.producer(v)
         if made is None or not is_only_use(self.draft, v, reader):
             return self._cut(v)
@@ -101,7 +104,7 @@ class _Rows:
 
 
 def _has_product(draft: Draft, v: Value, reader: Spot) -> bool:
-    """True where a product would be made piece by piece."""
+    """True if `_Rows.of` would compute a product piece by piece."""
     made = draft.producer(v)
     if made is None or not is_only_use(draft, v, reader):
         return False
@@ -119,7 +122,7 @@ def _is_sum(spot: Spot) -> bool:
 
 
 def _sent(draft: Draft, step: Spot, part: Value) -> Value:
-    """The part, added up over the ranks."""
+    """Return the piece after its all-reduce."""
     assert isinstance(step.op, Carry)
     assert isinstance(step.op.step, AllReduce)
     how, src = step.op.step, step.op.src

@@ -1,4 +1,4 @@
-"""Operators that change nothing go: casts to the dtype that is there, dropout that drops nothing, products with one."""
+"""Removal of operators without effect: casts to the same dtype, dropout with p=0, products with one."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ register_rewrite(Rewriter("turned twice", _turn_back, on=(aten.t.default,)), int
 @register_pass
 @dataclass(frozen=True)
 class Tidy(RulePass):
-    """Takes out operators that change nothing."""
+    """Remove operators without effect, and double transposes."""
 
     name: ClassVar[str] = "tidy"

@@ -1,8 +1,8 @@
-"""ZeRO: parameters, gradients and optimizer states cut along the axes over which batches are cut.
+"""ZeRO: parameters, gradients and optimizer states are sharded over the axes that shard the batch.
 
-Stage 1 cuts the states: each rank updates its piece of a parameter and the pieces are gathered. Stage 2 receives only
-that piece of the gradient. In stage 3 a rank keeps only its piece of the parameter, and gathers it before each use.
-(Rajbhandari et al. 2020, ZeRO.) All three are layouts; the communication follows from them.
+Stage 1 shards the states: each rank updates its shard of a parameter, and the shards are gathered. In stage 2, a rank
+receives only its shard of the gradient. In stage 3, a rank keeps only its shard of the parameter, and gathers the
+parameter before each use (Rajbhandari et al. 2020, ZeRO). All stages are layouts; the communication follows from them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from meshwright.tensor import Mark
 
 
 def data_axes(program: Program) -> tuple[str, ...]:
-    """The mesh axes that cut some batch."""
+    """Return the mesh axes that shard some batch input."""
     found = [a for i in program.inputs if i.role == "batch" and i.spec is not None for a in i.spec.layout.cut_axes]
     return tuple(dict.fromkeys(found))
 
 
 def sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
-    """`spec` cut along the `axes` it is not cut along yet, on the first dim that they cut evenly, else on the longest.
+    """Return `spec` sharded also over those `axes` that it does not use yet.
 
-    A tensor of fewer than `least` elements, or with no dim that gives each rank something, stays as it is.
+    They shard the first dim that they divide evenly, otherwise the longest dim. `spec` is returned unchanged for a
+    tensor of fewer than `least` elements, and if no dim gives each rank an element.
     """
     free = tuple(a for a in axes if a in spec.mesh.sizes and a not in spec.layout.axes)
     ranks = prod(spec.mesh.sizes[a] for a in free)
@@ -45,12 +46,12 @@ def sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
 
 
 def _held(spec: Spec, dim: Dim) -> int:
-    """Into how many pieces a dim is cut."""
+    """Return the number of shards of a dim."""
     return prod(spec.mesh.sizes[a] for a in dim) if isinstance(dim, tuple) else 1
 
 
 def shards(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> Mapping[str, Spec]:
-    """Parameter → how its states are cut, of those that are cut further than they are."""
+    """Return the specs of the states by parameter, for parameters that can be sharded further."""
     axes = tuple(axes)
     found = {i.name: sharded(i.spec, axes, least) for i in trained if i.spec is not None}
     return {i.name: found[i.name] for i in trained if i.name in found and found[i.name] is not i.spec}
@@ -59,10 +60,10 @@ def shards(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> 
 @register_pass
 @dataclass(frozen=True)
 class ShardParameters(Pass):
-    """Stage 3, on a captured program: parameters are kept cut along `axes`, and made whole along them at their use.
+    """ZeRO stage 3 on a captured program: parameters are sharded over `axes`, and gathered along them before use.
 
-    Without `axes`, those that cut some batch. Right because a conversion changes no value, and its gradient is the
-    transposed conversion: the gather's is a reduce-scatter.
+    The default `axes` are those that shard some batch input. Results do not change, because a conversion changes no
+    element, and its gradient is the transposed conversion: for the gather, a reduce-scatter.
     """
 
     name: ClassVar[str] = "shard_parameters"
@@ -97,7 +98,7 @@ class ShardParameters(Pass):
         v = given.value
         whole = Value(draft.names.fresh(f"{v.name}_whole"), v.shape, v.dtype, v.device)
         layout = replace(given.spec.layout, varying=tuple(a for a in axes if a not in given.spec.layout.axes))
-        origin = replace(users[0].origin, grad=True)  # the first use may be one without gradients
+        origin = replace(users[0].origin, grad=True)  # the first reader may run without gradients
         draft.add_as(Mark(given.spec.mesh, layout), (v,), {}, whole, users[0], origin)
         for spot in users:
             args, kwargs = map_values(lambda u: whole if u is v else u, (spot.args, spot.kwargs))

@@ -1,4 +1,4 @@
-"""Conversions between layouts: steps as values, plans, the cheapest path, and carrying it out."""
+"""Conversions between layouts: steps as values, plans, search for the cheapest path, and execution."""
 
 from ._bound import lower_bound
 from ._errors import ReshardError

@@ -1,4 +1,4 @@
-"""The least that a rank must receive, whatever carries it."""
+"""Lower bound of the bytes that a rank must receive in a conversion, for any algorithm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ._regions import box_of, lacking, meet, volume
 
 
 def lower_bound(src: Spec, dst: Spec, rank: int | None = None) -> int:
-    """Bytes that `rank` cannot do without; without a rank, the least that the busiest rank can receive.
+    """Return a lower bound of the bytes that `rank` receives; without a rank, that of the busiest rank.
 
-    Without terms to join: what the rank needs and does not hold. Otherwise n ranks hold terms of the same elements;
-    each joins its share, 1/n of those that are needed, which costs n - 1 terms per element, and receives what else it
-    needs. So a reduce-scatter of N bytes costs (n - 1) N / n, an all-reduce twice that. What ends partial needs no
-    more than its parts. Work may be shared in other ways: the busiest rank then has no less than the mean, and no
-    less than it needs. A dim that the two layouts factor differently counts as held whole, so the bound may be low.
+    Without terms to join, the bound is the part that the rank needs and does not hold. Otherwise n ranks hold terms of
+    the same elements. Each joins its share, 1/n of the needed elements, which costs n - 1 terms per element, and
+    receives its other needed elements. So a reduce-scatter of N bytes costs (n - 1) N / n, an all-reduce twice that.
+
+    A result that stays partial needs only its local terms. If the work is shared in other ways, the busiest rank
+    receives at least the mean, and at least what it needs. A dim that both layouts factor differently counts as held
+    whole, so the bound may be low.
     """
     src, dst = common_factors(src, dst) or common_factors(bridge(src, dst), dst) or (src, dst)
     if src.mesh is not dst.mesh:

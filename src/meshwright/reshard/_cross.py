@@ -1,4 +1,4 @@
-"""Paths from one mesh to another: join inside the first, send every element once, spread inside the second."""
+"""Paths from one mesh to another: reduce inside the first, send every element once, gather inside the second."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._steps import Exchange, Step
 
 
 def cross_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
-    """The paths from `src` to `dst` on another mesh, for tensors without product dims.
+    """Yield the paths from `src` to `dst` on another mesh, for tensors without product dims.
 
-    One spreads: the ranks among which `dst` repeats a part receive a share of it each and gather the shares.
+    Some paths spread: the ranks on which `dst` replicates a shard receive a share of it each, and gather the shares.
     """
     left = _leaving(src)
     for spread in (True, False):
@@ -25,7 +25,7 @@ def cross_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
 
 
 def _leaving(src: Spec) -> Spec:
-    """`src` with its terms joined and scattered as widely as can be: the ranks then send the smallest parts."""
+    """Return `src` with its terms reduce-scattered if possible, so that the ranks send the smallest local tensors."""
     cuts = list(cuts_of(src))
     terms = src.layout.partial_axes
     dim = widest(src, terms) if terms else None
@@ -35,7 +35,10 @@ def _leaving(src: Spec) -> Spec:
 
 
 def _landing(dst: Spec, spread: bool) -> Spec:
-    """What arrives on the target mesh: parts that become terms by padding, and shares of what is repeated."""
+    """Return the spec that arrives on the target mesh.
+
+    It is sharded further over axes that become partial by padding, and with `spread` over axes that replicate `dst`.
+    """
     bare = dst.with_layout(Layout(cuts_of(dst)))
     order, chosen = dst.mesh.dim_names, padded_axes(dst)
     padded = tuple(a for a in order if a in chosen)

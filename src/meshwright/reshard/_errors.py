@@ -1,4 +1,4 @@
-"""The one way in which a conversion can be refused."""
+"""Error about conversions."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshwright.layout import MeshwrightError
 
 
 class ReshardError(MeshwrightError, ValueError):
-    """A conversion between two specs that are not the same tensor, or a local part that is not what the spec says."""
+    """Error for a conversion between specs of different tensors, or for a local tensor that does not match its spec."""

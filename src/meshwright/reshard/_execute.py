@@ -1,4 +1,4 @@
-"""Carrying a plan out: each step becomes one function of the local tensor and the carrier, built once per rank."""
+"""Execution of a plan: each step becomes one function of local tensor and communicator, built once per rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 class Mover(Protocol):
-    """What a plan needs of a carrier: five movements among the ranks of a group.
+    """Protocol of a communicator: the five collectives that a plan needs.
 
     Tensors may be empty or not contiguous; results are new, contiguous tensors.
     """
@@ -66,14 +66,14 @@ Join = Callable[[list[Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What one rank does for one step; `fresh` says that the result shares no storage with what it was made of."""
+    """Action of one rank for one step. `fresh` is True if the result shares no storage with the operand."""
 
     run: Action
     fresh: bool = True
 
 
 def compile_step(step: Step, x: Spec, rank: int) -> Act | None:
-    """What `rank` does to its part of `x` for `step`; None when that is nothing."""
+    """Return the action of `rank` for `step` on its local tensor of `x`; None if there is nothing to do."""
     if isinstance(step, Exchange):
         return _exchange(step, x, rank)
     if rank not in x.mesh:
@@ -169,10 +169,10 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """An exchange as one rank sees it: what it sends and keeps of its part, and how its new part is put together.
+    """Both halves of an exchange on one rank: parts that it sends and keeps, and the assembly of its new local tensor.
 
-    `expected` are the peers that send something, with the shapes of what they send, in the order that `join` takes
-    them; what the rank keeps (`kept`) comes behind.
+    `expected` are the sending peers with the shapes of their parts, in the order of the arguments of `join`; the parts
+    that the rank keeps (`kept`) come after them.
     """
 
     outgoing: tuple[tuple[int, Part], ...]
@@ -184,7 +184,7 @@ class Halves:
 
 
 def halves_of(step: Exchange, x: Spec, rank: int) -> Halves | None:
-    """What `rank` sends and receives in an exchange of a tensor that lies as `x`; None when that is nothing."""
+    """Return the parts that `rank` sends and receives in an exchange of a tensor with spec `x`, or None."""
     group = step.group(x, rank)
     if rank not in group:
         return None
@@ -226,10 +226,10 @@ def _empty(shape: Shape) -> Join:
 
 
 def away_part(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what a rank outside the mesh holds of a tensor: no elements, and of one without dims an element to refuse.
+    """Return the local tensor of a rank outside the mesh: it has no elements, or a dummy element if it has no dims.
 
-    torch takes a tensor for a number only if it has one element. This one is NaN or the least integer, so that a call
-    that reads it by mistake does not go unnoticed.
+    torch converts a tensor to a number only if it has one element. The dummy is NaN or the lowest integer, so that a
+    call that reads it by mistake is noticed.
     """
     if 0 in shape or dtype is torch.bool:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -238,7 +238,7 @@ def away_part(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _part(box: Box, held: Box) -> Part:
-    """How to take `box` out of a tensor that holds `held`: a view."""
+    """Return a function that takes `box` as a view out of a tensor that holds the box `held`."""
     cut = [d for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y]
     if not cut:
         return lambda t: t
@@ -250,7 +250,7 @@ def _part(box: Box, held: Box) -> Part:
 
 
 def _parts(boxes: Sequence[Box], held: Box) -> Callable[[Tensor], Sequence[Tensor]]:
-    """How to take all boxes out of a tensor that holds `held`: in one call where they follow each other."""
+    """Return a function that takes all boxes out of a tensor that holds `held`; adjacent boxes need one `split`."""
     cut = {d for box in boxes for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y}
     if len(cut) == 1:
         dim = cut.pop()
@@ -267,7 +267,7 @@ def _shape(box: Box) -> Shape:
 
 
 def _assembly(boxes: Sequence[Box], target: Box) -> Join:
-    """How parts that lie in `boxes` become the tensor of `target`: none, one, one cat, or a copy of each."""
+    """Return a function that assembles parts with the given `boxes` to `target`, by one `cat` if possible."""
     shape = _shape(target)
     full = [i for i, box in enumerate(boxes) if volume(box)]
     if not full:
@@ -308,7 +308,7 @@ _ACTS: dict[type[Step], Callable[..., Act | None]] = {
 
 
 def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tuple[Action, ...]:
-    """What `rank` does, one function after the other; the last one makes the result its own and contiguous."""
+    """Return the actions of `rank` in order. If needed, the last one copies the result or makes it contiguous."""
     acts: list[Action] = []
     shared, strided, worked = True, False, False
     for step, x in zip(steps, specs, strict=False):

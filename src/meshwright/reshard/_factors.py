@@ -1,7 +1,7 @@
-"""Product dims: writing two layouts of one dim over the same factors.
+"""Common factors of product dims: two layouts of one dim are written over the same factors.
 
-A dim cut as `3 * 512@tp` on one side and as a plain `1536` on the other is a tensor of two dims, 3 and 512, on both;
-there every rank holds a box, and all that is known about boxes holds.
+A dim sharded as `3 * 512@tp` on one side and a plain `1536` on the other is treated as two dims, 3 and 512, on both.
+Then every rank holds a box, and the algorithms for boxes apply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Factors = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def common_factors(src: Spec, dst: Spec) -> tuple[Spec, Spec] | None:
-    """Both specs over factors that suit both; None when some dim has no such factors."""
+    """Return both specs with their dims expanded to common factors; None if some dim has no common factors."""
     a, b = _Expanded(src), _Expanded(dst)
     for size, x, y in zip(src.shape, src.layout.dims, dst.layout.dims, strict=True):
         found = _common(size, x, y, a.spec.mesh.sizes, b.spec.mesh.sizes)
@@ -28,7 +28,7 @@ def common_factors(src: Spec, dst: Spec) -> tuple[Spec, Spec] | None:
 
 
 def bridge(src: Spec, dst: Spec) -> Spec:
-    """The layout of `src` with every dim whole that has no factors in common with `dst`."""
+    """Return `src` with every dim whole that has no common factors with `dst`."""
     sizes = src.mesh.sizes, dst.mesh.sizes
     pairs = zip(src.shape, src.layout.dims, dst.layout.dims, strict=True)
     dims = [x if _common(n, x, y, *sizes) is not None else () for n, x, y in pairs]
@@ -68,7 +68,7 @@ def _common(
 
 
 def _factors(size: int, dim: Dim) -> Factors:
-    """The factors of a dim; those that nothing cuts are one with their uncut neighbour."""
+    """Return the factors of a dim; adjacent unsharded factors are merged."""
     if not isinstance(dim, Product):
         return ((size, dim),)
     made: list[tuple[int, tuple[str, ...]]] = []
@@ -81,12 +81,12 @@ def _factors(size: int, dim: Dim) -> Factors:
 
 
 def _ends(factors: Factors) -> set[int]:
-    """The stride of every factor, and the whole size: the places where one factor ends and the next begins."""
+    """Return the stride of every factor, and the whole size."""
     return {prod(n for n, _ in factors[at:]) for at in range(len(factors) + 1)}
 
 
 def _refine(factors: Factors, ends: Sequence[int], sizes: Mapping[str, int]) -> Factors | None:
-    """The same dim with a factor for every two neighbouring `ends`; None when a cut runs through one."""
+    """Return the dim with a factor for every two adjacent `ends`; None if the shards do not fit these factors."""
     made: list[tuple[int, tuple[str, ...]]] = []
     for at, (n, axes) in enumerate(factors):
         stride = prod(m for m, _ in factors[at + 1 :])
@@ -100,7 +100,7 @@ def _refine(factors: Factors, ends: Sequence[int], sizes: Mapping[str, int]) -> 
 
 
 def _split(parts: Sequence[int], axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]] | None:
-    """The axes of a factor distributed over the `parts` it is split into, so that every rank holds the same."""
+    """Return the axes of each part of a split factor, so that ranks hold the same elements; None if impossible."""
     if len(parts) == 1:
         return [axes]
     for count in range(len(axes), -1, -1):
@@ -124,7 +124,7 @@ def _same(
 
 
 def _run(ranges: Sequence[Range], parts: Sequence[int]) -> Range | None:
-    """The one run of elements that a box over the factors is, or None when it is several."""
+    """Return the contiguous range of elements of a box over the factors; None if it is not contiguous."""
     start, length, stride, whole = 0, 1, 1, True
     for (begin, n), size in zip(reversed(ranges), reversed(parts), strict=True):
         if not whole and n > 1:

@@ -1,4 +1,4 @@
-"""Steps from their text: what `repr` gives of a step parses back."""
+"""Parser of steps from their `repr`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _PLACES = re.compile(r"(?P<places>[^,;]+, dim \d{1,4}(?:; [^,;]+, dim \d{1,4})*)
 
 
 def parse_step(text: str, mesh: ProcessMesh | None = None) -> Step:
-    """The step whose text this is; `mesh` is the one on which a View or an Exchange puts the tensor.
+    """Return the step with this text; `mesh` is the target mesh of a View or an Exchange.
 
     >>> parse_step("ReduceScatter(x y, dim 0 over x max)")
     ReduceScatter(x y, dim 0 over x max)
 
-    Raises ReshardError for text that is no step.
+    Raises:
+        ReshardError: the text is no step.
     """
     kind, bracket, rest = text.partition("(")
     if kind not in _READERS or not bracket or not rest.endswith(")"):
@@ -58,7 +59,7 @@ def _places(text: str) -> Places:
 
 
 def _split(text: str) -> tuple[Places, list[str]]:
-    """Places such as `x y, dim 0; z, dim 1`, and the words behind them."""
+    """Return the places in a text such as `x y, dim 0; z, dim 1`, and the words after them."""
     found = _PLACES.fullmatch(text)
     if found is None:
         raise ValueError("places are written as axes and the dim that they cut: x y, dim 0; z, dim 1")
@@ -67,7 +68,7 @@ def _split(text: str) -> tuple[Places, list[str]]:
 
 
 def _joining(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Axes, and the operation where the last word is one."""
+    """Return the axes and the operation: the last word if it is one, otherwise "sum"."""
     if len(words) > 1 and words[-1] in PARTIAL_OPS:
         return _names(words[:-1]), words[-1]
     return _names(words), "sum"

@@ -1,15 +1,15 @@
 """Paths within one mesh, for tensors without product dims.
 
-The order of a path is always the same, and each part of it makes the next one cheaper:
+A path always has the same order, in which each part makes the next one cheaper:
 
     1. scale terms whose operation changes (avg ↔ sum)
-    2. join terms: reduce-scatter over the axes that end as cuts, slice what ends sliced, all-reduce the rest
-       (or reduce-scatter them too, if parts move anyway)
-    3. slice, then move: one AllGather if parts only grow together, else one AllToAll
+    2. join terms: reduce-scatter over the axes that shard the target, slice further dims, all-reduce the rest
+       (or reduce-scatter the rest too, if elements move anyway)
+    3. slice, then move: one AllGather if local tensors only grow, else one AllToAll
     4. make terms (fill, pad) and relabel, which cost nothing
 
-`landing` is the layout between 3 and 4: the target without its terms. An axis that ends partial may be cut there
-(a part padded with zeros is a term), which moves less than a whole value on every rank.
+`landing` is the layout between 3 and 4: the target without its terms. An axis that is partial in the target may shard
+the tensor there, since a shard padded with zeros is a term. This moves less than a whole value on every rank.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MOST_ORDERS = 6
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """The choices that a path leaves open; the price decides between them.
+    """Options of a path, between which the price decides.
 
-    `cut_terms`: the dim whose parts, padded with zeros, become new terms; None makes terms of whole values.
-    `order`: gathers and scatters go axis by axis, in this order and back; None takes all axes at once.
-    `spill`: the dim that is cut meanwhile by axes whose terms end whole, or that end as cuts elsewhere; all terms are
-    then joined by one reduce-scatter, and the move that follows brings the shares together. None all-reduces them.
+    `cut_terms`: the dim whose shards, padded with zeros, become new terms; None makes terms of whole values.
+    `order`: scatters go axis by axis in this order, gathers in the reverse order; None takes all axes at once.
+    `spill`: the dim that is temporarily sharded by axes whose terms become whole, or that shard another dim in the end.
+    All terms are then joined by one reduce-scatter, and the following move gathers the shares. None all-reduces them.
     """
 
     cut_terms: int | None = None
@@ -56,7 +56,7 @@ class Manner:
 
 
 class Trail:
-    """A path under construction: the steps so far and the spec they lead to."""
+    """A path under construction: the steps so far, and the spec after them."""
 
     def __init__(self, start: Spec) -> None:
         self.steps: list[Step] = []
@@ -72,13 +72,13 @@ class Trail:
 
     @property
     def free(self) -> set[str]:
-        """The axes along which the tensor is repeated."""
+        """The axes along which the tensor is replicated."""
         layout = self.at.layout
         return set(self.at.mesh.dim_names) - set(layout.cut_axes) - set(layout.partial_axes)
 
 
 def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
-    """The steps from `src` to `dst` in the given manner."""
+    """Return the steps from `src` to `dst` with the given options."""
     trail, target = _begin(src, dst)
     kept = _kept_terms(trail, target)
     landing = _landing(trail.at, target, kept, manner)
@@ -90,10 +90,10 @@ def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
 
 
 def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
-    """The direct path, and those in other manners as far as they can be cheaper.
+    """Yield the direct path, and paths with other options that may be cheaper.
 
-    Gathering axis by axis brings no rank fewer bytes, so that it is tried only for a price of the caller's
-    (`all_ways`); scattering axis by axis does where the pieces are uneven.
+    Gathers axis by axis never reduce the bytes of a rank, so they are tried only for a price of the caller
+    (`all_ways`). Scatters axis by axis reduce them if shards are uneven.
     """
     direct = find_path(src, dst, Manner())
     yield direct
@@ -111,7 +111,7 @@ def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
 
 
 def _orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
-    """All axes at once, and the orders of going axis by axis that keep the order of the axes in every dim."""
+    """Return None (all axes at once), and the orders of axes that keep the order of the axes in every dim."""
     scattered = [s.places for s in moving if isinstance(s, ReduceScatter) and len(s.axes) > 1]
     gathered = [s.places for s in moving if isinstance(s, AllGather) and len(s.places) > 1]
     uneven = any(n % src.mesh.size for n in src.shape) and not any(isinstance(s, AllToAll) for s in moving)
@@ -125,7 +125,7 @@ def _orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str
 
 
 def landing_of(src: Spec, dst: Spec, manner: Manner) -> tuple[Spec, tuple[str, ...]]:
-    """The spec before terms are made, and the axes along which terms are joined on the way to it."""
+    """Return the spec before terms are made, and the axes along which terms are joined before."""
     trail, target = _begin(src, dst)
     kept = _kept_terms(trail, target)
     landing = _landing(trail.at, target, kept, manner)
@@ -134,7 +134,7 @@ def landing_of(src: Spec, dst: Spec, manner: Manner) -> tuple[Spec, tuple[str, .
 
 
 def _begin(src: Spec, dst: Spec) -> tuple[Trail, Spec]:
-    """A trail from `src`, and the target, both without the axes of one rank."""
+    """Return a trail from `src`, and the target, both without axes of size one."""
     trail = Trail(src)
     lone = {a for a, n in src.mesh.sizes.items() if n == 1}
     _relabel(trail, _forget(src.layout, lone))
@@ -150,7 +150,7 @@ def _relabel(trail: Trail, layout: Layout) -> None:
 
 
 def _forget(layout: Layout, axes: set[str]) -> Layout:
-    """The layout without the axes of one rank, on which every type is the same."""
+    """Return the layout without axes of size one, on which all placements are equal."""
     if not axes.intersection(layout.axes):
         return layout
     dims = tuple(tuple(a for a in axes_of(dim) if a not in axes) for dim in layout.dims)
@@ -159,10 +159,10 @@ def _forget(layout: Layout, axes: set[str]) -> Layout:
 
 
 def _kept_terms(trail: Trail, target: Spec) -> set[str]:
-    """The axes that stay partial, after scaling those whose operation changes between sum and avg.
+    """Return the axes that stay partial, after scaling terms whose operation changes between sum and avg.
 
-    Operations that do not commute (a sum of maxima is no maximum of sums) are joined in the order of the layout,
-    so that none may be left behind.
+    Operations that do not commute (a sum of maxima is no maximum of sums) must be joined in the order of the layout, so
+    no axis stays partial then.
     """
     have, want = dict(trail.at.layout.partial), dict(target.layout.partial)
     if have == want:
@@ -182,7 +182,7 @@ def _family(op: str) -> str:
 
 
 def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
-    """The cuts before terms are made: those of the target, and of parts that become terms by padding."""
+    """Return the sharding before terms are made: the target's, plus axes that become partial by padding."""
     landing = list(cuts_of(target))
     made = padded_axes(target) - kept
     for dim, axes in enumerate(cuts_of(at)):
@@ -194,9 +194,9 @@ def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
 
 
 def padded_axes(target: Spec) -> set[str]:
-    """Return the axes whose new terms may be parts padded with zeros.
+    """Return the axes whose new terms may be shards padded with zeros.
 
-    The parts of a mean are scaled by the number of ranks. The neutral terms of a product are ones, and this scaling
+    The shards of a mean are scaled by the number of ranks. The neutral terms of a product are ones, and this scaling
     would change them. If the layout has a product too, every rank's term of the mean is therefore the whole value.
     """
     partial = target.layout.partial
@@ -224,7 +224,7 @@ def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> 
 
 
 def _aim(trail: Trail, landing: Cuts, terms: set[str], spill: int | None) -> Cuts:
-    """The cuts that joining leads to: those of `landing` that can be made behind the present ones, then the rest."""
+    """Return the sharding after terms are joined: axes of `landing` that can follow the present ones, then others."""
     places = _ahead(trail.cuts, landing, trail.free | terms)
     named = {a for a, _ in places}
     late = [(a, d) for d, axes in enumerate(landing) for a in axes if a not in named]
@@ -239,7 +239,7 @@ def _aim(trail: Trail, landing: Cuts, terms: set[str], spill: int | None) -> Cut
 
 
 def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Axes with one operation together, in order; commuting operations are gathered first."""
+    """Return runs of axes with equal operations, in order; operations that commute are sorted before."""
     if len({_family(op) for _, op in terms}) <= 1:
         terms = sorted(terms, key=lambda term: term[1])
     runs: list[tuple[str, list[str]]] = []
@@ -251,7 +251,7 @@ def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
 
 
 def _scatter(trail: Trail, aim: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
-    """Joins the terms along `axes`, which end as cuts: each rank joins its part, and slices what it may."""
+    """Reduce-scatter the terms along `axes`, which shard the result; further dims are sliced in the same step."""
     axes = sorted(axes, key=(order or [a for dim in aim for a in dim]).index)
     for part in [{a} for a in axes] if order else [set(axes)] if axes else []:
         places = list(_ahead(trail.cuts, aim, trail.free | part))
@@ -261,7 +261,7 @@ def _scatter(trail: Trail, aim: Cuts, op: str, axes: list[str], order: tuple[str
 
 
 def _ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
-    """The cuts that can be made at once on the way to `landing`: behind the axes that already cut the dim."""
+    """Return the (axis, dim) pairs of `landing` that can be added now, after the axes that already shard each dim."""
     places: list[tuple[str, int]] = []
     for dim, (have, want) in enumerate(zip(cuts, landing, strict=True)):
         if want[: len(have)] != have:
@@ -297,7 +297,7 @@ def _move(trail: Trail, landing: Cuts, manner: Manner) -> None:
 
 
 def _make_terms(trail: Trail, target: Spec) -> None:
-    """Fill and pad; products before sums, since a term 1 of a product must not be added up."""
+    """Add fill and pad steps; products come before sums, since a term 1 of a product must not be summed."""
     have = set(trail.at.layout.partial_axes)
     made = {a: op for a, op in target.layout.partial if a not in have}
     cut = set(trail.at.layout.cut_axes)

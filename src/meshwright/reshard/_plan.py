@@ -1,4 +1,4 @@
-"""Plans: tuples of steps from one spec to another, and the choice of the cheapest."""
+"""Plans: sequences of steps from one spec to another, and the choice of the cheapest plan."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ._path import plain_paths
 from ._steps import AllToAll, Collective, Exchange, Relabel, Step, View, made
 
 Price = Callable[[Step, Spec], float]
-"""What a step costs when it is applied to a tensor of the given spec."""
+"""Function that returns the cost of a step for a tensor with the given spec."""
 SMALL_MESH = 64
 
 
 class Purpose(NamedTuple):
-    """What a conversion of a program is for: the stage of the step, and the user's line and module that want it."""
+    """Purpose of a conversion in a program: the stage of the step, and the user's line and module that need it."""
 
     stage: str
     line: str
@@ -34,7 +34,7 @@ class Purpose(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps from `src` to `dst`, in order; `purpose` says what in a program wants them.
+    """The steps from `src` to `dst`, in order; `purpose` describes the place in a program that needs them.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
-        """The specs on the way: `specs[i]` is what step i is applied to, the last one is the target."""
+        """All specs of the plan: `specs[i]` is the operand of step i; the last one is the target."""
         found = [self.src]
         for step in self.steps:
             found.append(made(step, found[-1]))
@@ -72,15 +72,15 @@ class Plan:
         return max(self.received(rank) for rank in self.ranks)
 
     def walk(self) -> Iterable[tuple[Step, Spec]]:
-        """Every step with the spec that it is applied to."""
+        """Return pairs of each step and the spec that it is applied to."""
         return zip(self.steps, self.specs, strict=False)
 
     def received(self, rank: int) -> int:
-        """Bytes that `rank` receives from others."""
+        """Return the bytes that `rank` receives from others."""
         return sum(step.received(x, rank) for step, x in self.walk() if rank in x.mesh or isinstance(step, Exchange))
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """What `rank` does: functions of a local tensor and a carrier, built once."""
+        """Return the actions of `rank`: functions of a local tensor and a communicator, built once."""
         found = self._actions.get(rank)
         if found is None:
             found = self._actions[rank] = compile_plan(self.steps, self.specs, rank)
@@ -91,12 +91,13 @@ class Plan:
 
 
 def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
-    """The cheapest plan from `src` to `dst`, on one mesh or across two; the same on every rank.
+    """Return the cheapest plan from `src` to `dst`, on one mesh or across two; it is equal on every rank.
 
-    Without a price, the cheapest makes the busiest rank receive least, then has the fewest rounds, then the fewest
-    steps. Across meshes the bytes of all ranks count, and then those that cross.
+    Without a price, plans are compared by the bytes that the busiest rank receives, then by rounds, then by steps.
+    Across meshes they are compared by the received bytes of all ranks, then by the bytes between the meshes.
 
-    Raises ReshardError when the two are not the same tensor: other shapes or other dtypes.
+    Raises:
+        ReshardError: the shapes or dtypes differ.
     """
     if src.is_symbolic:
         return _symbolic(src, dst, _plan(src.concrete, dst.concrete, price))
@@ -104,7 +105,10 @@ def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
 
 
 def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
-    """The plan of hinted sizes for symbolic ones."""
+    """Return the plan for symbolic sizes, made from the plan `found` for their hints.
+
+    Raises ReshardError if a step depends on the sizes.
+    """
     steps = tuple(Exchange(dst) if isinstance(s, Exchange) and s.to is dst.concrete else s for s in found.steps)
     bad = next((s for s in steps if isinstance(s, (View, Exchange)) and s not in (Exchange(dst),)), None)
     if bad is not None:
@@ -157,7 +161,7 @@ def _talks(step: Step) -> bool:
 
 
 def _examples(p: Plan) -> tuple[int, ...]:
-    """The ranks whose bytes decide: all of a small mesh; of a large one, those at the ends and in the middle."""
+    """Return the ranks to compare: all of a small mesh; of a large one, ranks at the ends and in the middle of axes."""
     mesh = p.src.mesh
     if mesh.size <= SMALL_MESH:
         return mesh.process_ids
@@ -167,7 +171,7 @@ def _examples(p: Plan) -> tuple[int, ...]:
 
 
 def _role(layout: Layout, axis: str) -> tuple[int, Dim] | str | None:
-    """What an axis does in a layout: the dim it cuts, with which axes, or the operation that joins its terms."""
+    """Return the role of an axis in a layout: the dim that it shards, with all axes of that dim, or its operation."""
     cut = next(((at, dim) for at, dim in enumerate(layout.dims) if axis in axes_of(dim)), None)
     return cut or dict(layout.partial).get(axis)
 
@@ -178,7 +182,7 @@ def _across(p: Plan) -> tuple[float, ...]:
 
 
 def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
-    """Paths worth pricing."""
+    """Yield the paths whose prices are compared."""
     both = common_factors(src, dst)
     if both is None:
         middle = bridge(src, dst)
@@ -190,7 +194,7 @@ def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
 
 
 def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps over factors, between views of the dims that the two specs have."""
+    """Return the steps over common factors, between views from and to the dims of both specs."""
     if a is src and b is dst:
         return steps
     if all(isinstance(step, Relabel) for step in steps) and src.mesh is dst.mesh:
@@ -200,12 +204,13 @@ def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> 
 
 
 def execute(plan: Plan, local: Tensor, carrier: Mover) -> Tensor:
-    """The local part of `plan.dst` on `carrier.rank`, made of its part of `plan.src`.
+    """Return the local tensor of `plan.dst` on `carrier.rank`, for its local tensor of `plan.src`.
 
-    The result is new and contiguous, except that a plan without work returns `local` itself. Call it with grad mode
-    off: gradients follow the transposed conversion (`transposed`).
+    The result is new and contiguous, except that a plan without work returns `local` itself. Grad mode must be off:
+    gradients take the transposed conversion (`transposed`).
 
-    Raises ReshardError when `local` is not what the source spec says.
+    Raises:
+        ReshardError: `local` does not match the source spec.
     """
     rank = carrier.rank
     if local.shape != plan.src.local_shape(rank) or local.dtype is not plan.src.dtype:
@@ -226,5 +231,5 @@ def _wrong_part(plan: Plan, local: Tensor, rank: int) -> ReshardError:
 
 
 def transposed(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
-    """The conversion that a gradient takes back: the transpose of src → dst is dual(dst) → dual(src)."""
+    """Return source and target of the gradient's conversion: the transpose of src → dst is dual(dst) → dual(src)."""
     return dst.dual(), src.dual()

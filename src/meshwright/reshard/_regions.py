@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor a rank holds, where two parts meet, and who holds what."""
+"""Boxes: the part of a tensor that a rank holds, intersections of parts, and the holders of a part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.layout import Dim, ProcessMesh, Product, Range, Spec, cut
 Box = tuple[Range, ...]
 """Start and length along every dim."""
 Cuts = tuple[tuple[str, ...], ...]
-"""The axes that cut every dim, outermost first: the dims of a layout without products."""
+"""The axes that shard each dim, outermost first: the dims of a layout without products."""
 
 
 @lru_cache(maxsize=4096)
 def box_of(spec: Spec, rank: int) -> Box:
-    """What `rank` holds; a rank outside the mesh holds an empty box."""
+    """Return the box that `rank` holds; it is empty for a rank outside the mesh."""
     return spec.local_ranges(rank) if rank in spec.mesh else ((0, 0),) * max(spec.ndim, 1)
 
 
@@ -26,7 +26,7 @@ def volume(box: Box) -> int:
 
 
 def meet(a: Box, b: Box) -> Box:
-    """The common part of two boxes; its lengths are never negative.
+    """Return the intersection of two boxes; its lengths are never negative.
 
     >>> meet(((0, 4),), ((2, 9),))
     ((2, 2),)
@@ -39,7 +39,7 @@ def meet(a: Box, b: Box) -> Box:
 
 
 def lacking(need: Spec, held: Spec, rank: int) -> int:
-    """Elements that `rank` holds under `need` and does not hold under `held`."""
+    """Return the number of elements that `rank` holds under `need` and does not hold under `held`."""
     if rank not in need.mesh:
         return 0
     wanted = box_of(need, rank)
@@ -48,12 +48,12 @@ def lacking(need: Spec, held: Spec, rank: int) -> int:
 
 
 def index(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Where `box` lies in a local tensor that holds `origin`."""
+    """Return the slices of `box` in a local tensor that holds the box `origin`."""
     return tuple([slice(i - o, i - o + n) for (i, n), (o, _) in zip(box, origin, strict=True)])
 
 
 def plain(dim: Dim) -> tuple[str, ...]:
-    """The axes of a dim that is known not to be a product."""
+    """Return the axes of a dim. Raises TypeError for a product."""
     if isinstance(dim, Product):
         raise TypeError(f"{dim!r} is a product of factors; expand it first")
     return dim
@@ -65,14 +65,14 @@ def cuts_of(spec: Spec) -> Cuts:
 
 @lru_cache(maxsize=4096)
 def _intervals(size: int, axes: tuple[str, ...], counts: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], Range], ...]:
-    """Every piece of a dim: its coordinate along `axes`, and its range; empty pieces are left out."""
+    """Return all non-empty shards of a dim: coordinate along `axes`, and range."""
     sizes = dict(zip(axes, counts, strict=True))
     found = [(at, cut(size, axes, sizes, dict(zip(axes, at, strict=True)))) for at in product(*map(range, counts))]
     return tuple((at, piece) for at, piece in found if piece[1])
 
 
 def blocks(spec: Spec, box: Box) -> list[tuple[dict[str, int], Box]]:
-    """The blocks into which `spec` cuts a tensor, as far as they meet `box`: their coordinate, and the common part."""
+    """Return the shards of `spec` that intersect `box`: their coordinate, and the intersection."""
     if not volume(box):
         return []
     choices: list[list[tuple[dict[str, int], Range]]] = []
@@ -93,13 +93,16 @@ def blocks(spec: Spec, box: Box) -> list[tuple[dict[str, int], Box]]:
 
 
 def ranks_at(mesh: ProcessMesh, at: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks whose coordinate agrees with `at`, in mesh order."""
+    """Return the ranks with the coordinates in `at`, in mesh order."""
     where = tuple(at.get(name, slice(None)) for name in mesh.dim_names)
     return tuple(int(r) for r in mesh.mesh[where].reshape(-1))
 
 
 def widest(spec: Spec, axes: Sequence[str]) -> int | None:
-    """The dim that `axes` cut best: evenly if there is one, then the longest; None for a scalar."""
+    """Return the best dim to shard over `axes`: one that they divide evenly if possible, then the longest.
+
+    Returns None for a scalar.
+    """
     if not spec.ndim:
         return None
     parts = prod(spec.mesh.sizes[a] for a in axes)

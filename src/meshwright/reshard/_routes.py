@@ -1,4 +1,4 @@
-"""Who sends which box to whom: every needed element comes from one holder."""
+"""Routes: the boxes that ranks send to each other; every needed element is sent by one holder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from meshwright.layout import Spec
 from ._regions import Box, blocks, box_of, lacking, ranks_at, volume
 
 Route = tuple[int, Box]
-"""The rank at the other end, and the box in global coordinates."""
+"""The peer rank, and the box in global coordinates."""
 Moves = dict[int, list[Route]]
 
 
 class Routes:
-    """The messages of one movement among the ranks of `group`; at most one from one rank to another.
+    """The messages of one conversion among the ranks of `group`, at most one from one rank to another.
 
-    A rank that holds an element itself keeps it (its own rank is then the other end). Where several ranks hold an
-    element, it comes from the one that has sent least so far, and among equals from the nearest in the group.
-    All ranks derive the same routes. `fixed` are the coordinates that the ranks of the group share.
+    A rank that holds an element itself keeps it; the route then names its own rank. If several ranks hold an element,
+    the sender is the one that has sent least so far, and among equals the nearest in the group. All ranks derive the
+    same routes. `fixed` are the coordinates that the ranks of the group share.
     """
 
     def __init__(self, src: Spec, dst: Spec, group: tuple[int, ...], fixed: Mapping[str, int]) -> None:
@@ -27,11 +27,11 @@ class Routes:
 
     @cached_property
     def silent(self) -> bool:
-        """Whether every rank of the group has all it needs."""
+        """True if every rank of the group holds everything that it needs."""
         return not any(lacking(self.dst, self.src, rank) for rank in self.group)
 
     def receives(self, rank: int) -> list[Route]:
-        """From whom `rank` has each box that it needs, itself included."""
+        """Return the source rank of each box that `rank` needs, including boxes that it holds itself."""
         if rank not in self.dst.mesh:
             return []
         if self._repeated:
@@ -39,7 +39,7 @@ class Routes:
         return [(self._holders(at)[0], box) for at, box in blocks(self.src, box_of(self.dst, rank))]
 
     def sends(self, rank: int) -> list[Route]:
-        """To whom `rank` sends which box, itself left out."""
+        """Return the boxes that `rank` sends to other ranks."""
         if rank not in self.src.mesh:
             return []
         if self._repeated:
@@ -49,7 +49,7 @@ class Routes:
 
     @cached_property
     def _repeated(self) -> bool:
-        """Whether several ranks of the group hold the same elements."""
+        """True if several ranks of the group hold the same elements."""
         free = set(self.src.mesh.dim_names) - set(self.src.layout.cut_axes) - set(self.fixed)
         return any(self.src.mesh.sizes[a] > 1 for a in free)
 
@@ -58,7 +58,7 @@ class Routes:
 
     @cached_property
     def _balanced(self) -> tuple[Moves, Moves]:
-        """All receives and sends, when holders must be chosen."""
+        """All receives and sends, with senders chosen to balance the load."""
         receives: Moves = {rank: [] for rank in self.group}
         sends: Moves = {rank: [] for rank in self.group}
         place = {rank: at for at, rank in enumerate(self.group)}
@@ -81,12 +81,12 @@ class Routes:
 
 @lru_cache(maxsize=1024)
 def routes(src: Spec, dst: Spec, group: tuple[int, ...]) -> Routes:
-    """The routes that take a tensor from `src` to `dst` among the ranks of `group`, on one mesh or across two."""
+    """Return the routes from `src` to `dst` among the ranks of `group`, on one mesh or across two."""
     return Routes(src, dst, group, _shared(src, dst, group))
 
 
 def _shared(src: Spec, dst: Spec, group: tuple[int, ...]) -> dict[str, int]:
-    """The coordinates that all ranks of the group have in common, when it lies in one mesh."""
+    """Return the coordinates that all ranks of the group share; empty across two meshes."""
     if src.mesh is not dst.mesh:
         return {}
     first = src.mesh.coordinate(group[0])

@@ -1,13 +1,13 @@
-"""Steps: the vocabulary of conversions, as values.
+"""Steps: the elementary conversions, as values.
 
-Each step says which spec it makes from a spec and how many bytes a rank receives for it. What a step does to
-numbers is in `_execute.py`. The type of a tensor along one mesh axis changes by
+Each step computes the resulting spec and the bytes that a rank receives. The execution of steps is in `_execute.py`.
+The type of a tensor along one mesh axis (S sharded, R replicated, P partial) changes by
 
     S → R   AllGather        R → S   Slice           S → S'  AllToAll
     P → R   AllReduce        R → P   Fill            P → S   ReduceScatter      S → P   Pad
     R → R   Relabel          sum ↔ avg  Scale        mesh → mesh  Exchange      factors  View
 
-and the transpose of the step A → B is the step dual(B) → dual(A): it stands in the same table.
+and the transpose of the step A → B is the step dual(B) → dual(A), which is in the same table.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from ._regions import Cuts, cuts_of, lacking
 from ._routes import routes
 
 Places = tuple[tuple[str, int], ...]
-"""(axis, dim) pairs: axes that begin or cease to cut a dim, outermost first."""
+"""(axis, dim) pairs: axes that start or stop to shard a dim, outermost first."""
 
 
 class Step(ABC):
-    """One step of a plan: from the spec it is applied to, to the spec it makes."""
+    """One step of a plan, which maps a spec to a spec."""
 
     __slots__ = ()
 
     @abstractmethod
     def apply(self, x: Spec) -> Spec:
-        """The spec that this step makes of `x`."""
+        """Return the spec of the result for the operand `x`."""
 
     def received(self, x: Spec, rank: int) -> int:
-        """Bytes that `rank` receives from others when the step is applied to `x`."""
+        """Return the bytes that `rank` receives from others if the step is applied to `x`."""
         return 0
 
     def rounds(self, x: Spec) -> int:
-        """1 when ranks must communicate, 0 when all of them work alone."""
+        """Return 1 if ranks must communicate, 0 if the step is local."""
         return 0
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
-        """The ranks that carry the step out together with `rank`."""
+        """Return the ranks that run the step together with `rank`."""
         return (rank,)
 
 
 @lru_cache(maxsize=2048)
 def made(step: Step, x: Spec) -> Spec:
-    """What `step` makes of `x`, remembered."""
+    """Return `step.apply(x)`, cached."""
     return step.apply(x)
 
 
@@ -67,7 +67,7 @@ class Collective(Step):
 
 @dataclass(frozen=True, slots=True)
 class Slice(Step):
-    """R → S: each rank keeps its part. Transpose: AllGather of a gradient that is the same everywhere, or Pad.
+    """R → S: each rank keeps its shard. Transpose: AllGather of a gradient that is equal on all ranks, or Pad.
 
     >>> Slice((("dp", 0), ("tp", 0), ("ep", 1)))
     Slice(dp tp, dim 0; ep, dim 1)
@@ -84,7 +84,7 @@ class Slice(Step):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Collective):
-    """S → R: every rank receives the other ranks' parts. Transpose: ReduceScatter, or Slice.
+    """S → R: every rank receives the other ranks' shards. Transpose: ReduceScatter, or Slice.
 
     >>> AllGather((("tp", 0),))
     AllGather(tp, dim 0)
@@ -107,7 +107,7 @@ class AllGather(Collective):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Collective):
-    """P → S: each rank receives the joined terms of its part. Transpose: AllGather.
+    """P → S: each rank receives the joined terms of its shard. Transpose: AllGather.
 
     `places` may also name axes that only slice; they cost nothing. `op` joins the terms along `axes`.
     """
@@ -155,7 +155,7 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll(Step):
-    """S → S': each rank receives what it lacks, whatever axes and dims are concerned. Transpose: AllToAll.
+    """S → S': each rank receives the elements that it lacks, for any axes and dims. Transpose: AllToAll.
 
     >>> AllToAll((("tp",), ()))
     AllToAll([@tp, :])
@@ -182,7 +182,7 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, slots=True)
 class Fill(Step):
-    """R → P: the value becomes one term, beside terms that change nothing. Transpose: R varying → R, the identity."""
+    """R → P: the value becomes one term; all other terms are neutral. Transpose: R varying → R, the identity."""
 
     axes: tuple[str, ...]
     op: str = "sum"
@@ -196,7 +196,7 @@ class Fill(Step):
 
 @dataclass(frozen=True, slots=True)
 class Pad(Step):
-    """S → P(sum): each rank's part becomes a term, with zeros around it. Transpose: Slice."""
+    """S → P(sum): each rank's shard becomes a term, padded with zeros. Transpose: Slice."""
 
     places: Places
 
@@ -224,7 +224,7 @@ class Scale(Step):
 
 @dataclass(frozen=True, slots=True)
 class Relabel(Step):
-    """The same local tensors under another layout: R varying ↔ R invariant, and any type on an axis of one rank."""
+    """Same local tensors with another layout: R varying ↔ R invariant, and any type on an axis of size one."""
 
     layout: Layout
 
@@ -237,7 +237,7 @@ class Relabel(Step):
 
 @dataclass(frozen=True, slots=True)
 class View(Step):
-    """The same local elements with dims split into their factors, or put together again."""
+    """Same local elements with dims split into their factors, or merged again."""
 
     to: Spec
 
@@ -271,7 +271,7 @@ class Exchange(Step):
 
 
 def changed_axes(src: Cuts, dst: Cuts) -> set[str]:
-    """The axes that do not cut the same dim behind the same outer axes on both sides."""
+    """Return the axes that do not shard the same dim after the same outer axes on both sides."""
     changed: set[str] = set()
     for a, b in zip(src, dst, strict=True):
         same = 0
@@ -328,6 +328,6 @@ def _text(places: Places) -> str:
 
 
 def _joining(axes: tuple[str, ...], op: str) -> str:
-    """Axes and what joins terms along them: a sum is not named, but for where an axis has the name of an operation."""
+    """Return the text of axes and operation. "sum" is omitted unless the last axis has the name of an operation."""
     plain = op == "sum" and (not axes or axes[-1] not in PARTIAL_OPS)
     return " ".join(axes if plain else (*axes, op))

@@ -1,4 +1,4 @@
-"""Rules: what an operator means, said so that every way to cut it can be derived."""
+"""Sharding rules: descriptions of operators from which all their shardings are derived."""
 
 from ._call import Call, Place, describe, describe_passing
 from ._derive import (

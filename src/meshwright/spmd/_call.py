@@ -16,15 +16,15 @@ from ._terms import passing
 from .torch_hooks import Operator, schema_of
 
 Place = tuple[int | str, int | None]
-"""Where an operand stands: position or name of the argument, and the index in it when it is a list."""
+"""Place of an operand: position or name of the argument, and the index in the argument if it is a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that has a rule: the rule bound to the shapes, and where the operands stand.
+    """An operator call with a rule: the rule bound to the shapes, and the places of the operands.
 
-    `places[i]` is the place of operand i of the rule, None for one that is absent or a plain number.
-    `mutated` lists operands that are written to.
+    `places[i]` is the place of operand i of the rule; None for an absent operand or a plain number. `mutated` lists the
+    operands that are written to.
     """
 
     rule: Rule
@@ -33,18 +33,20 @@ class Call:
     mutated: tuple[int, ...]
 
     def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The operands among the arguments of such a call; None for one that is absent or a plain number."""
+        """Return the operands among the arguments of such a call; None for an absent operand or a plain number."""
         return [None if place is None else _at(place, args, kwargs) for place in self.places]
 
 
 def describe(
     op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], alternative: Rule | None = None, ones: bool = False
 ) -> Call | None:
-    """The call `op(*args, **kwargs)` by its rule, or by an alternative of that; None when there is no rule for it.
+    """Return the call `op(*args, **kwargs)` bound to its rule or to `alternative`; None if there is no rule.
 
-    Arguments are global: tensors may be on the meta device, only their shapes and dtypes are looked at.
-    With `ones`, dims of size one have factors, too, unless they are broadcast.
-    Raises RuleError when shapes do not fit, which an operator that runs would not have accepted either.
+    Arguments are global tensors. They may be on the meta device, since only their shapes and dtypes are read. With
+    `ones`, dims of size one have factors as well, unless they are broadcast.
+
+    Raises:
+        RuleError: the shapes do not fit the rule; the operator would not accept them either.
     """
     rule = alternative or find_rule(op, args, kwargs)
     if rule is None:
@@ -65,7 +67,7 @@ def describe(
 
 
 def describe_passing(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """The call as layouts pass it: by its rule, and where it draws random numbers by that of what is done instead.
+    """Return the call for layout propagation; an operator that draws random numbers uses the rule of its replacement.
 
     Raises RuleError as `describe` does.
     """
@@ -79,7 +81,7 @@ def _at(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written_in_place(bound: Bound) -> Bound:
-    """Without second forms, which make new tensors: the factors that need one are whole."""
+    """Return `bound` without second forms, which make new tensors. Factors that need a second form are whole."""
     if not bound.rule.forms:
         return bound
     formed = frozenset(at for at, name in enumerate(bound.names) if name in bound.rule.forms)
@@ -93,7 +95,7 @@ def _argument_name(key: int | str, names: Sequence[str]) -> str:
 def _slots(
     op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
 ) -> Iterator[tuple[Place | None, Any]]:
-    """The first `count` operands of the call: tensor arguments in schema order, else plain numbers in their place."""
+    """Yield the first `count` operands of the call: tensor arguments in schema order, else plain numbers."""
     found: list[tuple[Place | None, Any]] = []
     scalars: list[tuple[Place | None, Any]] = []
     for at, argument in enumerate(schema_of(op).arguments):
@@ -120,7 +122,7 @@ _NUMBERS = ("number", "Scalar", "Optional[number]", "Optional[Scalar]")
 def _scales(
     op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Place | None]
 ) -> list[Any]:
-    """The numbers of the call that are no operands of its rule: `alpha`, `beta`, `value`."""
+    """Return the numbers of the call that are not operands of its rule: `alpha`, `beta`, `value`."""
     found: list[Any] = []
     for at, argument in enumerate(schema_of(op).arguments):
         key: int | str = at if at < len(args) else argument.name

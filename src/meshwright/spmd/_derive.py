@@ -1,6 +1,6 @@
-"""Everything that follows from a rule: what may be cut, what inputs must be, what results are.
+"""Derivation of sharding choices from a rule: factors that may be sharded, required operands, and results.
 
-All of it is said for one mesh axis at a time: an operand is cut along a factor, pending (a term), or repeated.
+Each choice is for one mesh axis: an operand is sharded along a factor, a pending sum (a term), or replicated.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ REPEATED = -1
 ELSEWHERE = -2
 
 Held = int | str
-"""How an operand lies along one axis: a factor's number, REPEATED, ELSEWHERE (a cut no factor names), or the operation
-that joins its terms."""
+"""State of an operand along one axis: number of the factor that is sharded, REPEATED (replicated), ELSEWHERE (sharded,
+but along no factor), or the operation that joins its terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A rule bound to the shapes of a call: every dim of every operand as factors with numbers.
+    """A rule bound to the shapes of a call: every dim of every operand is a list of numbered factors.
 
-    `ins[i][d]` lists the factors of dim d of operand i, outermost first; it is empty for a dim of size one, unless the
-    rule was bound with `ones`.
-    `fixed` operands are there as plain numbers, or not at all; they hold no dims. `affine` tells that a plain number
-    is added, so that no term may pass. `pending` operands may be pending sums, and `fillable` ones a value on one rank
-    and zeros on the others: see `_terms.py`.
+    `ins[i][d]` lists the factors of dim d of operand i, outermost first. It is empty for a dim of size one, unless the
+    rule was bound with `ones`. Absent operands and plain numbers have no dims. `products` is empty if a plain number
+    is added, since then no term may pass. `pending` operands may be pending sums; `fillable` operands may be a value on
+    one rank and zeros on the others (see `_terms.py`).
     """
 
     rule: Rule
@@ -48,7 +47,7 @@ class Bound:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds count two; an operator that multiplies nothing counts one per point."""
+        """Number of operations: two per multiply-add; one per point for an operator that is no contraction."""
         points = prod(self.sizes)
         return 2 * points if any(len(p) > 1 for p in self.products) and self.is_contraction else points
 
@@ -60,9 +59,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way for a call to lie along one axis: how operands must be held, how results then are.
+    """One choice for a call along one axis: required states of the operands, and resulting states of the results.
 
-    `factor` is the factor that is cut, or None.
+    `factor` is the factor that is sharded, or None.
     """
 
     ins: tuple[Held, ...]
@@ -77,11 +76,13 @@ def bind(
     terms: Passing | None = None,
     ones: bool = False,
 ) -> Bound:
-    """Return `rule` for operands of these shapes; None stands for an operand that is absent or a plain number.
+    """Return `rule` bound to operands of these shapes; None is an absent operand or a plain number.
 
-    `numbers` are the operands given as plain numbers; `terms` are the operands that may be pending sums, all if it is
-    None. With `ones`, a dim of size one that no operand broadcasts has a factor, so that it may stay sharded.
-    Raises RuleError where shapes do not fit the rule.
+    `numbers` are the operands given as plain numbers. `terms` are the operands that may be pending sums; None means
+    all. With `ones`, a dim of size one that no operand broadcasts has a factor, so that it may stay sharded.
+
+    Raises:
+        RuleError: the shapes do not fit the rule.
     """
     equation = rule.equation
     names: dict[str, int] = {}
@@ -111,7 +112,7 @@ def bind(
 def _present(
     products: tuple[tuple[int, ...], ...], shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The products that are left when absent operands go; none at all when a plain number is a term of its own."""
+    """Return the products without absent operands; empty if a plain number is a term of its own."""
     if any(all(i in numbers for i in p) for p in products):
         return ()
     left = (tuple(i for i in p if shapes[i] is not None) for p in products)
@@ -119,7 +120,10 @@ def _present(
 
 
 def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTerm, ...]:
-    """The operand with `...` written out as `...k`, counted from the right."""
+    """Return the operand with `...` expanded to `...k`, counted from the right.
+
+    Raises RuleError if the number of dims does not fit.
+    """
     named = sum(1 for d in operand if d.names != (ELLIPSIS,))
     free = len(shape) - named
     has = named != len(operand)
@@ -165,7 +169,10 @@ def _check_products(
     sizes: list[int],
     rule: Rule,
 ) -> None:
-    """Sizes of factors that only products name are read off the rule's own `name=size` table: see `sized`."""
+    """Set the sizes of factors in products, which are part of their names (see `_literal`).
+
+    Raises RuleError if the sizes do not multiply to the size of the dim.
+    """
     for dims, shape in zip(expanded, shapes, strict=True):
         for term, size in zip(dims, shape or (), strict=True):
             if len(term.names) < 2:
@@ -183,7 +190,7 @@ def _check_products(
 
 
 def _literal(name: str) -> int | None:
-    """The size that a factor's own name carries: `f2_16` is a factor of size 16."""
+    """Return the size in a factor's name (16 for `f2_16`), or None."""
     _, found, size = name.rpartition("_")
     return int(size) if found and size.isdigit() else None
 
@@ -214,7 +221,7 @@ def _result(
 
 
 def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
-    """Give the factors of a product that no operand has, such as `new0_3` in `(new0_3 a)`, a number; they are whole."""
+    """Number the factors of a product that no operand has, such as `new0_3` in `(new0_3 a)`; they are whole."""
     for name in term.names:
         if len(term.names) > 1 and name not in names:
             names[name] = len(sizes)
@@ -222,10 +229,10 @@ def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
 
 
 def factors_split(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
-    """The same call with `factor` written as a product of factors of these sizes, outermost first.
+    """Return the call with `factor` replaced by a product of factors of these sizes, outermost first.
 
-    Which index of a factor that may be cut a rank holds does not matter to an operator, so any such factor may be
-    split: a dim that was flattened keeps its cut through everything that goes over it.
+    An operator does not depend on which indices of a shardable factor a rank holds, so any such factor may be split.
+    Thus a flattened dim keeps its sharding through all operators that are applied along it.
     """
     new = tuple(range(len(bound.sizes), len(bound.sizes) + len(sizes)))
 
@@ -241,7 +248,7 @@ def factors_split(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
 
 
 def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
-    """`bound` with every factor split that an operand holds as a product of factors, where it may be cut."""
+    """Return `bound` with each shardable factor split if the layout of an operand has a product for it."""
     for at, layout in enumerate(layouts):
         for d, dim in enumerate(layout.dims if layout is not None else ()):
             factors = bound.ins[at][d]
@@ -254,9 +261,9 @@ def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
 
 
 def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
-    """Every way for the call to lie along one axis that its operands ask for, the repeated one last.
+    """Yield the choices for the call along one axis that its operands suggest; the replicated choice is last.
 
-    A factor is offered only when some operand is cut along it already, terms only when some operand is pending.
+    A factor is offered only if some operand is already sharded along it, terms only if some operand is pending.
     """
     for factor in dict.fromkeys(h for h in held if isinstance(h, int) and h >= 0):
         yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, held))
@@ -266,13 +273,13 @@ def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
 
 
 def lets_terms_pass(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
-    """True if the operands that are terms in `choice` may be terms, given how they are held before."""
+    """True if the operands that are terms in `choice` may be terms, given their states before the call."""
     wanted = [i for i, need in enumerate(choice.ins) if need == "sum"]
     return all(i in (bound.pending if held[i] == "sum" else bound.fillable) for i in wanted)
 
 
 def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
-    """The ways to cut `factor`: operands and results that have it are cut, terms without it become pending."""
+    """Yield the choices that shard `factor`: operands and results with it are sharded; terms without it are pending."""
     form = bound.names[factor] in bound.rule.forms
     if factor in bound.whole and not form:
         return
@@ -297,7 +304,7 @@ def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
 
 
 def term_choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
-    """The ways to let pending sums pass: one operand of every product is pending, all others are repeated."""
+    """Yield the choices with pending sums: one operand of every product is pending, all others are replicated."""
     if not bound.products:
         return
     options = [[i for i in p if held[i] == "sum"] or list(p) for p in bound.products]
@@ -311,7 +318,7 @@ def term_choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
 def factor_axes(
     dims: tuple[tuple[int, ...], ...], layout: Layout, bound: Bound, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
-    """Which axes cut which factor of an operand, as far as factors can say it; ELSEWHERE collects the others."""
+    """Return the axes that shard each factor of an operand; axes that fit no factor are under ELSEWHERE."""
     found: dict[int, tuple[str, ...]] = {}
     for factors, dim in zip(dims, layout.dims, strict=True):
         for factor, axes in _dim_axes(factors, dim, bound, sizes):
@@ -338,7 +345,7 @@ def _dim_axes(
 def dim_of(
     factors: tuple[int, ...], cuts: Mapping[int, tuple[str, ...]], bound: Bound, sizes: Mapping[str, int]
 ) -> Dim:
-    """The dim that runs over `factors` cut by `cuts`, written without a product where that says the same."""
+    """Return the layout dim for `factors` sharded by `cuts`, without a product if a plain tuple of axes is equal."""
     if not any(cuts.get(f) for f in factors):
         return ()
     outer = cuts.get(factors[0], ())

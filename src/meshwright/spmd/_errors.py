@@ -1,4 +1,4 @@
-"""What can be wrong with a rule, or with a call of it."""
+"""Errors about rules and their calls."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshwright.layout import MeshwrightError
 
 
 class RuleError(MeshwrightError, ValueError):
-    """A rule that cannot be read, or shapes that do not fit it."""
+    """Error for a rule that cannot be read, or for shapes that do not fit a rule."""

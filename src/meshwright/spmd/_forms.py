@@ -1,4 +1,4 @@
-"""What a second form may ask about the call it stands in."""
+"""Interface through which a second form reads its call and communicates."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from torch import Tensor
 
 
 class LocalCall(Protocol):
-    """The part of a call that this rank carries out; given to a form before the call's own arguments.
+    """The local part of a call on this rank; the first argument of a form, before the call's own arguments.
 
     All methods are differentiable, and every rank of the mesh calls them in the same order.
     """
 
     def start(self, operand: int, dim: int) -> int:
-        """First global index along `dim` of the part of operand `operand` that this rank holds."""
+        """Return the first global index along `dim` of this rank's local tensor of operand `operand`."""
         ...
 
     def total(self, operand: int, dim: int) -> int:
-        """Global size of `dim` of operand `operand`."""
+        """Return the global size of `dim` of operand `operand`."""
         ...
 
     def out_shape(self, result: int) -> tuple[int, ...]:
-        """Local shape of result `result`."""
+        """Return the local shape of result `result`."""
         ...
 
     def ranks(self, operand: int, dim: int) -> int:
-        """Number of pieces that `dim` of operand `operand` is cut into."""
+        """Return the number of shards of `dim` of operand `operand`."""
         ...
 
     def index(self, operand: int, dim: int) -> int:
-        """Which of these pieces this rank holds."""
+        """Return the index of this rank's shard."""
         ...
 
     def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
-        """The `x` of every rank that holds another piece of `dim` of `operand`, stacked along a new first dim.
+        """Return the `x` of all ranks along the shards of `dim` of `operand`, stacked along a new first dim.
 
-        All have the shape of this rank's. The gradient of each is sent back to where it came from and added.
+        `x` has the same shape on all ranks. The gradient of each `x` is sent back to its rank and summed.
         """
         ...
 
     def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
-        """The `x` of the rank that holds piece `sources[i]` of `dim` of `operand`, where this rank holds piece i.
+        """Return the `x` of the rank with shard `sources[i]` of `dim` of `operand`, on the rank with shard i.
 
-        All have the shape of this rank's; each piece is named once.
+        `x` has the same shape on all ranks; `sources` is a permutation.
         """
         ...
 
     def recut(self, x: Tensor, operand: int, dim: int, to: int) -> Tensor:
-        """This rank's part `x` of operand `operand`, cut along `to` by what cut it along `dim`."""
+        """Return the local tensor `x` of operand `operand`, resharded from `dim` to `to`."""
         ...
 
     def recut_result(self, x: Tensor, result: int, dim: int, to: int) -> Tensor:
-        """This rank's part of result `result`, from a part `x` that is cut along `to` in the place of `dim`."""
+        """Return the local tensor of result `result`: `x`, resharded from `to` to `dim`."""
         ...
 
     def halo(self, x: Tensor, operand: int, dim: int, before: int, after: int) -> Tensor:
-        """The local part of operand `operand` and rows of `dim` beside it: its neighbours', zeros beyond the ends."""
+        """Return the local tensor with rows of the neighbours along `dim`; rows beyond the ends are zero."""
         ...
 
     def sum(self, x: Tensor, operand: int, dim: int) -> Tensor:
-        """The sum of `x` over the ranks that hold pieces of `dim` of `operand`; each of them uses it in its own way."""
+        """Return the sum of `x` over the ranks along the shards of `dim`; each rank uses the sum differently."""
         ...
 
     def max(self, x: Tensor, operand: int, dim: int) -> Tensor:
-        """The maximum of `x` over those ranks, without a gradient."""
+        """Return the maximum of `x` over the ranks along the shards of `dim` of `operand`, without a gradient."""
         ...

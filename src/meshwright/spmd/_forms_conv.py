@@ -1,4 +1,4 @@
-"""Second forms of convolutions and normalisations: groups, neighbours' rows, sums over the ranks."""
+"""Second forms of convolutions and normalizations: groups, rows of neighbours, sums over ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ._forms_reduce import scaled, sum_over, wide
 from ._rule import Form
 
 Pad = tuple[int, int]
-"""Rows before and behind a dim."""
+"""Padding rows before and after a dim."""
 
 
 def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per_group: int) -> Form:
-    """`run(x, weight, bias, padding, groups)` on a piece, with `pads` rows of neighbours where rows are cut.
+    """Return a form that calls `run(x, weight, bias, padding, groups)` on a shard.
 
-    `batch` is the number of batch dims, `per_group` the number of input channels of a group (0: one group).
+    `pads` are the padding rows of each spatial dim; along a sharded dim they are rows of neighbours. `batch` is the
+    number of batch dims, `per_group` the number of input channels per group (0: one group).
     """
 
     def form(call: LocalCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
@@ -44,12 +45,12 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per
 
 
 def _with_one_more(x: Tensor, at: int) -> Tensor:
-    """A rank without rows takes one more, so that its result is not empty: torch would refuse to make that."""
+    """Return `x` with one more row, for a rank without rows, since torch refuses to compute an empty result."""
     return F.pad(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])
 
 
 def group_norm(channels: int) -> Form:
-    """Groups of `channels` channels; the rest of a group may be cut along any dim behind the channels."""
+    """Return a form for groups of `channels` channels; any dim after the channels may be sharded."""
 
     def form(
         call: LocalCall, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -58,7 +59,7 @@ def group_norm(channels: int) -> Form:
         behind = tuple(range(2, x.dim()))
         count = channels * prod(call.total(0, d) for d in behind)
         groups = x.shape[1] // channels if channels else num_groups
-        if count == 0:  # the gradient of the weight is torch's own
+        if count == 0:  # torch computes the gradient of the weight
             return torch.group_norm(x, groups, weight, bias, eps)
         y = wide(x).unflatten(1, (groups, channels))
         own = tuple(range(2, y.dim()))
@@ -78,7 +79,7 @@ def batch_norm(
     call: LocalCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Mean and variance over all ranks' samples; the running ones are updated alike on every rank."""
+    """Normalize by mean and variance over the samples of all ranks; running statistics are updated equally on all."""
     dims = tuple(d for d in range(x.dim()) if d != 1)
     count = prod(call.total(0, d) for d in dims)
     y = wide(x)
@@ -92,7 +93,7 @@ def batch_norm(
 
 
 def _track(call: LocalCall, running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """Move a running statistic, which every rank holds whole also where the channels are cut."""
+    """Update a running statistic, which every rank holds whole, also if the channels are sharded."""
     if running is None:
         return
     new = value.reshape(-1).to(running.dtype)

@@ -1,4 +1,4 @@
-"""Second forms for kernels that refuse empty tensors, which is what a rank without a piece holds."""
+"""Second forms for kernels that refuse empty tensors, which ranks without a shard hold."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .torch_hooks import schema_of
 
 
 def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
-    """Return zeros in place of an empty part, with every dim of size 0 made `least` long; differentiable in `x`.
+    """Return zeros for an empty local tensor, with every dim of size 0 extended to `least`; differentiable in `x`.
 
-    A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1. The empty part lives as
-    long as the zeros: where autograd saves the part on other ranks, it is alive on this one, too.
+    A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1. The zeros keep the empty
+    tensor alive, so it is alive on all ranks on which autograd saves it.
     """
     if isinstance(x, (list, tuple)):
         return [filled(t, least) for t in x]
@@ -35,12 +35,12 @@ def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
 
 
 def trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What belongs to the local result."""
+    """Return the part of `y` with the local shape of the result."""
     return y if tuple(y.shape) == shape else y[tuple(slice(0, n) for n in shape)]
 
 
 def unless_empty(op: Any, text: str) -> Form:
-    """`op`, whose rule is `text`; where this rank has no piece, `op` of zeros, cut down to nothing."""
+    """Return a form of `op` with the rule `text`; on a rank without a shard, `op` of zeros, trimmed to be empty."""
     least, numbers = smallest_piece(text), operand_numbers(op, text)
 
     def form(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ _TENSORS = ("Tensor", "Optional[Tensor]")
 
 
 def smallest_piece(text: str) -> int:
-    """A size that every dim may have: what is whole in a dim that is a product of factors fits into it.
+    """Return a size that is valid for every dim: the product of all whole factors inside products of factors.
 
     >>> smallest_piece("b (g_2! c_4) -> b (c_4 g_2)")
     2

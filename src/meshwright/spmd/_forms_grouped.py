@@ -1,8 +1,8 @@
-"""Second forms of grouped products: rows that stand together by group, each group multiplied by a matrix of its own.
+"""Second forms of grouped matrix products: rows are ordered by group, and each group is multiplied by its own matrix.
 
-Kernels take rows from the first on, and strides of sixteen bytes. So a rank that holds some groups brings their rows
-to the front and what it makes of them back to where they were, zero for the rows of all others; and pieces of dims that
-are no multiple of sixteen bytes are filled up with zeros.
+Kernels need rows that start with the first group, and strides that are multiples of 16 bytes. So a rank with some of
+the groups rolls their rows to the front, multiplies, and rolls the result back; all other rows are zero. Shards of dims
+that are no multiple of 16 bytes are padded with zeros.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ._forms import LocalCall
 from ._forms_empty import nothing
 
 _STRIDE = 16
-"""Bytes that kernels want strides to be a multiple of."""
+"""Alignment of strides in bytes that kernels need."""
 
 
 def rows_by_matrices(
     call: LocalCall, x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rows `[t, k]` by matrices `[e, k, n]`: a rank's own groups, of the rows that it has."""
+    """Multiply rows `[t, k]` by matrices `[e, k, n]`: the local groups and local rows of a rank."""
     if offs is None or 0 in (*x.shape, *w.shape):
         return nothing(call, x, w)
     bounds = _bounds(offs, call.start(0, 0), x.shape[0])
@@ -32,7 +32,7 @@ def matrices_by_columns(
     call: LocalCall, x: Tensor, y: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Matrices `[e, m, k]` by columns `[k, t]`, which stand together by group: the same, transposed."""
+    """Multiply matrices `[e, m, k]` by columns `[k, t]` ordered by group: the transposed `rows_by_matrices`."""
     if offs is None or 0 in (*x.shape, *y.shape):
         return nothing(call, x, y)
     bounds, t = _bounds(offs, call.start(1, 1), y.shape[1]), y.shape[1]
@@ -44,7 +44,7 @@ def columns_by_rows(
     call: LocalCall, x: Tensor, y: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`[m, t]` by `[t, n]`, a product `[m, n]` of each group: a rank's term of it, from the part of t that it has."""
+    """Multiply `[m, t]` by `[t, n]` to a product `[m, n]` per group: a rank's term, from its shard of t."""
     if offs is None or 0 in (*x.shape, y.shape[1]):
         return nothing(call, x, y)
     ends = _bounds(offs, call.start(1, 0), y.shape[0])[1:]
@@ -56,27 +56,30 @@ def columns_by_rows(
 def matrices_by_matrices(
     call: LocalCall, x: Tensor, y: Tensor, offs: None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """One product for each group, which needs no kernel of its own."""
+    """Multiply one matrix by one matrix for each group, by `bmm`."""
     out = torch.bmm(x, y)
     return out if out_dtype is None else out.to(out_dtype)
 
 
 def _own_groups(x: Tensor, w: Tensor, bounds: Tensor, first: int | None, out_dtype: torch.dtype | None) -> Tensor:
-    """The products of the groups from `first` on, zero for other rows; all groups are here where that is None."""
+    """Return the products of the local groups, which start at `first`, with zero for other rows.
+
+    If `first` is None, all groups are local.
+    """
     if first is None:
         return _product(x, w, bounds[1:], out_dtype)
     groups, rows = w.shape[0], x.shape[0]
     bounds = bounds.index_select(0, torch.arange(groups + 1, device=bounds.device) + first)
     begin, ends = bounds[0], bounds[1:] - bounds[0]
     place = torch.arange(rows, device=bounds.device)
-    mine = (place < ends[-1]).unsqueeze(1)  # kernels leave other rows, and their gradients, as they find them
+    mine = (place < ends[-1]).unsqueeze(1)  # kernels do not initialize other rows and their gradients
     front = torch.where(mine, x.index_select(0, (place + begin) % rows), 0)
     out = torch.where(mine, _product(front, w, ends, out_dtype), 0)
     return out.index_select(0, (place - begin) % rows)
 
 
 def _bounds(offs: Tensor, start: int, rows: int) -> Tensor:
-    """Where groups begin among the rows from `start` on, and where the last ends."""
+    """Return the local start of each group among the `rows` rows from `start` on, and the end of the last one."""
     return torch.constant_pad_nd(offs - start, (1, 0)).clamp(0, rows).to(offs.dtype)
 
 
@@ -88,6 +91,6 @@ def _product(x: Tensor, w: Tensor, ends: Tensor, out_dtype: torch.dtype | None) 
 
 
 def _filled(x: Tensor, dim: int) -> Tensor:
-    """`x` with zeros behind, up to a size that kernels take."""
+    """Return `x` padded with zeros to a size that kernels accept."""
     missing = -x.shape[dim] % (_STRIDE // x.dtype.itemsize)
     return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x

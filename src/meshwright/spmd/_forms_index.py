@@ -1,4 +1,4 @@
-"""Second forms of lookups along a cut dim: each rank answers for the indices that it holds."""
+"""Second forms of lookups along a sharded dim: each rank looks up the indices that it holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ._forms import LocalCall
 from ._rules_dims import dims_at
 
 NOTHING = False
-"""What a rank has for the indices of others: the one zero that leaves every dtype what it is, bool too."""
+"""Fill value for indices of other ranks: a zero that does not promote any dtype, including bool."""
 
 
 def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices counted from this rank's first, 0 for those of other ranks, and which are this rank's."""
+    """Return the local indices (0 for indices of other ranks), and a mask of the indices of this rank."""
     index = torch.where(index < 0, index + call.total(0, at), index)
     local = index - call.start(0, at)
     mine = (local >= 0) & (local < x.shape[at])
@@ -23,7 +23,7 @@ def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, T
 
 
 def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The rows that this rank holds, zero for the others: a term of the result."""
+    """Return the rows that this rank holds and zero for others, which is a term of the result."""
     (at,) = dims_at(dim, x.dim())
     local, mine = _mine(call, x, at, index.reshape(-1))
     shape = [-1 if d == at else 1 for d in range(x.dim())]
@@ -43,7 +43,7 @@ def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Ten
 
 
 def _padded(x: Tensor, at: int) -> Tensor:
-    """`x`, or one row of zeros where this rank holds none, so that there is something to look up."""
+    """Return `x`, or one row of zeros if this rank has no rows, so that the lookup has a valid index."""
     if x.shape[at]:
         return x
     row = x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])
@@ -51,7 +51,7 @@ def _padded(x: Tensor, at: int) -> Tensor:
 
 
 def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
-    """`x[indices]` where the one indexed dim is cut."""
+    """Return the term of `x[indices]` for one indexed dim, which is sharded."""
     at = next(d for d, i in enumerate(indices) if i is not None)
     local, mine = _mine(call, x, at, indices[at])
     rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
@@ -59,7 +59,7 @@ def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
 
 
 def index_copy(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Rows of other ranks are written behind the last row, and dropped."""
+    """Return `x` with the local rows of `source`. Rows of other ranks are written after the last row and dropped."""
     return _written(call, x, dim, index, lambda wide, at, local: wide.index_copy(at, local, source))
 
 
@@ -88,7 +88,7 @@ def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) ->
 
 
 def masked_scatter(call: LocalCall, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The whole mask tells which element of the source each of this rank's places gets."""
+    """Return the local tensor after a masked scatter. The whole mask gives the index in the source for each element."""
     shape = [call.total(0, d) for d in range(x.dim())]
     mask = mask.expand(shape)
     order = (mask.flatten().cumsum(0) - 1).reshape(shape)

@@ -1,4 +1,4 @@
-"""Second forms of layers: lookup in a cut table, attention along a cut sequence, losses over cut classes."""
+"""Second forms of layers: embedding with a sharded table, attention over sharded keys, losses over sharded classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUM = 2
 def embedding(
     call: LocalCall, weight: Tensor, indices: Tensor, padding_idx: int = -1, by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
-    """Look up the ids that this rank's rows cover; zero for all others, so that the terms add up to the lookup."""
+    """Look up the ids of this rank's rows, with zero for other ids. The sum over ranks is the full lookup."""
     if call.ranks(0, 0) == 1:
         return torch.ops.aten.embedding(weight, indices, padding_idx)
     local = indices - call.start(0, 0)
@@ -37,7 +37,7 @@ def attention(
     call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention with any of batch, heads and sequences cut; a cut key sequence gives terms that add up."""
+    """Compute attention with sharded batch, heads or sequences. Sharded keys give terms of a sum."""
     s, t = query.dim() - 2, key.dim() - 2
     if 0 in (prod(query.shape[:-1]), key.shape[-3] if enable_gqa else 1):
         return nothing(call, query, query, key, key, value)
@@ -69,7 +69,7 @@ def cross_entropy(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """This rank's term of the loss: each class adds its share of the target times (logsumexp - logit)."""
+    """Return this rank's term of the loss: each class adds its target probability times (logsumexp - logit)."""
     c = min(x.dim() - 1, 1)
     if call.ranks(0, c) == 1:
         terms = partial(F.cross_entropy, x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
@@ -102,7 +102,10 @@ def _of_whole_classes(
     call: LocalCall, terms: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
-    """`terms(reduction=...)`, which is torch's own loss of targets whose classes are all here."""
+    """Return this rank's term of the loss if all classes are local; `terms(reduction=...)` is torch's loss.
+
+    The mean is over the targets of all ranks.
+    """
     if reduction == 0:
         return terms(reduction="none")
     if reduction == SUM:
@@ -117,7 +120,7 @@ def _of_whole_classes(
 def _hard(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, c: int
 ) -> tuple[Tensor, Tensor]:
-    """`x` at the target, times its weight, and that weight; both are zero where another rank holds the class."""
+    """Return the weighted `x` at the target class, and the weight; both are zero if another rank holds the class."""
     local = target - call.start(0, c)
     mine = (local >= 0) & (local < x.shape[c]) & (target != ignore_index)
     if x.shape[c] == 0:
@@ -142,7 +145,7 @@ def _soft(
 
 
 def _targets(call: LocalCall, x: Tensor, c: int) -> int:
-    """Return the number of targets of all ranks by which torch divides: 0 without classes, which are dim `c`."""
+    """Return the number of targets of all ranks, by which torch divides; 0 without classes (dim `c`)."""
     sizes = [call.total(0, d) for d in range(x.dim())]
     return prod(sizes) // sizes[c] if sizes[c] else 0
 
@@ -152,7 +155,7 @@ def _per_class(weight: Tensor, x: Tensor, c: int) -> Tensor:
 
 
 def _reduced(call: LocalCall, loss: Tensor, mass: Tensor, reduction: int, c: int) -> Tensor:
-    """The mean is taken over the weights of all targets that are not ignored, on all ranks."""
+    """Return the reduced loss. The mean is over the weights of all targets on all ranks that are not ignored."""
     if reduction == 0:
         return loss
     if reduction == SUM:
@@ -161,5 +164,5 @@ def _reduced(call: LocalCall, loss: Tensor, mass: Tensor, reduction: int, c: int
 
 
 def _over_targets(call: LocalCall, mass: Tensor, ndim: int) -> Tensor:
-    """The sum over all ranks of what each has of the targets' weights, for logits of `ndim` dims."""
+    """Return the sum of the targets' weights over all ranks, for logits of `ndim` dims."""
     return sum_over(call, mass, 0, tuple(range(ndim)))

@@ -1,6 +1,6 @@
-"""Second forms of reductions: what each rank computes of its piece, and how the pieces come together.
+"""Second forms of reductions: each rank reduces its shard, and the results of all ranks are combined.
 
-Every form serves whichever of the reduced dims are cut: sums and gathers over an uncut dim are the value itself.
+Every form supports sharding of any of the reduced dims: sums and gathers over an unsharded dim are the identity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._rules_dims import dims_at
 
 
 def mean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """This rank's term of the mean: its own mean, weighted by its share of the elements."""
+    """Return this rank's term of the mean: the local mean, weighted by the share of elements."""
     dims = dims_at(dim, x.dim())
     total, mine = prod(call.total(0, d) for d in dims), prod(x.shape[d] for d in dims)
     if mine == 0 and total != 0:
@@ -26,7 +26,7 @@ def mean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, 
 
 
 def sum_over(call: LocalCall, x: Tensor, operand: int, dims: tuple[int, ...]) -> Tensor:
-    """The sum of `x` over the ranks that hold pieces of any of the dims."""
+    """Return the sum of `x` over the ranks along the shards of the dims."""
     for d in dims:
         if call.ranks(operand, d) > 1:
             x = call.sum(x, operand, d)
@@ -57,7 +57,7 @@ def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def peak_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return what `peak` does, where elements that are NaN share the gradient of a maximum that is NaN."""
+    """Return the result of `peak`, but NaN elements share the gradient of a maximum that is NaN."""
     best = peak(x.detach(), dims)
     reached = _equal_or_nan(x.detach(), best)
     shares = x / reached.sum(dims, keepdim=True).clamp_min(1)
@@ -66,7 +66,7 @@ def peak_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The maximum, with the gradient shared evenly among all elements that reach it, wherever they are."""
+    """Return the maximum. All elements on all ranks that equal it share the gradient evenly."""
     dims = dims_at(dim, x.dim())
     if not x.dtype.is_floating_point:
         return squeezed(gathered(call, peak(x, dims), dims, lambda t: t.amax(0)), dims, keepdim)
@@ -75,7 +75,7 @@ def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Te
 
 
 def amax_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """The maximum with the gradient of `x.max()`: elements that are NaN share that of a maximum that is NaN."""
+    """Return the maximum with the gradient of `x.max()`: NaN elements share the gradient of a maximum that is NaN."""
     if not x.dtype.is_floating_point:
         return amax(call, x, dim, keepdim)
     dims = dims_at(dim, x.dim())
@@ -120,7 +120,7 @@ def amin_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = Fal
 
 
 def _flipped(largest: Callable[..., Tensor], call: LocalCall, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    """The minimum, as the maximum of the negated elements; -x is not defined for the lowest integer, ~x is."""
+    """Return the minimum as the maximum of negated elements; ~x for integers, since -x overflows for the lowest."""
     flip = torch.neg if x.dtype.is_floating_point else torch.bitwise_not
     return flip(largest(call, flip(x), dim, keepdim))
 
@@ -130,7 +130,7 @@ def without_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def gathered(call: LocalCall, x: Tensor, dims: tuple[int, ...], join: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the ranks made of their pieces (dims kept as ones), joined over every cut dim."""
+    """Return the local results of all ranks (reduced dims kept as ones), joined over every sharded dim."""
     for d in dims:
         if call.ranks(0, d) > 1:
             x = join(call.gather(x, 0, d))
@@ -149,7 +149,7 @@ def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, 
 
 
 def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """Return log of the sum of exp, relative to the largest element of all ranks: any derivative of it is exact."""
+    """Return the log of the sum of exp, relative to the largest element of all ranks; derivatives are exact."""
     dims = dims_at(dim, x.dim())
     x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
     size = x.detach().real if x.dtype.is_complex else x.detach()
@@ -162,9 +162,10 @@ def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Te
 def vector_norm(
     call: LocalCall, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """The norm of the pieces' norms; for the norms that are a maximum or a minimum, that of the absolute values.
+    """Return the norm, combined from the norms of the shards.
 
-    The root of a sum of powers from two on: second derivatives are right where all of a piece is zero.
+    Orders of infinity use the maximum or minimum of absolute values. Orders of at least two use the root of a sum of
+    powers, so that second derivatives are correct if a shard is zero.
     """
     dims, p = dims_at(dim, x.dim()), 2.0 if ord is None else float(ord)
     x = x if dtype is None else x.to(dtype)
@@ -179,7 +180,7 @@ def vector_norm(
 
 
 def _root_of_powers(call: LocalCall, x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
-    """Return the norm of order `p`; where it is zero, so is its gradient."""
+    """Return the norm of order `p`; its gradient is zero if the norm is zero."""
     out = x.abs().dtype
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     powers = x.abs() ** p if p > 2 else (x * x.conj()).real
@@ -189,7 +190,7 @@ def _root_of_powers(call: LocalCall, x: Tensor, p: float, dims: tuple[int, ...])
 
 
 def _norm_of_nothing(x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
-    """What leaves the norm of the others' norms as it is, behind `x` in the autograd graph."""
+    """Return the neutral element for the norm of norms, connected to `x` in the autograd graph."""
     return x.abs().square().sum(dims, keepdim=True) + (float("inf") if p < 0 else 0)
 
 
@@ -198,7 +199,7 @@ def dist(call: LocalCall, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
 
 
 def nanmean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """This rank's term: its own sum over the number of all ranks' numbers."""
+    """Return this rank's term: its local sum divided by the count of non-NaN elements on all ranks."""
     dims = dims_at(dim, x.dim())
     count = sum_over(call, (~x.isnan()).sum(dims, keepdim=True).to(dtype or x.dtype), 0, dims)
     return squeezed(x.nansum(dims, keepdim=True, dtype=dtype) / count, dims, keepdim)
@@ -211,7 +212,7 @@ def frobenius_norm(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) 
 def moments(
     call: LocalCall, x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> tuple[Tensor, Tensor, tuple[int, ...], bool]:
-    """This rank's term of the variance, the mean, the dims they are taken along, and whether these are kept."""
+    """Return this rank's term of the variance, the mean, the reduced dims, and `keepdim`."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = dims_at(dim, x.dim())
@@ -229,7 +230,7 @@ def var(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def var_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Terms of both: each rank has an equal share of the mean."""
+    """Return this rank's terms of variance and mean; the mean is divided evenly among the ranks."""
     term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
     ranks = prod(call.ranks(0, d) for d in dims)
     return squeezed(term, dims, keepdim), squeezed(mean / ranks, dims, keepdim)
@@ -240,7 +241,7 @@ def std(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def std_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The root of a variance of zero has no gradient, as in torch."""
+    """Return standard deviation and mean. The root of a zero variance has a zero gradient, as in torch."""
     term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
     variance = sum_over(call, term, 0, dims)
     root = torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt())
@@ -248,7 +249,7 @@ def std_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
 
 
 def max_along(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Values and indices: the first rank that reaches the maximum holds it."""
+    """Return maximum and index; among equal maxima, that of the first rank."""
     return _along(call, x, dim, keepdim, False)
 
 
@@ -283,12 +284,12 @@ def highest(dtype: torch.dtype) -> Any:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Half precision is summed in single, as torch's own kernels do."""
+    """Return `x` in float32 if it is in half precision, since torch's kernels sum in float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Softmax along a cut dim: one maximum and one sum over the ranks."""
+    """Compute softmax along a sharded dim, with one maximum and one sum over the ranks."""
     x, dims = _as_type(x, dtype), dims_at(dim, x.dim())
     e = wide(x)
     e = (e - max_over(call, peak(e.detach(), dims), 0, dims)).exp()
@@ -303,7 +304,7 @@ def log_softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tens
 
 
 def _as_type(x: Tensor, dtype: Any) -> Tensor:
-    """`_softmax` has a bool in the place of the dtype: half to float."""
+    """Return `x` in `dtype`. For `_softmax`, `dtype` is a bool: True converts half precision to float32."""
     if isinstance(dtype, bool):
         return x.float() if dtype else x
     return x if dtype is None else x.to(dtype)
@@ -337,7 +338,7 @@ def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """The running sum of the piece, and the totals of the pieces before it."""
+    """Return the local running sum plus the totals of the shards before this one."""
     (at,) = dims_at(dim, x.dim())
     mine = x.cumsum(at, dtype=dtype)
     totals = call.gather(x.to(mine.dtype).sum(at, keepdim=True, dtype=mine.dtype), 0, at)
@@ -352,6 +353,9 @@ def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tenso
 
 
 def _before(call: LocalCall, totals: Tensor, at: int) -> Tensor:
-    """Which of the ranks' totals belong to pieces before this rank's; numbers of Python would be one rank's only."""
+    """Return a mask of the totals of shards before this rank's.
+
+    It is computed by tensor operations, since a Python number would be valid for one rank only.
+    """
     places = torch.arange(totals.shape[0], device=totals.device) - call.index(0, at)
     return (places < 0).reshape(-1, *[1] * (totals.dim() - 1))

@@ -1,15 +1,15 @@
-"""Attention where queries, keys and values are cut along one sequence, and no rank is to hold all keys.
+"""Context parallelism: attention with queries, keys and values sharded along one sequence; no rank holds all keys.
 
-`ring`      keys and values travel round the ring of the ranks (Liu et al., 2023). At every stop a rank attends to what
-            is there, and joins the result with those before by the logarithm of their sums (online softmax). In the
-            backward pass they travel again, beside their gradients: nothing is kept of them.
-`ulysses`   heads are cut in the place of the sequence, all to all, and back (Jacobs et al., 2023).
+`ring`      keys and values are sent around the ring of ranks (Liu et al., 2023). At every stop a rank attends to the
+            keys it has, and merges the result with earlier ones by the log of their sums (online softmax). In the
+            backward pass keys and values are sent again, with their gradients, so they are not saved.
+`ulysses`   the shards are moved from the sequence to the heads by an all-to-all, and back (Jacobs et al., 2023).
 
-Where each row sees only the keys up to it, rows of later ranks would have more to do. So the sequence is cut into two
-chunks a rank, and for the time of the call rank i of p has the chunks i and 2p - 1 - i (zigzag): at every stop but
-its own it then has two whole tiles to do, of the four that its chunks make with those of the rank that they are from:
-its later rows always see the earlier keys; and the earlier keys are seen by its earlier rows too where that rank is
-before it, else the later keys by its later rows.
+With causal attention, rows of later ranks would have more work. So the sequence is split into two chunks per rank, and
+during the call rank i of p has the chunks i and 2p - 1 - i (zigzag). At every stop except the first, a rank then
+computes two whole tiles of the four that its two chunks form with the two chunks of the sending rank. Its later rows
+always see the earlier keys. In addition, its earlier rows see the earlier keys if the sending rank is before it;
+otherwise its later rows see the later keys.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch.nn import functional as F
 from ._forms import LocalCall
 
 Which = int | Tensor
-"""One of two chunks by its number, or by a truth that depends on the rank: the first where it holds."""
+"""One of two chunks: its number, or a bool tensor that depends on the rank (True: the first chunk)."""
 
 
 def fits_ring(call: LocalCall, is_causal: bool) -> bool:
-    """True where all ranks have as many rows, and two chunks of one size where rows see no keys behind them."""
+    """True if all ranks have equally many rows, and with causal attention two chunks of equal size."""
     return call.total(0, -2) % (call.ranks(0, -2) * (2 if is_causal else 1)) == 0
 
 
 def fits_ulysses(call: LocalCall, has_heads: bool) -> bool:
-    """True where heads can be cut along what cuts the sequence too, those of keys like those of queries."""
+    """True if the heads of queries and keys can also be sharded over the axes that shard the sequence."""
     if not has_heads or call.ranks(0, -3) != call.ranks(1, -3):
         return False
     pieces = call.ranks(0, -3) * call.ranks(0, -2)
@@ -46,7 +46,7 @@ def ulysses(
     call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of some heads along the whole sequence."""
+    """Compute attention of the local heads over the whole sequence."""
     s = query.dim() - 2
     query, key, value = (call.recut(x, at, s, s - 1) for at, x in enumerate((query, key, value)))
     out = F.scaled_dot_product_attention(
@@ -59,7 +59,7 @@ def ring(
     call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of some rows with all keys, some keys at a time."""
+    """Compute attention of the local rows with all keys, one shard of keys at a time."""
     s = query.dim() - 2
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
@@ -79,7 +79,10 @@ def ring(
 
 
 def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Heads as those of keys, and a dim of those that share one; the latter is of size one in keys and values."""
+    """Return query, pair and mask with the heads split into key heads and query heads per key head.
+
+    The second dim has size one in keys and values.
+    """
     shared = pair.shape[-3]
     per_head = mask is not None and mask.dim() > 2 and mask.shape[-3] != 1
     if mask is not None:
@@ -88,14 +91,14 @@ def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Te
 
 
 def _zigzag(call: LocalCall, x: Tensor, s: int) -> Tensor:
-    """The chunks i and 2p - 1 - i on rank i, from its chunks 2i and 2i + 1."""
+    """Return the chunks i and 2p - 1 - i on rank i, for its chunks 2i and 2i + 1."""
     even, odd = (call.permute(half, 0, s, way) for half, way in zip(x.chunk(2, s), _exchange(call, s), strict=True))
     is_even = _place(call, x, s) % 2 == 0
     return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), s)
 
 
 def _zagzig(call: LocalCall, x: Tensor, s: int) -> Tensor:
-    """The chunks 2i and 2i + 1 on rank i, from its chunks i and 2p - 1 - i."""
+    """Return the chunks 2i and 2i + 1 on rank i, for its chunks i and 2p - 1 - i."""
     first, last = x.chunk(2, s)
     is_even = _place(call, x, s) % 2 == 0
     halves = torch.where(is_even, first, last), torch.where(is_even, last, first)
@@ -104,7 +107,7 @@ def _zagzig(call: LocalCall, x: Tensor, s: int) -> Tensor:
 
 
 def _exchange(call: LocalCall, s: int) -> tuple[list[int], list[int]]:
-    """From which rank each rank has its chunk of an even number, and from which that of an odd one."""
+    """Return, for each rank, the source rank of its even chunk, and the source rank of its odd chunk."""
     p = call.ranks(0, s)
     pairs = [(i, 2 * p - 1 - i) for i in range(p)]
     return [next(c for c in pair if c % 2 == 0) // 2 for pair in pairs], [
@@ -117,15 +120,15 @@ def _inverse(way: Sequence[int]) -> list[int]:
 
 
 def _place(call: LocalCall, like: Tensor, s: int) -> Tensor:
-    """This rank's number on the ring; a tensor, since it is another one on every rank."""
+    """Return this rank's index on the ring, as a tensor, since it differs between ranks."""
     return torch.arange(1, device=like.device) + call.index(0, s)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tour:
-    """One round of keys and values: where the sequence stands, features of a key, and whether rows see all keys.
+    """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, and causality.
 
-    Queries are scaled already; keys and values travel side by side in one tensor, the pair.
+    Queries are already scaled. Keys and values are sent in one concatenated tensor, the pair.
     """
 
     call: LocalCall
@@ -138,7 +141,7 @@ class _Tour:
         return range(self.call.ranks(0, self.s))
 
     def onward(self, x: Tensor) -> Tensor:
-        """The `x` of the next rank of the ring."""
+        """Return the `x` of the next rank on the ring."""
         p = len(self.stops)
         return self.call.permute(x, 0, self.s, [(i + 1) % p for i in range(p)])
 
@@ -146,7 +149,7 @@ class _Tour:
         return list(x.chunk(2, -2)) if self.is_causal else [x]
 
     def tiles(self, stop: int, place: Tensor) -> list[tuple[Which, Which, bool]]:
-        """Which rows meet which keys there, and whether each row only sees the keys up to it."""
+        """Return the tiles at this stop: chunk of rows, chunk of keys, and True if the tile is causal."""
         if not self.is_causal:
             return [(0, 0, False)]
         if stop == 0:
@@ -155,7 +158,7 @@ class _Tour:
         return [(1, 0, False), (is_before, is_before, False)]
 
     def columns(self, mask: Tensor | None, stop: int, place: Tensor) -> Tensor | None:
-        """The part of a mask that is about the keys of this stop."""
+        """Return the columns of a mask for the keys of this stop."""
         if mask is None:
             return None
         p = len(self.stops)
@@ -172,9 +175,9 @@ class _Tour:
 
 
 class _Ring(torch.autograd.Function):
-    """Results, and the logarithms of the sums that they were divided by.
+    """Ring attention; returns the result and the log of the softmax denominators.
 
-    The backward pass is a function of these alone, made of differentiable operators: it has derivatives of its own.
+    The backward pass consists of differentiable operators on these and the inputs, so it can be differentiated again.
     """
 
     @staticmethod
@@ -224,7 +227,7 @@ def _ring(tour: _Tour, query: Tensor, pair: Tensor, mask: Tensor | None) -> tupl
 
 
 def _join(outs: list[Tensor], sums: list[Tensor], at: Which, value: Tensor, scores: Tensor) -> None:
-    """What some rows see of these keys, beside what they saw before."""
+    """Merge the attention of some rows to these keys into their earlier results `outs` and `sums`."""
     total = scores.logsumexp(-1, keepdim=True)
     out = _wide((scores - _finite(total)).exp().to(value.dtype) @ value)
     for n in range(len(sums)):
@@ -240,7 +243,7 @@ def _join(outs: list[Tensor], sums: list[Tensor], at: Which, value: Tensor, scor
 def _gradients(
     tour: _Tour, asked: Sequence[Tensor], pair: Tensor, mask: Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The terms of a tile in the gradients of its queries, and of its keys and values."""
+    """Return the terms of a tile in the gradients of its queries, and of its keys and values."""
     query, grad, total, drift = asked
     key, value = _split(pair, tour.features)
     weights = (tour.scores(query, key, mask, diagonal) - _finite(total)).exp()
@@ -254,7 +257,7 @@ def _pick(chunks: Sequence[Tensor], which: Which) -> Tensor:
 
 
 def _add(totals: list[Tensor], which: Which, x: Tensor) -> None:
-    """Adds `x` to one of the chunks."""
+    """Add `x` to one of the chunks."""
     if isinstance(which, int):
         totals[which] = totals[which] + x
         return
@@ -266,10 +269,10 @@ def _split(pair: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` with digits enough to add up many terms."""
+    """Return `x` in at least float32, for sums of many terms."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _finite(x: Tensor) -> Tensor:
-    """`x` with zero for rows that see nothing yet, so that their weights are zero."""
+    """Return `x` with zero for rows that have seen no key yet, so that their weights are zero."""
     return torch.where(x == float("-inf"), 0, x)

@@ -1,6 +1,6 @@
 """The notation of rules: `"... k * n k + n -> ... n"`.
 
-A rule names, for every tensor operand and every result, the factors that its dims run over.
+A rule names the factors of every dim of every tensor operand and result.
 
     rule     = side "->" result {";" result}
     side     = ["given" "?"] sum {"," [sum]} ["|" given]
@@ -9,9 +9,9 @@ A rule names, for every tensor operand and every result, the factors that its di
     operand  = {dim}                          dims, separated by blanks; none for a scalar
     dim      = name ["!"] | "..." | "1" | "(" name name ... ")"
 
-`name!` must be whole on every rank, `(a b)` is a product of factors, outermost first, `1` is a dim of size one,
-`...` stands for any leading dims, aligned at the end as broadcasting does. What stands right of `|` or left of `?`
-is not linear, and a comma says that nothing is known about linearity at all.
+A factor `name!` must be whole on every rank. `(a b)` is a product of factors, outermost first. `1` is a dim of size
+one. `...` is any number of leading dims, aligned at the end as in broadcasting. The result is not linear in operands
+right of `|` or left of `?`. A comma says that nothing is known about linearity.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEW = "new"
 
 @dataclass(frozen=True, slots=True)
 class DimTerm:
-    """One dim of an operand: the factors it runs over, outermost first; none for a dim of size one."""
+    """One dim of an operand: its factors, outermost first; none for a dim of size one."""
 
     names: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class Equation:
     """A parsed rule: operands, results, the whole factors, and the products that are linear together.
 
     `products` lists operand indices: the result is linear in one operand of each product, given all others.
-    It is empty when nothing is known about linearity.
+    It is empty if nothing is known about linearity.
     """
 
     operands: tuple[Operand, ...]
@@ -59,12 +59,12 @@ class Equation:
 
 
 MOST_CHARACTERS = 2000
-"""Characters of a rule."""
+"""Maximum length of a rule, in characters."""
 
 
 @lru_cache(maxsize=4096)
 def parse_rule(text: str) -> Equation:
-    """The equation that `text` writes down; raises RuleError naming the place.
+    """Return the equation for the text of a rule. Raises RuleError that quotes the invalid part.
 
     >>> parse_rule("... k * n k + n -> ... n").products
     ((0, 1), (2,))
@@ -96,7 +96,7 @@ def parse_rule(text: str) -> Equation:
 
 
 def _split_given(left: str) -> tuple[str, str | None, list[str]]:
-    """The linear part, the given part, and both in the order of the operands."""
+    """Return the linear part, the given part, and both in the order of the operands."""
     if "|" in left:
         linear, given = left.split("|")
         return linear, given, [linear, given]

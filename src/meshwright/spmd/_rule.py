@@ -1,4 +1,4 @@
-"""A rule: an equation, and the few things an equation cannot say."""
+"""Rules of operators: an equation, and properties that an equation cannot express."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ._forms import LocalCall
 from ._notation import Equation, parse_rule
 
 Form = Callable[..., Any]
-"""A named second form: a local function `form(call, *args, **kwargs)` in differentiable torch ops.
+"""Second form of an operator: a local function `form(call, *args, **kwargs)` of differentiable torch operators.
 
-`call` is a LocalCall (see `_forms.py`): which part of the operands this rank holds, and how to reach the others.
+`call` is a LocalCall (see `_forms.py`): it describes this rank's local tensors, and communicates with other ranks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an operator lies on a mesh: what one device computes, said so that every cut can be derived.
+    """Sharding rule of an operator: a description of its computation from which all shardings are derived.
 
     `text`     the equation.
-    `over`     what joins the terms when a factor missing in the result is cut ("sum" where the rule is linear);
-               None: such a factor must be whole.
-    `sizes`    positions (or names) of arguments that are sizes of result 0 and become local ones.
-    `forms`    factor name → local function to run when that factor is cut, with what joins its terms (or None).
-    `parts`    the same computation in smaller torch ops, taken when the equation alone would have to communicate.
-    `guard`    local function to run in the operator's place where some rank is left without a piece.
-    `alternatives`  other rules for the same call, by the names they are asked for.
-    `stays`    factors that stay cut where an operand comes cut along them: to repeat that operand would cost work and
-               memory beside bytes.
+    `over`     operation that joins the terms if a factor missing in the result is sharded ("sum" if the rule is
+               linear); None: such a factor must be whole.
+    `sizes`    positions (or names) of arguments that are sizes of result 0; they are replaced by local sizes.
+    `forms`    factor name → local function to run if that factor is sharded.
+    `parts`    the same computation in smaller torch operators, used if the equation alone would have to communicate.
+    `guard`    local function that replaces the operator if some rank has no shard.
+    `alternatives`  other rules for the same call, by name.
+    `stays`    factors that stay sharded if an operand is sharded along them: replicating that operand would cost work
+               and memory besides communication.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Rule:
         return parse_rule(self.text)
 
     def joins(self) -> str | None:
-        """What joins the terms of a contraction: `over`, or a sum where the rule is linear."""
+        """Return the operation that joins the terms of a contraction: `over`, or "sum" for a linear rule, or None."""
         if self.over is not None:
             return self.over
         return "sum" if self.equation.products else None
@@ -54,11 +54,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another rule for a call; `fits` tells whether its second form can do with how the operands are cut."""
+    """Another rule for a call. `fits(call)` is True if its second form supports the sharding of the operands."""
 
     rule: Rule
     fits: Callable[[LocalCall], bool]
 
 
 Entry = Rule | str | Callable[..., Rule | str | None]
-"""A rule, its text, or a function that takes the call's arguments and returns one of them, or None for "no rule"."""
+"""A rule, its text, or a function of the call's arguments that returns a rule, a text, or None for "no rule"."""

@@ -1,4 +1,4 @@
-"""Convolutions, pooling, resampling, and the norms of channels."""
+"""Rules of convolutions, pooling, resampling, and normalizations over channels."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from ._rule import Entry, Rule
 from ._rules_dims import names_of, sized, written
 
 RUN = 16
-"""Elements of the contraction that the int8 kernel takes at a time; it reads beyond the end of a shorter rest."""
+"""Elements of the contraction that the int8 kernel reads at a time; it reads beyond the end of a shorter rest."""
 BLOCK = 64
-"""Rows that the packed int4 layout interleaves, on every processor that torch packs for."""
+"""Rows that the packed int4 layout interleaves, on every processor that torch supports."""
 
 
 def listed(value: Any, count: int) -> list[int]:
-    """A size per spatial dim, from a list, a list of one, or a number."""
+    """Return one size per spatial dim, for a list, a list of one, or a number."""
     items = [value] if isinstance(value, int) else list(value)
     return items * count if len(items) == 1 else items
 
 
 def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
-    """Batch and output channels are free, input channels are summed over, rows look at their neighbours."""
+    """Return the rule of a convolution: batch and output channels are free, input channels are summed.
+
+    Spatial dims that keep their size may be sharded, with rows of neighbours.
+    """
     op = getattr(torch.ops.aten, name)
 
     def entry(
@@ -51,9 +54,9 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
 
 
 def _same_rows(weight: Tensor, stride: Any, padding: Any, dilation: Any, spatial: int) -> tuple[list[Pad], list[bool]]:
-    """Return the padding per dim, and whether a dim keeps its size, so that it may be cut with its neighbours' rows.
+    """Return the padding per dim, and True for dims that keep their size: these may be sharded with neighbours' rows.
 
-    With padding="same" an even kernel looks at one row more behind than before.
+    With padding="same", an even kernel reads one row more after than before.
     """
     steps, spread, kernel = listed(stride, spatial), listed(dilation, spatial), list(weight.shape[2:])
     full = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
@@ -65,7 +68,7 @@ def _same_rows(weight: Tensor, stride: Any, padding: Any, dilation: Any, spatial
 
 
 def _evenly_padded(x: Tensor, pads: Sequence[Pad]) -> tuple[Tensor, list[int]]:
-    """Return the tensor with zeros where the padding of a dim is not even, and the padding that is left."""
+    """Return the tensor with uneven padding applied as zeros, and the remaining even padding."""
     least = [min(p) for p in pads]
     rest = [(before - n, after - n) for (before, after), n in zip(pads, least, strict=True)]
     if any(map(any, rest)):
@@ -88,7 +91,7 @@ def _conv_text(x: Tensor, weight: Tensor, groups: int, batch: int, reach: Sequen
 
 
 def transposed_entry(name: str, spatial: int) -> Callable[..., Rule]:
-    """The same without neighbours: rows are whole."""
+    """Return the rule of a transposed convolution: like `conv_entry`, but spatial dims are whole."""
     op = getattr(torch.ops.aten, name)
 
     def entry(
@@ -126,7 +129,7 @@ def convolution_rule(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: int, *how: Any,
 ) -> Rule | None:  # fmt: skip
-    """The one operator that all convolutions are made of."""
+    """Return the rule of `aten.convolution`, which all convolutions call; None for an unbatched input."""
     spatial = weight.dim() - 2
     if x.dim() != weight.dim():
         return None
@@ -136,9 +139,9 @@ def convolution_rule(
 
 
 def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
-    """Pooling and resampling: the last dims are whole and change their sizes, the others are free.
+    """Return the rule of pooling and resampling: the last dims are whole and change their sizes; other dims are free.
 
-    Integers are rounded, which no sum passes.
+    Results of integers are rounded, so the rule is not linear for them.
     """
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -152,7 +155,7 @@ def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
 
 
 def pad_rule(x: Tensor, pad: Sequence[int], *how: Any, mode: str = "constant", value: Any = 0) -> str:
-    """Padded dims are whole. Zeros, and copies of what is there, keep it linear."""
+    """Return the rule of padding: padded dims are whole. Padding with zeros or with copies of elements is linear."""
     names = names_of(x)
     numbers = [h for h in (*how, value) if isinstance(h, (int, float))]
     grown = [x.dim() - 1 - i // 2 for i, p in enumerate(pad) if p]
@@ -164,7 +167,7 @@ def batch_norm_rule(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
     *rest: Any, **kwargs: Any,
 ) -> Rule:  # fmt: skip
-    """In training the running statistics are written to, which the second form does on every rank."""
+    """Return the rule of batch norm. In training, the second form updates the running statistics on every rank."""
     names = names_of(x)
     if not training:
         return Rule(f"{written(names)}, a1, a1, a1, a1 -> {written(names)}")
@@ -182,7 +185,7 @@ def group_norm_rule(x: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Ru
 def instance_norm_rule(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, use_input_stats: bool, *rest: Any, **kwargs: Any
 ) -> str | None:
-    """Every sample and channel for itself; running statistics make it a batch norm, which has no rule here."""
+    """Return the rule of instance norm, which normalizes each sample and channel; None with running statistics."""
     if not use_input_stats or mean is not None:
         return None
     names = names_of(x)
@@ -228,13 +231,13 @@ def col2im_rule(x: Tensor, output_size: Any, kernel_size: Any, *args: Any, **kwa
 
 
 def grid_rule(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> str:
-    """Linear in the picture, given where to look."""
+    """Return the rule of `grid_sampler`: linear in the image, given the grid."""
     places, picked = ("h w", "x! y!") if x.dim() == 4 else ("t h w", "x! y! z!")
     return f"b c {picked} | b {places} place! -> b c {places}"
 
 
 def affine_grid_rule(theta: Tensor, size: Sequence[int], align_corners: bool) -> Rule:
-    """Places in each picture; the sizes are those of a batch, of which a rank has a part."""
+    """Return the rule of `affine_grid_generator`; the form replaces the global batch size by the local one."""
 
     def form(call: LocalCall, theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
         return torch.ops.aten.affine_grid_generator(theta, [theta.shape[0], *size[1:]], align_corners)
@@ -244,7 +247,7 @@ def affine_grid_rule(theta: Tensor, size: Sequence[int], align_corners: bool) ->
 
 
 def unpool(spatial: int) -> Entry:
-    """Elements go back to where the indices say; linear in them."""
+    """Return the rule of max unpooling, which writes elements to given indices; linear in the elements."""
 
     def entry(x: Tensor, indices: Tensor, *how: Any, **kwargs: Any) -> str:
         free = names_of(x)[: x.dim() - spatial]
@@ -255,7 +258,7 @@ def unpool(spatial: int) -> Entry:
 
 
 def fractional_pool(spatial: int) -> Entry:
-    """The greatest of each window and where it stands, given random numbers for each picture and channel."""
+    """Return the rule of fractional max pooling: maximum and index per window, given random numbers per channel."""
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
         if x.dim() != spatial + 2:
@@ -267,7 +270,7 @@ def fractional_pool(spatial: int) -> Entry:
 
 
 def int8_rule(x: Tensor, weight: Tensor, scales: Tensor) -> Rule:
-    """The kernel reads whole runs of the contraction, from rows without gaps."""
+    """Return the rule of the int8 product. The kernel reads whole runs of the contraction from contiguous rows."""
     runs, rest = divmod(x.shape[1], RUN)
     k = f"k_{x.shape[1]}!" if rest or not runs else f"({sized('k', runs)} {sized('r', RUN)}!)"
 
@@ -278,7 +281,7 @@ def int8_rule(x: Tensor, weight: Tensor, scales: Tensor) -> Rule:
 
 
 def int4_rule(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> str | None:
-    """Rows of the packed weight may be cut between blocks."""
+    """Return the rule of the int4 product; rows of the packed weight may be sharded between blocks."""
     rows = packed.shape[0]
     if rows % BLOCK:
         return "m k! | n! h!, g! n! two! -> m n"
@@ -302,7 +305,7 @@ POOLS = {
     "reflection_pad1d": (1, True, 1), "reflection_pad2d": (2, True, 1), "reflection_pad3d": (3, True, 1),
     "replication_pad1d": (1, True, 1), "replication_pad2d": (2, True, 1), "replication_pad3d": (3, True, 1),
 }  # fmt: skip
-"""Operator → how many of the last dims it works on, whether it is linear, how many results it has."""
+"""Operator → number of last dims that it works on, True if it is linear, number of results."""
 
 CONV: dict[str, Entry] = {
     **{f"aten.conv{n}d": entry for n, entry in STRAIGHT.items()},

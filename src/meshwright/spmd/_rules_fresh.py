@@ -1,4 +1,4 @@
-"""Operators that make a tensor from another's dtype and device alone: `new_zeros` and its kind."""
+"""Rules of operators that read only the dtype and device of a tensor, such as `new_zeros`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._rules_dims import names_of, written
 
 
 def fresh(name: str) -> Entry:
-    """The operand is looked at by no one, so any cut of it will do; the result is whole."""
+    """Return the rule: the operand's elements are not read, so it may have any layout; the result is whole."""
     op = getattr(torch.ops.aten, name)
 
     def as_it_is(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading and writing by index: indexed dims are whole or looked up piece by piece, all others free."""
+"""Rules of reads and writes by index: indexed dims are whole or use a second form; all other dims are free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices = Sequence[Tensor | None]
 
 
 def _joined(x: Tensor) -> str | None:
-    """What joins the ranks' answers: bools have no sum."""
+    """Return the operation that joins the ranks' results: "any" for bool, which has no sum; None otherwise."""
     return "any" if x.dtype == torch.bool else None
 
 
@@ -28,14 +28,14 @@ def _by_mask(indices: Indices) -> bool:
 
 
 def _index_names(indices: Indices) -> tuple[list[str], list[str]]:
-    """The dims of every index, and of all of them broadcast together, aligned at the end."""
+    """Return the dims of every index, and the dims of all indices broadcast together, aligned at the end."""
     widest = max(i.dim() for i in indices if i is not None)
     joint = [f"j{d}" for d in range(widest)]
     return [" ".join(joint[widest - i.dim() :]) if i is not None else "" for i in indices], joint
 
 
 def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[str]]:
-    """The indexed dims, the names of each index, and the names of the result of `x[indices]`."""
+    """Return the indexed dims, the names of each index, and the names of the result of `x[indices]`."""
     at = [d for d, i in enumerate(indices) if i is not None]
     each, joint = _index_names(indices)
     names = names_of(x)
@@ -46,7 +46,7 @@ def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[st
 
 
 def index_rule(x: Tensor, indices: Indices) -> Rule | None:
-    """How many elements a mask picks depends on its values; numbers pick as many as they are."""
+    """Return the rule of `x[indices]`; None for masks, since the number of picked elements depends on their values."""
     if _by_mask(indices) or all(i is None for i in indices):
         return None
     at, each, result = _indexed(x, indices)
@@ -84,7 +84,7 @@ def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
 
 
 def along(form: Form) -> Entry:
-    """`gather` and `take_along_dim`: the index has a dim for every dim of x, and may be shorter."""
+    """Return the rule of `gather` and `take_along_dim`: the index has all dims of x, with equal or smaller sizes."""
 
     def entry(x: Tensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Rule | None:
         index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
@@ -100,7 +100,7 @@ def along(form: Form) -> Entry:
 
 
 def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
-    """Names of the dims of both: a dim on which sizes differ is whole, except the indexed one."""
+    """Return the names of the dims of both: a dim with different sizes is whole, except the indexed one."""
     mine, theirs = names_of(x), names_of(index, "j")
     for d, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)):
         if d == dim % x.dim():
@@ -113,7 +113,10 @@ def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
 
 
 def scatter_rule(form: Form | None) -> Entry:
-    """`op(x, dim, index, src)`: dims on which all sizes agree are free; index and source are seen by every piece."""
+    """Return the rule of `op(x, dim, index, src)`: dims with equal sizes are free.
+
+    Index and source are whole along the other dims.
+    """
 
     def entry(x: Tensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any) -> Rule | None:
         others = [t for t in (index, src) if isinstance(t, Tensor)]
@@ -137,7 +140,7 @@ def scatter_rule(form: Form | None) -> Entry:
 
 
 def rows_rule(form: Form | None) -> Entry:
-    """`op(x, dim, index, source)`: the source has the index's length in the place of the dim."""
+    """Return the rule of `op(x, dim, index, source)`: along `dim`, the source has the length of the index."""
 
     def entry(x: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Rule | None:
         source = kwargs.get("value") if source is None else source
@@ -154,7 +157,10 @@ def rows_rule(form: Form | None) -> Entry:
 
 
 def masked_scatter_rule(x: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
-    """Elements of the source in the order of places that the mask is true at: how many come before a part, it tells."""
+    """Return the rule of `masked_scatter`: mask and source are whole.
+
+    The mask shows how many source elements come before each shard.
+    """
     if torch.broadcast_shapes(x.shape, mask.shape) != x.shape:
         return None
     names = names_of(x)
@@ -173,7 +179,7 @@ def take_rule(x: Tensor, index: Tensor) -> str:
 def slice_scatter_rule(
     x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> str:
-    """Linear in both: what is kept and what is written."""
+    """Return the rule of `slice_scatter`, which is linear in both operands."""
     names, (at,) = names_of(x), dims_at(dim, x.dim())
     left = slice_rule(x, dim, start, end, step).partition(" -> ")[0]
     full = not left.split()[at].endswith("!")
@@ -203,8 +209,8 @@ def embedding_bag_rule(
 ) -> Rule | None:  # fmt: skip
     """Return the rule that shards columns; side results do not depend on them, except for the maximum.
 
-    With `include_last_offset`, torch's meta kernel gives side results other sizes than its kernels do; so it does for
-    a weight whose columns are apart in memory.
+    There is no rule with `include_last_offset`, or for a weight with non-contiguous columns: torch's meta kernel then
+    returns side results of other sizes than the real kernels.
     """
     if sparse or mode == 2 or include_last_offset or weight.stride(-1) != 1:
         return None

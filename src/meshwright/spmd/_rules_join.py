@@ -1,4 +1,4 @@
-"""Several tensors become one, or are brought to one shape: cat, stack and their kin.
+"""Rules of operators that join tensors or expand them to one shape: `cat`, `stack` and similar ones.
 
 `broadcast_tensors` and `meshgrid` have no rule: each of their results is a view of another operand.
 """
@@ -15,7 +15,7 @@ from ._rules_dims import names_of, written
 
 
 def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
-    """The joined dim is whole; the old empty `tensor([])` may stand beside anything."""
+    """Return the rule of `cat`: the joined dim is whole. An empty one-dim tensor may be joined with any tensor."""
     full = next((t for t in tensors if t.dim() > 1 or t.numel()), tensors[0])
     at = dim % full.dim()
     names = names_of(full)

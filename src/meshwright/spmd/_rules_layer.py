@@ -1,4 +1,4 @@
-"""Layers: embedding and attention."""
+"""Rules of layers: embedding and attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ._rules_dims import names_of, sized, written
 def embedding_rule(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Rule | None:
-    """Rows may be cut: ids of other ranks give zero. A gradient scaled by how often an id occurs needs all ids."""
+    """Return the rule of embedding. Rows of the table may be sharded: ids of other ranks give zero.
+
+    With `scale_grad_by_freq` all ids must be local, to be counted.
+    """
     if sparse:
         return None
     names = names_of(indices, "i")
@@ -30,7 +33,7 @@ def embedding_rule(
 def embedding_back_rule(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> str:
-    """The gradient of a table: a sum over the ids, which have to be all here to be counted."""
+    """Return the rule of an embedding's gradient: a sum over the ids, which are whole with `scale_grad_by_freq`."""
     names = names_of(indices, "i")
     ids = written(names, range(len(names)) if scale_grad_by_freq else ())
     return f"{' '.join(names)} d | {ids} -> new d"
@@ -40,7 +43,10 @@ def attention_rule(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
 ) -> Rule | None:  # fmt: skip
-    """Heads of keys may be cut, heads that share a key too; sequences by the second form."""
+    """Return the rule of attention. Key heads, and query heads per key head, may be sharded.
+
+    Sharded sequences use a second form.
+    """
     if dropout_p > 0 or query.dim() < 2:
         return None
     text, shared = _attention_text(query, key, attn_mask, enable_gqa)
@@ -53,7 +59,7 @@ def dropping_attention_rule(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
 ) -> Rule | None:  # fmt: skip
-    """Attention with dropout, made of operators: queries stay cut, and keys come together."""
+    """Return the rule of attention with dropout, which runs as separate operators: keys are whole."""
     if query.dim() < 2:
         return None
     text, _ = _attention_text(query, key, attn_mask, enable_gqa)
@@ -61,7 +67,7 @@ def dropping_attention_rule(
 
 
 def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[str, list[str]]:
-    """The rule as text, and its names of heads that share a key."""
+    """Return the rule as text, and the names of its head factors with grouped queries."""
     heads, shared = "...", "..."
     if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3] and key.shape[-3]:
         outer, inner = sized("g", key.shape[-3]), sized("r", query.shape[-3] // key.shape[-3])
@@ -78,7 +84,7 @@ def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa:
 def _along_one_sequence(
     text: str, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
 ) -> Mapping[str, Alternative]:
-    """Rules in which the sequence of keys is that of queries: where one is cut the other is, and ranks see parts."""
+    """Return the alternative rules with one sequence factor for queries and keys, so that both are sharded together."""
     if query.shape[-2] != key.shape[-2] or (mask is not None and mask.shape[-1] != key.shape[-2]):
         return {}
     rows = text.replace(" s t ->", " s t! ->").replace(" t ", " s ")
@@ -109,4 +115,4 @@ DRAWN: dict[str, Entry] = {
     "aten.multinomial": "... c!, -> ... new",
     "aten.scaled_dot_product_attention": dropping_attention_rule,
 }
-"""Operators that draw, which never run on parts alone: how a layout passes what they are carried out by."""
+"""Rules for layout propagation of random operators, which are replaced by other operators when they run."""

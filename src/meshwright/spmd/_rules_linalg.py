@@ -1,4 +1,4 @@
-"""Matrices as wholes: decompositions, solvers, transforms. Batch dims are free."""
+"""Rules of operators on whole matrices: decompositions, solvers, transforms. Batch dims are free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MATRIX = {
     "m n ; ... new ; ...": "linalg_lu_factor_ex",
     "m n ; ...": "linalg_cholesky_ex linalg_inv_ex",
 }
-"""What `"... m! n!, -> ..."` goes on with → operators of one matrix."""
+"""Continuation of the rule `"... m! n!, -> ..."` → operators of one matrix."""
 
 ONE = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
 MANY = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
@@ -43,7 +43,7 @@ def matrix_entries() -> dict[str, Entry]:
 
 
 def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
-    """Linear in the right-hand side, whose columns are free."""
+    """Return the rule of `solve`: linear in the right-hand side, whose columns are free."""
     if not left:
         return None
     is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
@@ -51,7 +51,7 @@ def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str
 
 
 def solve_ex_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
-    """Beside the solution what it was found by, of which none depends on the right-hand side."""
+    """Return the rule of `_linalg_solve_ex`, whose further results do not depend on the right-hand side."""
     if not left or b.dim() != a.dim():
         return None
     return "... m! n!, ... n! k! -> ... m k ; ... m n ; ... n ; ..."
@@ -62,12 +62,12 @@ def lu_solve_rule(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, a
 
 
 def transformed(x: Tensor, dim: Sequence[int], *how: Any) -> str:
-    """What the transforms are made of."""
+    """Return the rule of the basic Fourier operators such as `_fft_c2c`."""
     return _mapped(x, dims_at(tuple(dim), x.dim()))
 
 
 def frames_entry(at: int) -> Entry:
-    """Spectra of the frames of each signal, `at` is the position of `return_complex`; linear, given the window."""
+    """Return the rule of `stft`: linear, given the window. `at` is the position of `return_complex`."""
 
     def entry(x: Tensor, *args: Any, return_complex: bool | None = None, **kwargs: Any) -> str:
         is_complex = args[at - 1] if len(args) >= at else return_complex
@@ -79,7 +79,7 @@ def frames_entry(at: int) -> Entry:
 
 
 def signal_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
-    """Signals of frames of spectra; linear, given the window."""
+    """Return the rule of `istft`: linear, given the window."""
     lead = "b " * (x.dim() - 2)
     return f"{lead}f! t! | w! -> {lead}newt"
 
@@ -119,7 +119,7 @@ def _kron(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
 
 
 def chain_rule(matrices: Sequence[Tensor]) -> str | None:
-    """A chain of matrices; a vector may stand at either end."""
+    """Return the rule of a chain of matrix products; the first and last operand may be vectors."""
     sides = [f"c{i} c{i + 1}" for i in range(len(matrices))]
     if matrices[0].dim() == 1:
         sides[0] = "c1"
@@ -131,7 +131,7 @@ def chain_rule(matrices: Sequence[Tensor]) -> str | None:
 
 
 def fourier_rule(x: Tensor, n: Any = None, dim: Any = None, norm: str | None = None) -> str:
-    """A linear map along whole dims."""
+    """Return the rule of a Fourier transform: a linear map along whole dims."""
     if dim is None and isinstance(n, (list, tuple)):
         dim = range(x.dim() - len(n), x.dim())
     return _mapped(x, dims_at(None if dim is None else dim, x.dim()))
@@ -163,7 +163,7 @@ FOURIER: dict[str, Entry] = {
     "aten.stft.center": frames_entry(9),
     "aten.istft": signal_rule,
 }
-"""The library of Fourier transforms refuses empty batches."""
+"""Fourier transforms; their kernels refuse empty batches."""
 
 LINALG: dict[str, Entry] = {
     **matrix_entries(),

@@ -1,4 +1,4 @@
-"""Losses: by elements with a reduction, and over classes."""
+"""Rules of losses: elementwise losses with a reduction, and losses over classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MEAN, SUM = 1, 2
 
 
 def class_loss(form: Form) -> Entry:
-    """Classes are dim 1, or dim 0 without a batch; targets are class numbers, or a share per class."""
+    """Return the rule of a loss over classes, which are dim 1, or dim 0 without a batch.
+
+    Targets are class indices or class probabilities.
+    """
 
     def entry(
         x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any
@@ -35,7 +38,7 @@ def class_loss(form: Form) -> Entry:
 
 
 def element_loss(name: str, operands: int, at: int) -> Entry:
-    """A loss of single elements, then none, mean or sum of them; `at` is the position of the reduction."""
+    """Return the rule of an elementwise loss with reduction none, mean or sum; `at` is the reduction's position."""
     op = getattr(torch.ops.aten, name)
 
     def entry(*args: Any, **kwargs: Any) -> Rule:
@@ -60,14 +63,17 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
 
 
 def _with_sum(op: Any, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The call with its reduction replaced by the sum."""
+    """Return the call's result with the reduction replaced by the sum."""
     if len(args) > at:
         return op(*args[:at], SUM, *args[at + 1 :], **kwargs)
     return op(*args, **{**kwargs, "reduction": SUM})
 
 
 def ctc_rule(x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Rule | None:
-    """`(x, target, times, lengths, blank, reduction)`: samples go their own ways where each has a row of targets."""
+    """Return the rule of `ctc_loss(x, target, times, lengths, blank, reduction)`.
+
+    Samples are independent if each has a row of targets; otherwise there is no rule.
+    """
     if x.dim() != TIMES_SAMPLES_CLASSES or target.dim() != SAMPLES_TARGETS:
         return None
     reduction = rest[1] if len(rest) > 1 else kwargs.get("reduction", MEAN)
@@ -79,7 +85,7 @@ def _ctc_terms(
     call: LocalCall, x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, blank: int = 0, reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What this rank's samples add; in a mean each counts by the length of its target."""
+    """Return the term of this rank's samples; in a mean, each loss is divided by the length of its target."""
     if not x.shape[1]:
         return x.sum((0, 2)) if reduction == 0 else x.sum()
     losses = torch.ctc_loss(x, target, times, lengths, blank, 0, zero_infinity)
@@ -89,7 +95,7 @@ def _ctc_terms(
 
 
 def _ctc_shapes(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """A loss per sample, and for every time the share of every label with blanks around it."""
+    """Return empty results: a loss per sample, and a value per sample, time and label with blanks in between."""
     samples = x.shape[1:-1]
     return x.new_empty(samples), x.new_empty((*samples, x.shape[0], 2 * target.shape[-1] + 1))
 

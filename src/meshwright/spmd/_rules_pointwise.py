@@ -1,4 +1,4 @@
-"""Operators that treat every element alone: one family per kind of linearity."""
+"""Rules of elementwise operators, grouped by linearity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINEAR = """
     neg negative positive clone contiguous detach alias alias_copy detach_copy conj conj_physical _conj _conj_physical
     resolve_conj resolve_neg _neg_view real imag deg2rad zero lift_fresh lift
 """
-"""`... -> ...`: linear in the one operand."""
+"""`... -> ...`: operators that are linear in their operand."""
 
 CURVED = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -29,7 +29,7 @@ CURVED = """
     special_sinc special_spherical_bessel_j0 sqrt square tan tanh threshold trunc empty_like full_like
     rad2deg
 """
-"""`..., -> ...`: nothing known about linearity."""
+"""`..., -> ...`: operators of one operand without known linearity."""
 
 BINARY = """
     arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq float_power
@@ -42,7 +42,7 @@ BINARY = """
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_xlogy
     special_zeta xlogy fill __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__
 """
-"""`..., ... -> ...`."""
+"""`..., ... -> ...`: operators of two operands without known linearity."""
 
 
 GRADIENT = """
@@ -50,11 +50,11 @@ GRADIENT = """
     leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward
     softplus_backward softshrink_backward tanh_backward threshold_backward
 """
-"""`... | ... -> ...`: a gradient passed back by elements, linear in it, given what the forward pass kept."""
+"""`... | ... -> ...`: elementwise backward operators, linear in the gradient, given the saved values."""
 
 
 def named(words: str, entry: Entry) -> dict[str, Entry]:
-    """The same entry under every one of the operator names in `words`."""
+    """Return the entry under each operator name in `words`."""
     return {f"aten.{word}": entry for word in words.split()}
 
 
@@ -72,12 +72,12 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def summed_dtype(source: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `sum` and `cumsum` add up if none is asked for."""
+    """Return the default dtype of the result of `sum` and `cumsum`."""
     return source if source.is_floating_point or source.is_complex else torch.int64
 
 
 def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
-    """`to`, in all its overloads: the target is a dtype, a tensor that has it, or nothing at all."""
+    """Return the rule of all overloads of `to`; the target is a dtype, a tensor's dtype, or the dtype of `x`."""
     given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
     target = next((a for a in given if isinstance(a, torch.dtype)), x.dtype)
     return "... -> ..." if keeps_sums(x.dtype, target) else "..., -> ..."
@@ -89,7 +89,7 @@ def zeros_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
 
 
 def div_rule(x: Any, y: Any, *, rounding_mode: str | None = None) -> str:
-    """A division by a tensor passes no pending sum: the tensor may hold zeros."""
+    """Return the rule of a division. Pending sums do not pass a division by a tensor, which may contain zeros."""
     return "..., ... -> ..." if rounding_mode is not None or isinstance(y, Tensor) else "... | ... -> ..."
 
 
@@ -105,19 +105,19 @@ def masked_fill_rule(x: Tensor, mask: Tensor, value: Any) -> str:
 
 
 def prelu_rule(x: Tensor, weight: Tensor) -> str:
-    """The weight has one element, or one per channel (dim 1)."""
+    """Return the rule of `prelu`; the weight has one element, or one per channel (dim 1)."""
     names = [f"a{d}" for d in range(x.dim())]
     channels = "..." if weight.numel() == 1 or x.dim() < 2 else names[1]
     return f"{' '.join(names)}, {channels} -> {' '.join(names)}"
 
 
 def isin_rule(x: Tensor, among: Tensor, **kwargs: Any) -> str:
-    """What is looked for among is whole."""
+    """Return the rule of `isin`; the test elements are whole."""
     return f"..., {' '.join(f'v{d}!' for d in range(among.dim()))} -> ..."
 
 
 def where_rule(condition: Tensor, *values: Any) -> str | None:
-    """`where(condition)` alone lists places: how many there are depends on the values."""
+    """Return the rule of `where`; None for `where(condition)`, whose result size depends on the values."""
     return "... ? ... + ... -> ..." if values else None
 
 

@@ -1,4 +1,4 @@
-"""Products: matmul and its family, einsum, linear layers."""
+"""Rules of products: matmul and related operators, einsum, linear layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._rules_dims import names_of, written
 
 
 def matmul_rule(x: Tensor, y: Tensor) -> str:
-    """A vector lends its one dim to the contraction; leading dims broadcast."""
+    """Return the rule of `matmul`: a vector has only the contracted dim; leading dims broadcast."""
     left = "k" if x.dim() == 1 else "... m k"
     right = "k" if y.dim() == 1 else "... k n"
     kept = f"{'' if x.dim() == 1 else 'm'} {'' if y.dim() == 1 else 'n'}"
@@ -23,12 +23,12 @@ def matmul_rule(x: Tensor, y: Tensor) -> str:
 
 
 def linear_rule(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
-    """A weight of one dim makes a number of every row."""
+    """Return the rule of `linear`; a one-dim weight gives one number per row."""
     return "... k * n k + n -> ... n" if weight.dim() == 2 else "... k * k + ... -> ..."
 
 
 def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> str | None:
-    """The equation is the rule; None where one operand has the same index twice."""
+    """Return the equation as a rule; None if an operand has an index twice, or `...` is summed."""
     text = equation.replace(" ", "")
     left, _, right = text.partition("->")
     terms = left.split(",")
@@ -43,12 +43,12 @@ def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -
 
 
 def _spaced(term: str) -> str:
-    """`b...ij` → `b ... i j`; capital letters are names of their own."""
+    """Return a term with spaces: `b ... i j` for `b...ij`. Capital letters become names such as `iC`."""
     return " ".join("..." if c == "." else f"{c.lower()}{'C' if c.isupper() else ''}" for c in term.replace("...", "."))
 
 
 def added(products: str, *result: str) -> Entry:
-    """A product with a tensor added, which broadcasts to the result."""
+    """Return the rule of a product plus a tensor that broadcasts to the result."""
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
         return f"{' '.join(result[len(result) - x.dim() :])} + {products} -> {' '.join(result)}"
@@ -80,7 +80,10 @@ def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
 
 
 def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | str | None:
-    """Without a dim, along the first one of size three, which is another one where a piece has three rows."""
+    """Return the rule of `cross`. Without `dim`, it works along the first global dim of size three.
+
+    The form passes this dim, since a shard may have size three in an earlier dim.
+    """
     if dim is not None or x.shape != y.shape or THREE not in x.shape:
         return None if dim is None else cross_rule(x, y, dim=dim)
     at = x.shape.index(THREE)
@@ -92,9 +95,10 @@ def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | 
 
 
 def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Rule:
-    """Groups of rows, of columns or of what is summed over, as `offs` says where they end; or whole matrices.
+    """Return the rule of a grouped product: of groups of rows, columns or summed elements, or of whole matrices.
 
-    Matrices that are cut by group stay so: with all of them, every rank would make the products of all rows.
+    `offs` has the ends of the groups. Matrices that are sharded by group stay sharded: with all of them, every rank
+    would compute the products of all rows.
     """
     if offs is None:
         return Rule("b m k * b k n -> b m n", forms=dict.fromkeys("kmn", grouped.matrices_by_matrices))
@@ -108,7 +112,7 @@ def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, *
 
 
 THREE = 3
-"""Size of the dim that a cross product is taken along."""
+"""Size of the dim of a cross product."""
 
 PRODUCT: dict[str, Entry] = {
     "aten.linear": linear_rule,

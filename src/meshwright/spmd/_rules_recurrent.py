@@ -1,4 +1,4 @@
-"""Recurrent layers: samples go their own ways, and time is whole."""
+"""Rules of recurrent layers: samples are independent, and time is whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ._rules_dims import written
 
 
 def recurrent(states: int) -> Entry:
-    """Layers with this many states: `(input, states, params, has_biases, layers, dropout, train, both_ways, first)`.
+    """Return the rule of a layer with `states` states.
 
-    Dropout between layers draws: no rule, and torch's own operators of each step are carried out instead.
+    The arguments are `(input, states, params, has_biases, layers, dropout, train, both_ways, first)`. Dropout between
+    layers is random, so there is no rule, and torch's operators of each step run instead.
     """
 
     def entry(
@@ -33,7 +34,7 @@ def recurrent(states: int) -> Entry:
 
 
 BATCHED = 3
-"""Dims of an input that has a batch."""
+"""Number of dims of an input with a batch."""
 
 RECURRENT: dict[str, Entry] = {
     "aten.lstm.input": recurrent(2),

@@ -1,4 +1,4 @@
-"""Reductions, normalisations and running sums: dims that go, or that every element looks along."""
+"""Rules of reductions, normalizations and running sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def reduction(linear: bool, over: str | None = None, form: Form | None = None) -
 
     Args:
         linear: True if the operator of a sum is the sum of the operators, in one dtype.
-        over: What joins the results of the pieces of a reduced dim. A sum of booleans is `any`.
-        form: The local function for a cut reduced dim. Without `over`, its results are whole.
+        over: Operation that joins the results of the shards of a reduced dim. A sum of booleans is `any`.
+        form: Local function for a sharded reduced dim. Without `over`, its results are whole.
     """
 
     def entry(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Rule:
@@ -43,7 +43,7 @@ def reduced(
 
 
 def arg_reduction(form: Form | None) -> Entry:
-    """`argmax(x, dim)`: without a dim it counts through the whole tensor."""
+    """Return the rule of `argmax(x, dim)`; without `dim`, the index is in the flattened whole tensor."""
 
     def entry(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
         return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None if dim is None else form)
@@ -52,7 +52,7 @@ def arg_reduction(form: Form | None) -> Entry:
 
 
 def max_entry(full: Form, along: Form) -> Entry:
-    """`max(x)`, `max(x, dim)` with indices, and `max(x, other)` by elements."""
+    """Return the rule of `max(x)`, `max(x, dim)` with indices, and elementwise `max(x, other)`."""
 
     def entry(x: Tensor, dim: Any = None, keepdim: bool = False) -> Rule | str:
         if isinstance(dim, Tensor):
@@ -64,7 +64,7 @@ def max_entry(full: Form, along: Form) -> Entry:
 
 
 def looks_along(linear: bool, form: Form | None = None, results: int = 1) -> Entry:
-    """A rule for `op(x, dim)` whose result has the dims of x."""
+    """Return the rule of `op(x, dim)` with a result that has the dims of x."""
 
     def entry(x: Tensor, dim: Any = -1, *args: Any, dtype: Any = None, **kwargs: Any) -> Rule:
         names, dims = names_of(x), dims_at(dim, x.dim())
@@ -78,7 +78,7 @@ def looks_along(linear: bool, form: Form | None = None, results: int = 1) -> Ent
 def layer_norm_rule(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Any = None, *rest: Any, **kw: Any
 ) -> Rule:
-    """Weight and bias lie as the last dims do."""
+    """Return the rule of layer norm; weight and bias have the layout of the last dims."""
     names = names_of(x)
     last = names[x.dim() - len(normalized_shape) :]
     form = forms.layer_norm
@@ -90,7 +90,7 @@ def layer_norm_rule(
 def native_layer_norm_rule(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str:
-    """The norm, and the mean and the root of the variance that it came by."""
+    """Return the rule of native layer norm, which also returns mean and reciprocal standard deviation."""
     names = names_of(x)
     first = x.dim() - len(normalized_shape)
     last, kept = names[first:], " ".join([*names[:first], *["1"] * len(normalized_shape)])
@@ -99,7 +99,7 @@ def native_layer_norm_rule(
 
 
 def passed_back_rule(grad: Tensor, out: Tensor, dim: int, *rest: Any) -> str:
-    """The gradient of a softmax: linear, given the result."""
+    """Return the rule of a softmax's backward: linear in the gradient, given the result."""
     names = written(names_of(grad), dims_at(dim, grad.dim()))
     return f"{names} | {names} -> {written(names_of(grad))}"
 
@@ -111,7 +111,10 @@ def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | N
 
 
 def spread(over: str | None, form: Form, results: int = 1) -> Entry:
-    """`var` and its family: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` or `(x, dim, correction=, keepdim=)`."""
+    """Return the rule of `var` and related operators.
+
+    Arguments: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` or `(x, dim, correction=, keepdim=)`.
+    """
 
     def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
         dims = dims_at(None if isinstance(dim, bool) else dim, x.dim())
@@ -126,7 +129,7 @@ def vector_norm_rule(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = F
 
 
 def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule | None:
-    """Return the rule of a vector norm; None for complex dtypes, of which torch refuses some for some `p`."""
+    """Return the rule of a vector norm; None for complex dtypes, some of which torch refuses for some `p`."""
     return None if dtype is not None and dtype.is_complex else vector_norm_rule(x, p, dim, keepdim)
 
 
@@ -135,7 +138,7 @@ def mode_rule(x: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
 
 
 def selection(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Values and where they stand, along a whole dim; without a dim one value of all."""
+    """Return the rule of values and indices along a whole dim; without `dim`, of one value of the whole tensor."""
     return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None, 1 if dim is None else 2)
 
 
@@ -157,7 +160,7 @@ def msort_rule(x: Tensor) -> str:
 
 
 def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
-    """The norm of the difference."""
+    """Return the rule of `dist`, the norm of the difference."""
     if x.shape != y.shape or p == 0:
         return f"{written(names_of(x, 'a'), range(x.dim()))}, {written(names_of(y, 'b'), range(y.dim()))} ->"
     names = names_of(x)
@@ -187,7 +190,7 @@ def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bo
 
 
 def renorm_rule(x: Tensor, p: float, dim: int, maxnorm: float) -> str:
-    """Every slice along `dim` is scaled by its own norm."""
+    """Return the rule of `renorm`: every slice along `dim` is scaled by its own norm."""
     names, kept = names_of(x), dims_at(dim, x.dim())
     return f"{written(names, [d for d in range(x.dim()) if d not in kept])}, -> {written(names)}"
 
@@ -200,7 +203,7 @@ def diff_rule(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append:
 
 
 def glu_rule(x: Tensor, dim: int = -1) -> str:
-    """The dim is two halves, which stay together: a cut of what lies inside a half is kept."""
+    """Return the rule of `glu`: the dim is a product of two halves, and the inner factor may be sharded."""
     names, (at,) = names_of(x), dims_at(dim, x.dim())
     half = sized("h", x.shape[at] // 2)
     before = [f"(two_2! {half})" if d == at else n for d, n in enumerate(names)]
@@ -208,7 +211,7 @@ def glu_rule(x: Tensor, dim: int = -1) -> str:
 
 
 def histc_rule(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
-    """How many elements are in each bin; bins that the least and the greatest element bound need all elements."""
+    """Return the rule of `histc`, a sum of counts; None if the minimum and maximum of all elements set the bins."""
     return None if min == max else Rule(f"{written(names_of(x))}, -> new", over="sum")
 
 

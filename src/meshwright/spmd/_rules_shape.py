@@ -1,4 +1,4 @@
-"""Operators that only move elements: views, permutations, slices, pieces, joins."""
+"""Rules of operators that only move elements: views, permutations, slices, splits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._rules_dims import dims_at, grouped, names_of, sized, written
 
 
 def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[str]], list[list[str]]]:
-    """Names of the factors of every dim before and after a reshape, outermost first.
+    """Return the names of the factors of every dim before and after a reshape, outermost first.
 
     >>> common_factors((6, 4), (2, 12))
     ([['f0_2', 'f1_3'], ['f2_4']], [['f0_2'], ['f1_3', 'f2_4']])
@@ -51,7 +51,7 @@ def _level(
     a: int, b: int, i: int, j: int, old: Sequence[int], new: Sequence[int],
     left: list[list[str]], right: list[list[str]], count: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Walk on, with whole factors on both sides, until both have covered the same number of elements."""
+    """Add whole factors on both sides until both sides cover the same number of elements."""
     while a != b:
         if a < b:
             left[i].append(sized(f"f{count}x{i}", old[i]) + "!")
@@ -63,7 +63,10 @@ def _level(
 
 
 def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
-    """The rule of a reshape; an empty tensor keeps the leading dims that agree."""
+    """Return the rule of a reshape; an empty tensor keeps its equal leading dims.
+
+    Raises RuleError if the numbers of elements differ.
+    """
     if 0 in old:
         same = next((d for d, (m, n) in enumerate(zip(old, new, strict=False)) if m != n), min(len(old), len(new)))
         before = " ".join(f"a{d}" + ("" if d < same else "!") for d in range(len(old)))
@@ -81,20 +84,20 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
 
 
 def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
-    """The sizes with the one -1 computed."""
+    """Return the sizes with -1 replaced by the computed size."""
     known = prod(n for n in size if n != -1)
     return tuple(total // max(known, 1) if n == -1 else n for n in size)
 
 
 def view_rule(x: Tensor, size: Any, *rest: Any, **kwargs: Any) -> Rule | None:
-    """`view(dtype)` changes what the bytes mean: no rule when the sizes change with it."""
+    """Return the rule of `view`. `view(dtype)` has no rule if the item size changes."""
     if not isinstance(size, (list, tuple)):
         return Rule("..., -> ...") if getattr(size, "itemsize", 0) == x.dtype.itemsize else None
     return Rule(reshape_text(x.shape, resolved(size, x.numel())), sizes=(1,))
 
 
 def view_as_rule(x: Tensor, other: Tensor) -> str:
-    """The other tensor lies as the result does."""
+    """Return the rule of `view_as`; the other tensor has the dims of the result."""
     left, _, right = reshape_text(x.shape, other.shape).partition(" -> ")
     lies = re.sub(r"new(\w+)", r"o\1!", right)
     return f"{left} | {lies} -> {right}"
@@ -115,13 +118,13 @@ def unflatten_rule(x: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
 
 
 def _factor_names(text: str) -> list[str]:
-    """Every factor that the operands of a rule name and that may be cut."""
+    """Return all factors of the operands of a rule that may be sharded."""
     equation = Rule(text).equation
     return [n for o in equation.operands for d in o for n in d.names if n not in equation.whole]
 
 
 def as_its_shape(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The local part in the local shape of the result."""
+    """Return the local tensor in the local shape of the result."""
     return x.view(call.out_shape(0))
 
 
@@ -162,7 +165,7 @@ def unsqueeze_rule(x: Tensor, dim: int) -> str:
 
 
 def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
-    """Dims that are one on the whole tensor go; a cut dim that is one on this rank stays."""
+    """Return the rule of `squeeze`: dims of global size one are removed, but not dims of local size one."""
     names, listed = names_of(x), dims_at(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
     gone = tuple(d for d in listed if x.shape[d] == 1)
     kept = [n for d, n in enumerate(names) if d not in gone]
@@ -175,7 +178,7 @@ def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
 
 
 def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
-    """Dims that grow out of one, and dims put in front, are whole."""
+    """Return the rule of `expand`: expanded dims and new leading dims are whole."""
     names, extra = names_of(x), len(size) - x.dim()
     kept = [n if s in (-1, m) else f"new{n}" for n, m, s in zip(names, x.shape, size[extra:], strict=True)]
     grown = [d for d, n in enumerate(names) if kept[d] != n]
@@ -183,7 +186,7 @@ def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Ru
 
 
 def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
-    """A dim that is repeated r times is a product of r and itself."""
+    """Return the rule of `repeat`: a dim repeated r times becomes a product of r and the dim."""
     counts = (1,) * (x.dim() - len(repeats)) + tuple(repeats)
     extra = len(counts) - x.dim()
     if 0 in counts or 0 in x.shape:
@@ -200,7 +203,7 @@ def _whole(x: Tensor, results: int) -> str:
 def repeat_interleave_rule(
     x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> str | None:
-    """Each element r times in a row: a product of the dim and r."""
+    """Return the rule of `repeat_interleave` with a number r: the dim becomes a product of the dim and r."""
     if not isinstance(repeats, int) or repeats == 0 or 0 in x.shape or (dim is None and x.dim() != 1):
         return None
     names = [sized(n, s) for n, s in zip(names_of(x), x.shape, strict=True)]
@@ -210,7 +213,7 @@ def repeat_interleave_rule(
 
 
 def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
-    """A slice of everything keeps the dim as it lies; any other makes it whole."""
+    """Return the rule of a slice: a full slice keeps the layout of the dim; any other needs a whole dim."""
     names, (at,) = names_of(x), dims_at(dim, x.dim())
     if range(x.shape[at])[slice(start, end, step)] == range(x.shape[at]):
         return f"{written(names)} -> {written(names)}"
@@ -218,7 +221,7 @@ def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | Non
 
 
 def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> Rule | None:
-    """As a slice, which does not mind an end beyond the local part."""
+    """Return the rule of `narrow`; it can run as a slice, which allows an end beyond the local tensor."""
     (at,) = dims_at(dim, x.dim())
     return Rule(changed(x, (at,)), parts=_as_slice) if isinstance(start, int) else None
 
@@ -228,13 +231,13 @@ def _as_slice(x: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def changed(x: Tensor, dims: Sequence[int]) -> str:
-    """The listed dims are whole before and have another size, or another order, after."""
+    """Return a rule in which `dims` are whole, and have another size or order in the result."""
     names = names_of(x)
     return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
 
 
 def without(x: Tensor, dim: int, results: int = 1) -> str:
-    """One dim is whole and gone in each of the results."""
+    """Return a rule in which one dim is whole, and missing in each of the results."""
     names, (at,) = names_of(x), dims_at(dim, x.dim())
     kept = " ".join(names[:at] + names[at + 1 :])
     return f"{written(names, (at,))} -> {' ; '.join([kept] * results)}"
@@ -250,7 +253,10 @@ def unbind_rule(x: Tensor, dim: int = 0) -> str | None:
 
 
 def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
-    """Pieces along a dim. Pieces of one length make the dim a product, whose inner factor may stay cut."""
+    """Return the rule of a split along a dim; None without pieces.
+
+    If all pieces have one length, the dim is a product, whose inner factor may stay sharded.
+    """
     if not lengths:
         return None
     names, (at,) = names_of(x), dims_at(dim, x.dim())
@@ -270,12 +276,12 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
 
 
 def _one_piece(at: int) -> Form:
-    """Return the form of a call whose only piece is the whole tensor: it splits by the length of the local part."""
+    """Return the form of a split with one piece: it splits by the length of the local tensor."""
     return lambda call, x, *args, **kwargs: x.split(max(x.shape[at], 1), at)
 
 
 def apart(entry: Callable[..., Rule | None]) -> Entry:
-    """The same, of pieces that are no views of one tensor: to write to one changes none of the others."""
+    """Return the entry with copied pieces instead of views, so that a write to one piece changes no other."""
 
     def of(form: Form) -> Form:
         return lambda call, *args, **kwargs: tuple(piece.clone() for piece in form(call, *args, **kwargs))
@@ -317,7 +323,7 @@ def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
 
 
 def moved(x: Tensor, dims: Any) -> str:
-    """Elements change places along the dims, which are whole."""
+    """Return a rule in which elements move along `dims`, which are whole."""
     names = names_of(x)
     at = dims_at(dims, x.dim()) if dims or dims == 0 else ()
     return f"{written(names, at)} -> {written(names)}"
@@ -336,7 +342,7 @@ def flipud_rule(x: Tensor) -> str:
 
 
 def rot90_rule(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
-    """Both dims are whole; after an odd number of turns they have changed places."""
+    """Return the rule of `rot90`: both dims are whole, and swapped after an odd number of turns."""
     names, turned = names_of(x), dims_at(tuple(dims), x.dim())
     return f"{written(names, turned)} -> {' '.join(f'new{d}' if d in turned else n for d, n in enumerate(names))}"
 

@@ -1,4 +1,4 @@
-"""The table of rules: ATen operator → rule, or a function of the call's arguments that gives one."""
+"""Table of rules: ATen operator → rule, or a function of the call's arguments that returns a rule."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, RECURRENT, FOURIER,
     "aten.histc",
     "aten.rms_norm",
 } | {"aten.linalg_householder_product"}
-"""Operators whose kernels refuse empty tensors, or whose derivatives are others there: they are run on zeros.
+"""Operators whose kernels refuse empty tensors, or have other derivatives for them; they run on zeros instead.
 
-Not RMS norm, which is not finite there where its epsilon is negative."""
+RMS norm is not included, since it is not finite for zeros if its epsilon is negative."""
 
 RESHAPED_IN_PLACE = {f"aten::{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims")}
-"""Operators that give their operand another shape: a rule speaks of the shape before, which is gone."""
+"""In-place operators that change the shape of their operand. They have no rule, since the old shape is lost."""
 
 
 def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -55,7 +55,7 @@ def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
 
 
 def drawn_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
-    """How layouts pass an operator that draws random numbers, and so is not carried out by a rule."""
+    """Return the rule for layout propagation of a random operator, which does not run by a rule of its own; or None."""
     return _for(_entry(op, DRAWN)[1], args, kwargs)
 
 
@@ -65,7 +65,7 @@ def _for(entry: Entry | None, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _aliases(op: Operator) -> bool:
-    """True when the operator writes to an operand, or gives views of it."""
+    """True if the operator writes to an operand, or returns views of it."""
     return any(a.alias_info is not None for a in schema_of(op).arguments)
 
 
@@ -75,7 +75,7 @@ def _has_targets(op: Operator) -> bool:
 
 
 def _entry(op: Operator, table: Mapping[str, Entry]) -> tuple[str, Entry | None]:
-    """The operator's entry, and the name it stands under."""
+    """Return the name of the operator's entry and the entry; "" and None if there is none."""
     if schema_of(op).name in RESHAPED_IN_PLACE:
         return "", None
     name, overload = schema_of(op).name.replace("::", "."), overload_of(op)
@@ -87,7 +87,11 @@ def _entry(op: Operator, table: Mapping[str, Entry]) -> tuple[str, Entry | None]
 
 
 def register_rule(name: str, entry: Entry) -> None:
-    """Give the operator called `name` ("mylib.swiglu") a rule, such as `"..., ... -> ..."`."""
+    """Set the rule of the operator `name` ("mylib.swiglu"), such as `"..., ... -> ..."`.
+
+    Raises:
+        RuleError: the text is no rule.
+    """
     if isinstance(entry, str):
         parse_rule(entry)
     RULES[name] = entry
@@ -96,11 +100,11 @@ def register_rule(name: str, entry: Entry) -> None:
 
 
 on_new_rule: list[Callable[[], None]] = []
-"""What else happens when a rule is registered: plans made by the rules before are forgotten."""
+"""Callbacks for the registration of a rule; they clear caches of plans that were made by the old rules."""
 
 
 def is_computed(op: Operator) -> bool:
-    """True when the rule of `op` is a function of the call's arguments, so that their values may decide it."""
+    """True if the rule of `op` is a function of the call's arguments, so that it may depend on their values."""
     name, entry = _entry(op, RULES)
     return callable(entry) and name not in BLIND_TO_FLOATS
 
@@ -109,4 +113,4 @@ BLIND_TO_FLOATS = {
     *("aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"),
     *("aten.div", "aten.divide", "aten.true_divide", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip"),
 }
-"""Operators whose rules look at arguments, but at no float: epsilons, bounds, what an optimizer divides by."""
+"""Operators whose rules are functions of arguments, but not of floats such as epsilons, bounds and divisors."""

@@ -1,11 +1,11 @@
-"""Operands of a linear operator that may be pending sums.
+"""Conditions under which operands of a linear operator may be pending sums.
 
-In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong
-where a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), where terms are divided by
-zero, and where a large factor makes terms overflow whose sum does not. So a pending sum passes an operator only if
-each of its factors is a mask, or a number of at most `largest_factor(dtype)` in magnitude. The values of a floating
+In exact arithmetic a linear operator may be applied to every term of a pending sum. In floating point this is wrong in
+three cases: a factor is not finite (`inf * 3 + inf * -1` is NaN, `inf * (3 - 1)` is infinite), terms are divided by
+zero, or a large factor makes terms overflow although their sum does not. So a pending sum passes an operator only if
+each of its factors is a mask, or a number of at most `largest_factor(dtype)` in magnitude. The elements of a floating
 tensor are unknown, so a sum is reduced before it is multiplied with a floating tensor. Integer arithmetic wraps around
-and is exact, in one dtype: a sum that wrapped around is no sum of wider integers.
+and is exact within one dtype: a sum that wrapped around is no sum of wider integers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Number = (int, float, complex)
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Operand numbers: `pending` may be pending sums, `fillable` may be a value on one rank and zeros on the others."""
+    """Indices of operands: `pending` may be pending sums, `fillable` may be a value on one rank and zeros on others."""
 
     pending: frozenset[int]
     fillable: frozenset[int]
@@ -37,8 +37,8 @@ NONE = Passing(frozenset(), frozenset())
 def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) -> Passing:
     """Return which operands of a call may be terms.
 
-    `operands` are tensors, numbers, or None where one is absent. `scales` are the call's other numbers, such as
-    `alpha`; which operand they multiply is not known.
+    `operands` are tensors, numbers, or None for an absent operand. `scales` are the call's other numbers, such as
+    `alpha`; it is unknown which operand they multiply.
     """
     everything = frozenset(range(len(operands)))
     linear = {i for product in equation.products for i in product}

@@ -1,4 +1,4 @@
-"""The private torch names that this room needs, each with the reason."""
+"""Private names of torch that this package uses, each with the reason."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Operator = OpOverload
 
 
 def schema_of(op: OpOverload) -> Any:
-    """Arguments with names, types and what they alias; no public name gives them."""
+    """Return the schema: arguments with names, types and alias sets. torch has no public name for it."""
     return op._schema
 
 
 def overload_of(op: OpOverload) -> str:
-    """`Tensor` of `aten.add.Tensor`."""
+    """Return the overload name, such as `Tensor` for `aten.add.Tensor`."""
     return op._overloadname
 
 
 def tell_shapes(op: str, shapes: Callable[..., Any]) -> None:
-    """What an ATen operator gives on the meta device, where torch has no answer; only private names tell whether."""
+    """Register a meta kernel for an ATen operator if torch has none; only a private name says if it has one."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
         _ON_META.impl(op, shapes)
 

@@ -1,8 +1,8 @@
-"""What a recorded program takes for granted: everything that Python read while it was recorded.
+"""Guards of a recorded program: comparisons of everything that Python code read while it was recorded.
 
 In reading order:
 
-    _trusted    libraries whose code is trusted: what they read is no setting
+    _trusted    libraries whose code is trusted: values that they read are not guarded
     _executed   the code that runs while a program is recorded
     _slots      places that hold what code reads, and their values
     _kinds      kinds of objects, and what is followed of each

@@ -1,7 +1,7 @@
-"""Texts for values, by which another process can tell whether it has the same.
+"""Text descriptions of values, by which another process can detect if its values are equal.
 
-Plain values stand for themselves, tensors and arrays by what they hold, functions and classes by the code that they are
-compiled to. Of any other object only the type counts: what code reads of it is a place of its own.
+Plain values are described by their repr, tensors and arrays by a checksum of their elements, functions and classes by a
+checksum of their bytecode. Any other object is described by its type: its attributes have slots of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._trusted import is_trusted
 
 
 def described(value: Any) -> str:
-    """Return a text that differs if the value does."""
+    """Return a text that differs if the value differs."""
     if is_plain(value):
         return repr(value)
     if isinstance(value, (Tensor, np.ndarray)):
@@ -54,14 +54,14 @@ def _held(x: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def class_text(kind: type) -> str:
-    """Name of a class, and what its own functions are compiled to, and those of its bases that no library has."""
+    """Return the name of a class, with a checksum of the bytecode of its functions and of its untrusted bases."""
     own = [c for c in kind.__mro__ if not is_trusted(c)]
     functions = [inspect.unwrap(f) for c in own for f in map(_plain, vars(c).values()) if isinstance(f, FunctionType)]
     return f"{kind.__module__}.{kind.__qualname__} {_short([code_text(f.__code__) for f in functions])}"
 
 
 def _plain(member: Any) -> Any:
-    """The function that a class holds as a method or property."""
+    """Return the function behind a method or property of a class."""
     return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
 
@@ -70,7 +70,7 @@ def _function(f: FunctionType) -> str:
 
 
 def code_text(code: CodeType) -> str:
-    """Return a checksum of what the code does, without its file and its lines."""
+    """Return a checksum of the bytecode, names and constants of the code, without its file and lines."""
     constants = [code_text(c) if isinstance(c, CodeType) else described(c) for c in code.co_consts]
     return _short([code.co_code.hex(), code.co_names, constants])
 

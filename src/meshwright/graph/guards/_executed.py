@@ -1,4 +1,4 @@
-"""The code that runs while a program is recorded: whatever a program takes for granted was read by this code."""
+"""Collection of the code that runs while a program is recorded: this code read everything that must be guarded."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WHOLE = frozenset({"__dict__", "vars", "dir", "asdict", "astuple", "fields", "_
 
 @dataclass(slots=True)
 class Executed:
-    """Code objects of libraries that are not trusted, each with the globals that it runs with."""
+    """Executed code objects that are not trusted, each with its globals."""
 
     codes: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict[int, Any])
     asked: list[Tensor] = field(default_factory=list[Tensor])
-    """Tensors whose numbers Python read."""
+    """Tensors whose elements Python code read."""
     resumed: set[int] = field(default_factory=set[int])
     """The frames of generators that ran, by id."""
     forward: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict[int, Any])
@@ -79,11 +79,11 @@ class Executed:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The names that code can read attributes by.
+    """The names by which code can read attributes.
 
-    `names` stand in the code. `parts` are texts of code that computes names: a name that contains one counts. `whole`
-    is True for code that reads all attributes at once. `variables` are texts of code that reads the environment, which
-    may name a variable; None for code that does not.
+    `names` appear in the code. `parts` are strings in code that computes names: any name that contains one counts.
+    `whole` is True for code that reads all attributes at once. `variables` are strings in code that reads the
+    environment, which may be names of variables; None for other code.
     """
 
     names: frozenset[str]
@@ -93,7 +93,7 @@ class Named:
 
 
 def named_by(code: CodeType) -> Named:
-    """Return the names that stand in the code, and in the code of functions that are defined in it."""
+    """Return the names that appear in the code and in the functions that it defines."""
     names, texts = set[str](), set[str]()
     for part in _nested(code):
         names.update(part.co_names)
@@ -139,7 +139,7 @@ _BETWEEN = (
     *("pathlib.py", "genericpath.py", "posixpath.py", "ntpath.py", "os.py", "_local.py"),
     *("random.py", "secrets.py", "uuid.py", "dlpack.py"),
 )
-"""Files of Python's library and of torch that call the system for their caller."""
+"""Files of the standard library and of torch that make system calls for their caller."""
 
 
 def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
@@ -166,11 +166,11 @@ def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
 
 
 _IMPORTING = frozenset({"<module>", "_find_and_load"})
-"""Functions that run while a module is imported: its code, and Python's search for it, which may call import hooks."""
+"""Functions that run during an import: the module's code, and Python's finder, which may call import hooks."""
 
 
 class _Profile:
-    """A profile function that notes the code that a thread runs, and calls that no guard can compare."""
+    """Profile function that collects the code that a thread runs, and calls whose results no guard can compare."""
 
     def __init__(self, before: Callable[[FrameType, str, Any], Any] | None) -> None:
         self.found, self._before = Executed(), before
@@ -181,7 +181,7 @@ class _Profile:
 
     @property
     def is_shared(self) -> bool:
-        """True if another profile function has to see all calls."""
+        """True if another profile function must see all calls."""
         return self._before is not None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -202,7 +202,7 @@ class _Profile:
         if self._muted:
             return
         if code.co_flags & CO_GENERATOR:
-            self._resumed.append(frame)  # so that no other frame gets its id
+            self._resumed.append(frame)  # keep the frame, so that no other frame gets its id
             self.found.resumed.add(id(frame))
         if id(code) not in self._seen:
             self._seen[id(code)] = code
@@ -211,7 +211,7 @@ class _Profile:
 
 
 def _is_trusted(frame: FrameType) -> bool:
-    """True for code of a trusted library, also where it was made of a text, as methods of dataclasses are."""
+    """True for code of a trusted library, including code compiled from a string, such as dataclass methods."""
     name = frame.f_code.co_filename
     if name == "<string>":
         return is_trusted_module(str(frame.f_globals.get("__name__", "")))
@@ -225,9 +225,9 @@ def _code_id(callback: Any) -> int:
 
 @contextmanager
 def executed_code() -> Generator[Executed]:
-    """Collect the code that this thread runs inside the context, but not what imports and the garbage collector run.
+    """Collect the code that this thread runs inside the context, except code run by imports and the garbage collector.
 
-    A profiler in Python goes on, one in C is paused.
+    An active Python profiler keeps running; a C profiler is paused.
     """
     outer: Any = sys.getprofile()
     profile = _Profile(outer if callable(outer) else None)
@@ -243,9 +243,9 @@ def executed_code() -> Generator[Executed]:
 
 
 def unobserved(call: Callable[P, T]) -> Callable[P, T]:
-    """Return `call`, during which no code is collected: for calls that run no code of users.
+    """Return a function that runs `call` without collecting code, for calls that run no user code.
 
-    Each Python function that runs costs a call of the profile function, and an operator on fake tensors runs thousands.
+    Every Python call has the overhead of the profile function, and an operator on fake tensors makes thousands of them.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -262,7 +262,7 @@ def unobserved(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def unobserved_if_torchs(op: Any) -> Callable[..., Any]:
-    """Return the operator, unobserved if it is one of torch's: a user's operator has code of its own."""
+    """Return the operator, unobserved if it is torch's own: a user's operator may run user code."""
     return unobserved(op) if op.namespace in _NAMESPACES else op
 
 
@@ -289,7 +289,7 @@ _CHANGING = frozenset(
 
 @lru_cache(maxsize=16384)
 def writes(code: CodeType) -> bool:
-    """True for code that may change an object: by an instruction that stores, or by a method with such a name."""
+    """True for code that may change an object, by a store instruction or by a method with a name of a mutator."""
     if not _CHANGING.isdisjoint(code.co_names):
         return True
     return any(i.opname in _STORES for i in get_instructions(code))
@@ -297,7 +297,7 @@ def writes(code: CodeType) -> bool:
 
 @contextmanager
 def observed(ran: Executed, wanted: bool = True) -> Generator[None]:
-    """Add the code that runs inside the context to `ran`, if that is `wanted`."""
+    """Add the code that runs inside the context to `ran` if `wanted` is True."""
     if not wanted:
         yield
         return

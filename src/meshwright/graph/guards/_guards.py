@@ -1,8 +1,8 @@
-"""What a recorded program takes for granted, and what a forward pass may not change.
+"""Guards of a recorded program, and the check that a forward pass changes no Python state.
 
-A program is right as long as everything that Python read while it was recorded is what it was. `Guards` remembers all
-that the code which ran could read (`_reach`), and compares it before each step. `unchanged` compares the same places
-before and after a forward pass: what changes in each pass cannot be part of a program.
+A program is valid while everything that Python code read during recording is unchanged. `Guards` stores all values that
+the executed code could read (`_reach`), and compares them before each step. `steady` compares the same slots before and
+after a forward pass: state that changes in each pass cannot be part of a program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class Guards:
-    """The places that were read, and their values at the time."""
+    """The slots that were read, with their values at that time."""
 
     def __init__(self, slots: Iterable[Slot], names: Collection[str] = (), parts: Collection[str] = ()) -> None:
         self.slots, self.names, self.parts = tuple(slots), names, parts
@@ -39,7 +39,10 @@ class Guards:
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
-        """Return the guards for code that ran, or for all code that the roots could call if `ran` is None."""
+        """Return the guards for the code in `ran`; if it is None, for all code that the roots could call.
+
+        Raises SideEffectError if the forward pass reads the states of an optimizer.
+        """
         reach = Reach(roots, ran)
         slots = [*reach.slots(), *_of_layers(reach)]
         if reach.meets_optimizers and ran is not None:
@@ -58,12 +61,12 @@ class Guards:
         return True
 
     def changes(self) -> Iterator[Change]:
-        """Yield the label of each place that changed, with its value before and now."""
+        """Yield the label of each changed slot, with its value before and now."""
         for slot in self.slots:
             yield from slot.changes()
 
     def restore(self) -> None:
-        """Put the remembered values back."""
+        """Restore the stored values."""
         for slot in self.slots:
             slot.restore()
 
@@ -79,7 +82,7 @@ def _check_states(reach: Reach) -> None:
 
 
 def _of_layers(reach: Reach) -> Iterator[Slot]:
-    """Return the parts, parameters, buffers and hooks of layers."""
+    """Yield slots for the submodules, parameters, buffers and hooks of layers."""
     for label, layer in reach.modules:
         for table in ("_modules", "_parameters", "_buffers", *LAYER_HOOKS):
             held: dict[Any, Any] | None = layer.__dict__.get(table)
@@ -89,10 +92,10 @@ def _of_layers(reach: Reach) -> Iterator[Slot]:
 
 
 class _Restored:
-    """All that the code of a call could change, to be compared and put back; the generators of random numbers too.
+    """State that the code of a call could change, stored for comparison and restoration, with random generators.
 
-    Before the call, nobody knows which attributes the code of an installed package names, so those of layers are all
-    put back.
+    Before the call it is unknown which attributes the code of installed packages reads, so all attributes of layers
+    are restored.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -101,7 +104,7 @@ class _Restored:
         self.attributes = [Names("", vars(layer), tuple(vars(layer)), any_name, layer) for layer in layers]
 
     def moved(self) -> str | None:
-        """Return the library whose generator advanced."""
+        """Return the name of a library whose random generator advanced, or None."""
         pairs = zip(_GENERATORS, self.drawn, _generators(), strict=True)
         return next((name for name, before, now in pairs if before != now), None)
 
@@ -163,9 +166,13 @@ def steady(
 
     The places are those of the roots, and of roots `beside` them that the call does not run.
 
-    A change that only the first call makes may stay; then the result of a second call is returned. There is no second
-    call if the first one is known and changed nothing that the roots hold. Raises SideEffectError, after putting
-    everything back, if a call changes something each time, or if the first two calls are not alike.
+    State that only the first call changes may stay; then the result of a second call is returned. There is no second
+    call if the first one changed nothing that the roots hold, and its result is known or it ran no code of installed
+    packages that may change objects.
+
+    Raises:
+        SideEffectError: each call changes something, or the results of the first two calls differ. The state is
+            restored before.
     """
     before = _Restored(roots)
     try:
@@ -219,7 +226,7 @@ def _has_fakes(value: Any) -> bool:
 
 
 def _fakes_in(value: Any) -> Iterator[Tensor]:
-    """Yield a fake tensor, or those in a tuple; other containers have slots of their own."""
+    """Yield the value if it is a fake tensor, or the fake tensors in a tuple. Other containers have their own slots."""
     if isinstance(value, tuple) or issubclass(type(value), Tensor):
         yield from (x for x in tensors_in(value) if issubclass(type(x), FakeTensor))
 
@@ -267,7 +274,7 @@ _BUFFER = "use a buffer (register_buffer), and change it by tensor operations"
 
 
 def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFFER) -> SideEffectError:
-    """Return the error for a change in Python."""
+    """Return the error for a change of Python state."""
     was, now = _short(before), _short(after)
     return SideEffectError(
         asked, f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",

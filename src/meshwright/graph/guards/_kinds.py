@@ -1,4 +1,4 @@
-"""Kinds of objects: what the walk of `Reach` follows of them, what it reads from them, and what it leaves out."""
+"""Kinds of objects: the references that `Reach` follows, the values that it reads, and the objects that it skips."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._slots import MISSING
 from ._trusted import is_installed_file, is_trusted, is_trusted_file
 
 _STATELESS = ("logging", "threading", "warnings", "typing", "abc", "re", "concurrent", "asyncio", "io", "_io", "types")
-"""Modules of Python whose objects keep nothing that numbers depend on."""
+"""Modules of the standard library whose objects hold no state that numbers depend on."""
 MEMBERS: dict[type, tuple[str, ...]] = {
     MethodType: ("__func__", "__self__"),
     BuiltinMethodType: ("__self__",),
@@ -40,27 +40,27 @@ MEMBERS: dict[type, tuple[str, ...]] = {
     cached_property: ("func",),
     partialmethod: ("func", "args", "keywords"),
 }
-"""Types of callables, and the attributes that lead on."""
+"""Types of callables, and the attributes that are followed."""
 NAMING = (attrgetter, methodcaller)
-"""Callables that read attributes by names that they hold."""
+"""Types of callables that read attributes by stored names."""
 _TORCH = re.compile(r"torch\.(amp|distributions|optim|utils\.data)\b(?!.*\._).*")
-"""Modules of torch whose objects users set and change: schedules, distributions, samplers."""
+"""Modules of torch whose objects users change: schedules, distributions, samplers."""
 SPECIAL = frozenset({"__dict__", "__weakref__"})
 
 
 def leads_on(value: Any) -> bool:
-    """True for what is followed from a trusted module or class: modules, and functions that others put there."""
+    """True for objects that are followed from a trusted module or class: modules, and functions from untrusted code."""
     own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
     return own or issubclass(type(value), ModuleType)
 
 
 def held_variables() -> dict[Any, Any]:
-    """Return the dict behind os.environ, which is compared fast."""
+    """Return the dict behind `os.environ`, since a dict can be compared fast."""
     return os.environ._data  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
 def variables_named(names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the values of variables of the environment."""
+    """Return the values of the environment variables `names`."""
     held = held_variables()
     return tuple(held.get(os.environ.encodekey(name)) for name in names)
 
@@ -74,7 +74,10 @@ _CACHE = type(lru_cache(len))
 
 
 def getter_of(value: Any) -> Callable[[Any], Any] | None:
-    """Return the function that reads what a variable, a reference or an iterator holds."""
+    """Return a function that reads the state of a context variable, reference, random generator, cache or iterator.
+
+    Returns None for other objects.
+    """
     if isinstance(value, ContextVar):
         return _of_context
     if isinstance(value, weakref.ref):
@@ -89,12 +92,12 @@ def getter_of(value: Any) -> Callable[[Any], Any] | None:
 
 
 def _target(value: Any) -> Any:
-    """Return which object a weak reference refers to, without keeping it."""
+    """Return the id of the object of a weak reference, or None, without keeping the object alive."""
     return id(value()) if value() is not None else None
 
 
 def _drawn(value: Any) -> str:
-    """Return the state of a generator of random numbers."""
+    """Return the state of a random generator as text."""
     if isinstance(value, random.Random):
         return repr(value.getstate())
     state = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
@@ -106,7 +109,7 @@ def _drawn_by_torch(value: torch.Generator) -> bytes:
 
 
 def cached_results(value: Any) -> tuple[Any, ...]:
-    """Return what a cache of results holds."""
+    """Return the keys and values of an `lru_cache`."""
     links = [x for x in gc.get_referents(value) if isinstance(x, dict)]
     return tuple(item for table in links for pair in cast("dict[Any, Any]", table).items() for item in pair)
 
@@ -116,7 +119,7 @@ def decimal_context(_: Any) -> str:
 
 
 def global_hooks() -> list[dict[Any, Any]]:
-    """Return torch's tables of hooks that every layer and every optimizer calls."""
+    """Return torch's global hook tables, whose hooks every layer or every optimizer calls."""
     owners = (vars(of_modules), register_optimizer_step_pre_hook.__globals__)
     return [owner[name] for owner in owners for name in owner if _GLOBAL.fullmatch(name)]
 
@@ -137,12 +140,12 @@ def built_in_names(namespace: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def is_namespace(value: Any) -> bool:
-    """True for objects whose attributes are settings that others read by name."""
+    """True for namespace objects, whose attributes are settings that other code reads by name."""
     return type(value).__name__ in ("SimpleNamespace", "Namespace", "_local", "local")
 
 
 def is_stateless(kind: type) -> bool:
-    """True for objects of trusted libraries that hold no setting: compared by identity."""
+    """True for classes of trusted libraries whose objects hold no settings; they are compared by identity."""
     if not is_trusted(kind) or issubclass(kind, logging.Logger):
         return False
     top = kind.__module__.partition(".")[0]
@@ -152,7 +155,7 @@ def is_stateless(kind: type) -> bool:
 
 
 def runs_beside(kind: type) -> bool:
-    """True for handlers of logs, and for threads of installed packages: what they change is no setting of a step."""
+    """True for log handlers and for threads of installed packages; state that they change is no setting of a step."""
     if not issubclass(kind, Thread):
         return issubclass(kind, logging.Handler)
     return is_installed_file(str(getattr(sys.modules.get(kind.__module__), "__file__", "")))
@@ -164,7 +167,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def _progress(value: Any) -> Any:
-    """Return how far an iterator of Python's own is, without advancing it."""
+    """Return the position of a built-in iterator or generator without advancing it."""
     frame = getattr(value, "gi_frame", MISSING)
     if frame is not MISSING:
         return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
@@ -176,7 +179,7 @@ def _progress(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def names_of_torch(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names that stand in the functions of torch's own classes of layers, below `nn.Module`."""
+    """Return the names that appear in the functions of torch's layer classes, bases of `kind` below `nn.Module`."""
     names = {"training"}
     for base in kind.__mro__:
         if is_trusted(base) and base not in (nn.Module, object):

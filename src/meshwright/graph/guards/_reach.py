@@ -1,12 +1,12 @@
-"""Everything that code can read: the places that are reached from some roots by the names that stand in the code.
+"""Search for all slots that code can read: those reachable from some roots by names that appear in the code.
 
-Code reads its globals, the cells and defaults of its function, its arguments, and attributes and items of what it has
-read. So whatever it reads, other than fresh results, is reached from the roots, from the globals of code that ran, and
-by names that stand in code that ran. All elements of containers count; of objects, the attributes with such names.
-There is no limit of depth or size. No code of the user runs for it: properties and `__getattr__` are code that counts.
+Code reads its globals, the cells and defaults of its function, its arguments, and attributes and items of objects that
+it has read. So any value that it reads, other than fresh results, is reachable from the roots or from the globals of
+the executed code, by names in this code. All elements of containers are followed; of an object, the attributes with
+such names. Depth and size are unlimited. The search runs no user code: properties and `__getattr__` count as code.
 
-Two uses: after a recording, with the code that ran (`Executed`), for what a program takes for granted; before it, with
-all code that could run, for what a forward pass might change.
+It is used after a recording, with the executed code (`Executed`), to find the state that a program depends on; and
+before a recording, with all code that could run, to find the state that a forward pass may change.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ALL_ITEMS = frozenset({"items", "keys", "values", "copy"})
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *LAYER_HOOKS})
-"""Tables of a module that are compared apart, as tensors and parts."""
+"""Tables of a module that are compared separately, as tensors and submodules."""
 FOLLOWING = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that torch's recurrent layers renew by themselves when they are called with other parameters."""
 OWN = frozenset({"_spec", "_is_param", "_shared", "_exposed", "_grad_layout", "_number", "_maker"})
@@ -89,11 +89,11 @@ OPTIMIZER = frozenset(
         *STEP_HOOKS,
     }
 )
-"""Attributes of an optimizer that are compared apart, or that schedules of learning rates count up."""
+"""Attributes of an optimizer that are compared separately, or that learning rate schedulers increment."""
 READ = frozenset({"state", "param_groups", "defaults"})
 """Attributes of an optimizer that a forward pass may read."""
 _IMPORT = frozenset({"__loader__", "__spec__"})
-"""Attributes of Python modules that tell how they were imported."""
+"""Attributes of Python modules that describe their import."""
 _APART: dict[type, Set[str]] = {Optimizer: OPTIMIZER, Tensor: OWN, ModuleType: _IMPORT}
 _PROTOCOLS = frozenset(
     f"__{name}__"
@@ -104,16 +104,16 @@ _PROTOCOLS = frozenset(
         "torch_function torch_dispatch array instancecheck subclasscheck"
     ).split()
 )
-"""Methods that operators and built-in functions call; their names stand in no code."""
+"""Methods that operators and built-in functions call; their names do not appear in code."""
 _CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp"})
 """Names by which torch's code calls other code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """True for names of attributes that the code may read: that stand in it, or that it may compute.
+    """Predicate on attribute names: True for names that appear in the code, or that the code may compute.
 
-    A computed name contains one of `parts`, texts in code that computes names, or is one of `texts`, which data holds.
+    A computed name contains one of `parts`, strings in code that computes names, or is one of `texts`, strings in data.
     """
 
     names: set[str]
@@ -136,7 +136,7 @@ class Counts:
 
 
 def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Return `counts`, without the names that schedules of learning rates set on an optimizer."""
+    """Return `counts` without the names that learning rate schedulers set on an optimizer."""
     return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
 
 
@@ -149,7 +149,7 @@ def any_name(key: str) -> bool:
 
 
 class _Space:
-    """A namespace whose entries count by name, and the entries that were followed."""
+    """A namespace whose entries are followed by name, and the entries followed so far."""
 
     def __init__(self, held: Mapping[str, Any], label: str, owner: Any, whole: bool, trusted: bool) -> None:
         self.held, self.label, self.owner, self.whole = held, label, owner, whole
@@ -159,15 +159,15 @@ class _Space:
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
     def read(self) -> None:
-        """Count what an optimizer changes in its steps, too, where code names it."""
+        """Include the attributes that an optimizer changes in its steps, if code names them."""
         self.apart, self.whole = self.apart - READ, False
 
 
 class Reach:
-    """A walk from the roots; `slots` gives the places that it found. `ran` is the code that ran, None for all code.
+    """A search from the roots; `slots` yields the slots that it found. `ran` is the executed code, None for all code.
 
-    The numbers that an optimizer changes in its steps, such as learning rates, are inputs of a program and no places,
-    unless `reads_optimizers`: a forward pass or a loss may read them.
+    Numbers that an optimizer changes in its steps, such as learning rates, are inputs of a program and get no slots.
+    With `reads_optimizers` they do, since a forward pass or a loss may read them.
     """
 
     def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None, reads_optimizers: bool = False) -> None:
@@ -197,11 +197,11 @@ class Reach:
         for name, root in roots.items():
             self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}."))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated attributes of modules
+            warnings.simplefilter("ignore")  # from deprecated attributes of modules
             self._walk()
 
     def slots(self) -> Iterator[Slot]:
-        """Yield every place that was found, with what it holds now."""
+        """Yield every slot that was found, with its current value."""
         for held, keys in self._globals.values():
             yield Names("", held, tuple(keys), None)
         yield Names("builtins.", self._built_in[0], tuple(self._built_in[1]), None)
@@ -213,11 +213,11 @@ class Reach:
         yield from self._others
 
     def reads_states(self) -> bool:
-        """True if code names the states of an optimizer that it meets."""
+        """True if the code names the states of a reachable optimizer."""
         return any(isinstance(space.owner, Optimizer) and "state" in space.keys for space in self._spaces.values())
 
     def _environment(self) -> Iterator[Slot]:
-        """Yield the variables of the environment that the code may name, or all if it goes through them."""
+        """Yield the environment variables that the code may name, or all of them if it iterates over them."""
         if self.variables is None:
             return
         if self._takes_all_variables:
@@ -226,12 +226,12 @@ class Reach:
             yield Read("os.environ", tuple(sorted({*self.variables, *self.texts})), variables_named)
 
     def _counts(self, space: _Space) -> Callable[[str], bool] | None:
-        """Return what tells which new names count in a namespace; None if none does."""
+        """Return the predicate for new names in a namespace; None if new names do not count."""
         if isinstance(space.owner, ModuleType) or space.trusted:
             return None
         return counting_for(space.owner, any_name if space.whole else self.counts)
 
-    # --- the walk ------------------------------------------------------------------------------------------------
+    # --- the search ----------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
         known = -1
@@ -250,7 +250,7 @@ class Reach:
             self.texts.add(value)
 
     def _follow(self, space: _Space) -> None:
-        """Push the entries of a namespace that count by now."""
+        """Push the entries of a namespace whose names count now."""
         held = space.held
         counted = len(held), len(self.names), len(self.parts), len(self.texts), space.whole, space.apart
         if counted == space.followed:
@@ -283,7 +283,7 @@ class Reach:
             self._object(value, label)
 
     def _code(self, code: CodeType, namespace: dict[str, Any]) -> None:
-        """Take over the names of code that counts, and the globals that it reads."""
+        """Add the names of the code, and follow the globals that it reads."""
         if id(code) in self._codes:
             return
         self._codes.add(id(code))
@@ -310,7 +310,7 @@ class Reach:
             self._imported(name, namespace)
 
     def _imported(self, name: str, namespace: dict[str, Any]) -> None:
-        """Follow a module that code imports where it runs."""
+        """Follow a module that the code imports inside a function."""
         package = namespace.get("__package__")
         for full in (name, f"{package}.{name}"):
             module = sys.modules.get(full)
@@ -349,7 +349,7 @@ class Reach:
             self._class(type(value))
 
     def _layer(self, value: nn.Module, label: str) -> None:
-        """A module: its parts, and of its attributes those that its own code or torch's code may read."""
+        """Follow a layer: its submodules, hooks, tensors, and attributes that its own or torch's code may read."""
         self.modules.append((f"{label.removesuffix('.')}." if label else "", value))
         self._class(type(value))
         prefix = f"{label.removesuffix('.')}." if label else ""
@@ -396,7 +396,7 @@ class Reach:
             self._attributes(value, label)
 
     def _leading(self, value: Any, label: str) -> None:
-        """A callable, or a view of a dict: what it leads to."""
+        """Follow the members of a callable, or the dict behind a view."""
         if isinstance(value, MappingProxyType):
             self._pushed(gc.get_referents(value), label)
             return
@@ -406,15 +406,15 @@ class Reach:
         self._members(value, members, label)
 
     def _is_idle(self, function: Any) -> bool:
-        """True for a function that did not run, so that nothing was read of the object that it is bound to."""
+        """True for a function that did not run, so that it read nothing of the object that it is bound to."""
         known = isinstance(function, FunctionType) and not is_trusted_file(function.__code__.co_filename)
         return known and self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
 
     def _holder(self, value: Any, get: Callable[[Any], Any], label: str) -> None:
-        """A variable, a reference, a cache, a generator: what it holds now."""
+        """Follow the current content of a context variable, weak reference, cache or generator."""
         if (
             get is not cached_results or self.ran is not None
-        ):  # a first pass may fill caches: results stay what they are
+        ):  # a first pass may fill caches: cached results do not change
             self._read(label, value, get)
         self._members(value, ("__wrapped__",), label)
         if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
@@ -424,7 +424,7 @@ class Reach:
             self._push(target, label)
 
     def _attributes(self, value: Any, label: str) -> None:
-        """An object of a class that is no trusted library's, or of one that holds what users put into it."""
+        """Follow the attributes of an object whose class is not trusted, or holds state of users."""
         kind: Any = type(value)
         self._class(kind)
         held = getattr(value, "__dict__", None)
@@ -447,7 +447,7 @@ class Reach:
                 self._descriptors(value, base)
 
     def _descriptors(self, value: Any, base: type) -> None:
-        """The slots of an object."""
+        """Add the `__slots__` members of an object."""
         for name, member in vars(base).items():
             if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in SPECIAL:
                 self._read(f"{type(value).__name__}.{name}", value, partial(slot_of, member))

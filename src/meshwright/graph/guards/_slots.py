@@ -1,7 +1,7 @@
-"""Places that hold what code reads: entries of namespaces, contents of containers, cells of closures.
+"""Slots that hold values read by code: entries of namespaces, contents of containers, cells of closures.
 
-Each place remembers what it held. `holds` compares with what is there now, by identity first, which takes about 40 ns
-an entry; `changes` names the differences, and `restore` puts the remembered values back.
+Each slot stores its value at construction. `holds` compares it with the current value, by identity first, which takes
+about 40 ns per entry. `changes` yields the differences, and `restore` writes the stored values back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PLAIN = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }
 )
-"""Types of values that are compared by value and hold nothing that changes."""
+"""Immutable types whose values are compared by value."""
 
 Change = tuple[str, Any, Any]
-"""A label, the value before, and the value now."""
+"""A label, the stored value, and the current value."""
 
 
 class Slot(Protocol):
-    """A place with a remembered value."""
+    """Protocol of a slot with a stored value."""
 
     label: str
 
@@ -43,11 +43,11 @@ class Slot(Protocol):
     def changes(self) -> Iterator[Change]: ...
     def restore(self) -> None: ...
     def values(self) -> Iterator[tuple[Any, Any]]:
-        """The remembered values, each with its key."""
+        """Yield the stored values, each with its key."""
         ...
 
     def put(self, key: Any, value: Any) -> None:
-        """Set the value for this key in the place, if the place can be written to."""
+        """Set the value for this key, if the slot can be written to."""
         ...
 
 
@@ -56,7 +56,7 @@ def is_plain(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """True if two values are one object, equal plain values, or tuples and methods of such."""
+    """True if two values are one object, equal plain values, or tuples or methods of such values."""
     if a is b:
         return True
     kind = type(a)
@@ -74,9 +74,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Names:
-    """Entries of a namespace by name: of an object, a class, a module, or of a function's globals.
+    """Entries of a namespace by name: of an object, a class, a module, or the globals of a function.
 
-    `counts(key)` is True for names that code may read, if they come later; None if new names do not count.
+    `counts(key)` is True for new names that code may read. If `counts` is None, new names do not count.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Names:
             yield f"{self.label}__class__", self.kind, type(self.owner)
 
     def _new(self) -> list[str]:
-        """Return the names that came and count."""
+        """Return the new names that count."""
         counts = self.counts
         if counts is None or self.all is None:
             return []
@@ -135,7 +135,7 @@ class Names:
 
 
 class Read:
-    """A value that `get(owner)` gives: of a cell, the defaults of a function, a slot of an object."""
+    """A value read by `get(owner)`, such as the content of a cell, defaults of a function, or a `__slots__` member."""
 
     def __init__(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
         self.label, self.owner, self.get = label, owner, get
@@ -172,7 +172,7 @@ OF_FUNCTION = {kind: attrgetter(kind) for kind in ("__code__", "__defaults__", "
 
 
 class Content:
-    """What a list, dict, set, deque or array holds. The order of an `unordered` dict is of no use."""
+    """Content of a list, dict, set, deque or array. The order of an `unordered` dict is ignored."""
 
     def __init__(self, label: str, value: Any, unordered: bool = False) -> None:
         self.label, self.value, self.unordered = label, value, unordered
@@ -202,7 +202,7 @@ class Content:
         kinds: tuple[Any, ...] = (OrderedDict, dict, list)
         kind = next((k for k in kinds if isinstance(self.value, k)), None)
         if kind is not None:
-            kind.__setitem__(self.value, key, value)  # of the base class: a user's own method may do more
+            kind.__setitem__(self.value, key, value)  # method of the base class: a user's own method may do more
 
     def values(self) -> Iterator[tuple[Any, Any]]:
         known = self.known
@@ -215,13 +215,13 @@ class Content:
 
 
 def _entries(known: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return what a dict held, from its content."""
+    """Return the stored dict for its `content`."""
     half = len(known) // 2
     return dict(zip(known[:half], known[half:], strict=True))
 
 
 def content(value: Any) -> Any:
-    """Return what a container holds now, as something that does not change."""
+    """Return the current content of a container as an immutable value."""
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         return (*kind.keys(value), *kind.values(value))
@@ -252,17 +252,17 @@ _BUFFERS = (memoryview, ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Si
 
 
 def is_container(value: Any) -> bool:
-    """True for what `Content` can compare."""
+    """True for containers that `Content` can compare."""
     if isinstance(value, (tuple, frozenset, MappingProxyType)):
         return False
     return isinstance(value, (dict, list, set, deque, np.ndarray, bytearray, array, *_BUFFERS))
 
 
 def _refill(value: Any, known: Any) -> None:
-    """Put what a container held back."""
+    """Write the stored content back into a container."""
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)  # of the base class: a user's own method may do more
+        kind.clear(value)  # method of the base class: a user's own method may do more
         for key, item in _entries(known).items():
             kind.__setitem__(value, key, item)
     elif isinstance(value, list):

@@ -1,7 +1,8 @@
-"""Libraries whose code is trusted: what their functions read is no setting of a training step.
+"""Trusted libraries: values that their functions read are not guarded as settings of a training step.
 
-These are torch, NumPy, SymPy, Python's own library, this package without its models, and what runs tests and notebooks.
-The state that torch reads is compared apart (`_torch_state`). All other code counts, a user's and installed code.
+Trusted are torch, NumPy, SymPy, the standard library, this package without its models, and the runners of tests and
+notebooks. The state that torch reads is compared separately (`_torch_state`). All other code counts, including
+installed packages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MODELS = "meshwright.models"
 
 @lru_cache(maxsize=16384)
 def is_trusted_file(filename: str) -> bool:
-    """True if code of this file is a trusted library's."""
+    """True if the file belongs to a trusted library."""
     if filename.startswith(_OWN):
         return not filename.startswith(f"{_OWN}models{sep}")
     for site in _SITES:
@@ -38,13 +39,13 @@ def is_trusted_file(filename: str) -> bool:
 
 @lru_cache(maxsize=16384)
 def is_installed_file(filename: str) -> bool:
-    """True if code of this file is a trusted library's, or of any package that is installed."""
+    """True if the file belongs to a trusted library or to any installed package."""
     return is_trusted_file(filename) or filename.startswith(_SITES)
 
 
 @lru_cache(maxsize=16384)
 def is_trusted_module(name: str) -> bool:
-    """True if a module, by its name, is a trusted library's."""
+    """True if the module of this name belongs to a trusted library."""
     top = name.partition(".")[0]
     if top == "meshwright":
         return not name.startswith(_MODELS)
@@ -52,12 +53,12 @@ def is_trusted_module(name: str) -> bool:
 
 
 def is_trusted_call(function: Any) -> bool:
-    """True for a function or method of a trusted library that holds no other function."""
+    """True for a function or method of a trusted library without a closure."""
     code = getattr(function, "__code__", None)
     return code is not None and not getattr(function, "__closure__", None) and is_trusted_file(code.co_filename)
 
 
 def is_trusted(kind: type) -> bool:
-    """True if a class is a trusted library's, or built in."""
+    """True if the class is built in or belongs to a trusted library."""
     module: Any = kind.__module__
     return not isinstance(module, str) or (module != "__main__" and is_trusted_module(module))

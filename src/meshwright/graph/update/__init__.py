@@ -1,14 +1,14 @@
-"""The update in a recorded step: an optimizer's own `step` on fake parameters, as part of a program.
+"""Recording of the update in a training step: the optimizer's own `step` runs on fake parameters.
 
 In reading order:
 
-    _twin           a copy of the optimizer, which makes the step
-    _standing       parameters of the model that stand in for fake ones, so that hooks work on those
-    _step_effects   what a step with code of the user may not change
-    _states         states while a step is recorded
+    _twin           a copy of the optimizer, which runs the step
+    _standing       redirection of the model's parameters to fake ones, so that hooks work on the fake ones
+    _step_effects   check that a step with user code changes no other state
+    _states         states during the recording of a step
     _recorded       the recorded step of some parameters
-    _repeat         the update of one parameter, repeated for all of its kind
-    _first_states   states that are made before the first step
+    _repeat         repetition of the update of one parameter for all parameters of its kind
+    _first_states   states that are created before the first step
     _update         the update of all parameters
 """
 

@@ -1,8 +1,8 @@
-"""States of an optimizer that can be made before the first step, so that all steps run one program.
+"""Detection of optimizer states that can be created before the first step, so that all steps run one program.
 
-The first step of most optimizers fills new states with a number, and then does what every later step does. Whether it
-does is found by comparing two recordings, one without states and one with them: from the results backward, both must be
-the same, up to values that the second one reads from states and the first one fills with a number.
+The first step of most optimizers fills new states with a number, and then does the same as every later step. To check
+this, two recordings are compared, one without states and one with states. From the results backward both must be equal,
+except for values that the second recording reads from states and the first one fills with a number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pair = tuple[Value, Value]
 
 
 def made_states(update: Program) -> dict[tuple[str, str], Input]:
-    """Return the states that an update makes, as inputs of the next one; numbers of Python are left out."""
+    """Return the states that an update creates, as inputs of the next one, without Python numbers."""
     states: Mapping[tuple[str, str], Any] = update.outputs["state"]
     made = {key: v for key, v in states.items() if isinstance(v, Value) and v.is_tensor}
     return {key: _as_input(key, v, update) for key, v in made.items()}
@@ -37,7 +37,7 @@ def _as_input(key: tuple[str, str], v: Value, update: Program) -> Input:
 
 
 def with_first_states(first: Program, again: Program) -> Program | None:
-    """Return `again`, whose new states are inputs that tell their first number. None if the first step differs."""
+    """Return `again` with the first number of each new state set in its input; None if the first step differs."""
     states = first.outputs["state"]
     if again.outputs["state"] or any(draws(node.op) for node in first.nodes):
         return None
@@ -53,7 +53,7 @@ def _is_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
 
 
 def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) -> dict[Any, float] | None:
-    """Return the number that each state is filled with; None where the recordings differ."""
+    """Return the number that each state is filled with; None if the recordings differ."""
     one, other = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
     todo, done, numbers = _results(first, again, states), set[Pair](), dict[Any, float]()
     while todo:
@@ -78,7 +78,7 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
 
 
 def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
-    """Pair the results of both: what parameters and states hold afterwards, and other outputs."""
+    """Return pairs of results of both recordings: final values of parameters and states, and other outputs."""
     named = {(i.role, i.name): i for i in again.inputs}
     before, after = dict(first.writes), dict(again.writes)
     pairs: list[Pair] = []
@@ -93,7 +93,7 @@ def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[
 
 
 def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
-    """Pair what two nodes read; None if they do not do the same."""
+    """Return pairs of the operands of two nodes; None if the nodes differ."""
     if x is None or x.op != y.op or x.outs.index(a) != y.outs.index(b) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return None
     pairs: list[Pair] = []
@@ -102,7 +102,7 @@ def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
 
 
 def _pair(a: Any, b: Any, pairs: list[Pair]) -> bool:
-    """Collect the pairs of values in two trees. False if the trees differ in anything else."""
+    """Append the pairs of values in two trees to `pairs`; False if the trees differ otherwise."""
     if isinstance(a, Value) and isinstance(b, Value):
         pairs.append((a, b))
         return True
@@ -127,18 +127,18 @@ _PASSING = {
     *(aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default, aten._to_copy.default),
     *(aten.view.default, aten.reshape.default, aten.expand.default, aten.t.default, aten.lift_fresh.default),
 }
-"""Operators whose results hold the number that fills their operand."""
+"""Operators whose result is filled with the number that fills the operand."""
 _FILLING: dict[Any, int] = {
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1),
 }
-"""Operators that fill a tensor, and the number."""
+"""Operator that fills a tensor → the number."""
 _PLACES: dict[Any, int] = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
-"""Operators that fill a tensor with one of their arguments, and its place."""
+"""Operator that fills a tensor with one of its arguments → position of the argument."""
 
 
 def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> float | None:
-    """Return the number that fills a value, or None if nothing tells it."""
+    """Return the number that fills a value, or None if it is unknown."""
     node = program.producers.get(v)
     if node is None:
         source = inputs[v].source
@@ -152,14 +152,14 @@ def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> flo
 
 
 def _passes(op: Op) -> bool:
-    """True if the result holds the number that fills the operand."""
+    """True if the result is filled with the number that fills the operand."""
     if isinstance(op, Carry):
         return not op.src.layout.partial and not op.dst.layout.partial
     return op in _PASSING
 
 
 def _number_of(x: Tensor) -> float | None:
-    """Return the number that fills a constant."""
+    """Return the number that fills a constant, or None if its elements differ."""
     if x.numel() == 0 or x.is_complex() or not bool((x == x.reshape(-1)[0]).all()):
         return None
     return x.reshape(-1)[0].item()

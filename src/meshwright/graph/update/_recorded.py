@@ -1,4 +1,4 @@
-"""Record an optimizer's own `step`: a copy of the optimizer works on fake parameters, gradients and states."""
+"""Recording of an optimizer's own `step`: a copy of the optimizer works on fake parameters, gradients and states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEP, END = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded update of some parameters, and the part of the update in which each value is made.
+    """The recorded update of some parameters, and the part of the update that produces each value.
 
     The parts are: before the step, the step, the gathers after it, and the end.
     """
@@ -48,11 +48,11 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _FakeStep:
-    """The fake tensors that a step is recorded on, by the names of the parameters, and the twin that makes the step."""
+    """The fake tensors of a recorded step, by parameter name, and the twin optimizer that runs the step."""
 
     wholes: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
-    """The parts that this rank updates."""
+    """The shards that this rank updates."""
     states: Mapping[StateKey, Any]
     unscaled: Unscaled | None
     twin: Optimizer
@@ -60,7 +60,7 @@ class _FakeStep:
 
 @dataclass(frozen=True)
 class Step:
-    """The step of an optimizer that is to be recorded."""
+    """The step of an optimizer, which `recorded` records."""
 
     optimizer: Optimizer
     names: Mapping[int, str]
@@ -77,11 +77,11 @@ class Step:
 
     @cached_property
     def is_users(self) -> bool:
-        """True if the step runs code of the user."""
+        """True if the step runs user code."""
         return runs_users_code(self.optimizer)
 
     def is_moved(self, given: Input) -> bool:
-        """True if the program takes the parameter in another layout than it has now; its states move with it."""
+        """True if the program takes the parameter in another layout than its current one; its states move with it."""
         return given.name in self.held and getattr(self.held[given.name][1], "_spec", None) is not given.spec
 
     def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
@@ -102,7 +102,7 @@ class Step:
         return Recorded(_finished(recorder, fake), parts)
 
     def _fake(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
-        """Return fake parameters, which are inputs of the program, with gradients and states."""
+        """Return fake parameters with gradients and states, which are inputs of the program."""
         pieces = {i.name: replace(i, spec=self.shards.get(i.name, i.spec)) for i in trained}
         wholes = {i.name: recorder.add(i) for i in trained}
         grads = {i.name: recorder.add(_gradient(i)) for i in trained}
@@ -121,12 +121,12 @@ class Step:
         return _FakeStep(wholes, parameters, given, plain, twin)
 
     def _idle(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return fake tensors for parameters without a gradient, because code of the user may count parameters."""
+        """Return fake tensors for parameters without a gradient, because user code may count parameters."""
         others = {name: p for name, (_, p) in self.held.items() if self.is_users and name and name not in trained}
         return {name: recorder.unknown(p) for name, p in others.items()}
 
     def _make(self, fake: _FakeStep) -> None:
-        """Make the step of the twin."""
+        """Run the step of the twin."""
         pairs = [(self.held[name][1], x) for name, x in fake.parameters.items() if name in self.held]
         for real, x in pairs:
             _share_attributes(real, x)
@@ -136,14 +136,14 @@ class Step:
 
 
 def runs_users_code(optimizer: Optimizer) -> bool:
-    """True if a step of the optimizer runs code that is not torch's: a method of its own, or a hook."""
+    """True if a step of the optimizer runs untrusted code: a method of a user's class, or a hook."""
     tables = (*(getattr(optimizer, table) for table in STEP_HOOKS), *global_hooks())
     hooks = (hook for table in tables for hook in table.values())
     return not all(map(is_trusted_call, hooks)) or not all(map(is_trusted, type(optimizer).__mro__))
 
 
 def _share_attributes(real: Tensor, fake: Tensor) -> None:
-    """Give a stand-in the attributes that the user set on a parameter."""
+    """Copy the attributes that the user set on a parameter to its fake parameter."""
     for key in vars(real).keys() - vars(fake).keys() - OWN:
         setattr(fake, key, vars(real)[key])
 
@@ -161,7 +161,7 @@ def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[s
 
 
 def _piece(x: Tensor, spec: Spec | None) -> Tensor:
-    """Return the part of a parameter that this rank updates, as a parameter of its own."""
+    """Return the shard of a parameter that this rank updates, as a parameter of its own."""
     if not isinstance(x, DistTensor) or spec is None or spec is x.spec:
         return x
     out = redistribute(x, spec.mesh, spec.layout)
@@ -170,7 +170,7 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
 
 
 def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
-    """Return the states after the step. Raises CaptureError for a state of something that is no parameter."""
+    """Return the states after the step. Raises CaptureError for a state whose key is no parameter."""
     known = {x: name for name, x in fake.parameters.items()}
     other: Any = next((key for key in fake.twin.state if key not in known), None)
     if other is not None:
@@ -183,7 +183,10 @@ def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
 
 
 def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
-    """Return the program, which writes tensors of states back, and whose outputs are new states and numbers."""
+    """Return the program. It writes existing state tensors back; new states and changed numbers are its outputs.
+
+    Raises CaptureError for a step that writes to no parameter.
+    """
     given, after, plain = fake.states, _states_of(fake), fake.unscaled
     _check_path(recorder)
     written = {value for value, _ in recorder.recording.written()}
@@ -206,7 +209,7 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
 
 
 def _check_path(recorder: Recorder) -> None:
-    """Raise CaptureError if Python decided by a number that may be another one in the next step."""
+    """Raise CaptureError if Python code branched on a number that may change in the next step."""
     numbers = recorder.scalars()
     found = next((g for g in decided_outside(recorder.mode) if g.free_symbols & numbers), None)
     if found is not None:

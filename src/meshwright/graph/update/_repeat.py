@@ -1,8 +1,8 @@
-"""The update of one parameter, repeated for all parameters of its kind.
+"""Repetition of the update of one parameter for all parameters of its kind.
 
-An optimizer of torch treats parameters of one kind alike: those of one group, with equal shapes, layouts and forms of
-states. So two of each kind are recorded, and the nodes of one are copied for the others. Two are recorded so that an
-optimizer that combines parameters shows it: a node then reads values of both, and nothing is repeated.
+An optimizer of torch treats parameters of one kind equally: those of one group with equal shapes, layouts and kinds of
+states. So two parameters of each kind are recorded, and the nodes of one are copied for the others. Two are needed to
+detect an optimizer that combines parameters: then a node reads values of both, and nothing is repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def repeated(
 
 
 def _owners(program: Program) -> dict[Value, str] | None:
-    """Return the parameter that each value belongs to; values of all parameters have none. None if one has several."""
+    """Return the parameter that each value belongs to, without shared values; None if a value belongs to several."""
     owners = {i.value: name for i in program.inputs if (name := owner_of(i)) is not None}
     states = program.outputs["state"]
     if not _own_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
@@ -57,14 +57,14 @@ def _owners(program: Program) -> dict[Value, str] | None:
 
 
 def owner_of(given: Input) -> str | None:
-    """Return the parameter that an input of an update belongs to."""
+    """Return the parameter that an input of an update belongs to, or None."""
     if given.role in ("parameter", "gradient"):
         return given.name
     return given.source[0] if isinstance(given.source, tuple) else None
 
 
 def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
-    """Pass owners on to the results of nodes. False if a node belongs to several parameters, draws, or only acts."""
+    """Propagate owners to the results of nodes. False if a node has several owners, draws, or has no result."""
     for node in program.nodes:
         names = {owners[v] for v in (*node.ins, *node.outs) if v in owners}
         if len(names) > 1 or not node.outs or draws(node.op):
@@ -74,7 +74,7 @@ def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
 
 
 def _own_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
-    """Give `name` what a state of its own is made of: `torch.tensor(0.0)`, and what comes of it. False if others do."""
+    """Assign to `name` the values that its state depends on, such as `torch.tensor(0.0)`. False if others own one."""
     constants = {i.value for i in program.inputs if i.role == "constant"}
     left = [value]
     while left:
@@ -89,7 +89,7 @@ def _own_back(program: Program, owners: dict[Value, str], name: str, value: Valu
 
 @dataclass(slots=True)
 class _Copies:
-    """The program that is made: for each parameter its own copies of the values of its template."""
+    """Builder of the whole program, with copies of the template's values for each parameter."""
 
     program: Program
     owners: Mapping[Value, str]
@@ -105,7 +105,7 @@ class _Copies:
         self._became = {name: {} for name in self.templates}
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
-        """Yield the inputs of all parameters: parameters, gradients, states, and what belongs to none."""
+        """Yield the inputs: parameters, gradients and states of all parameters, then shared inputs."""
         held: dict[str, list[Input]] = {}
         for given in self.program.inputs:
             held.setdefault(self.owners.get(given.value, ""), []).append(given)
@@ -146,7 +146,7 @@ class _Copies:
                 self.nodes.append(self._node(name, node))
 
     def _add_shared(self, node: Node) -> None:
-        """Add what the node reads and belongs to no parameter, where it is read first."""
+        """Add the shared nodes that this node reads, before their first reader."""
         makers = self.program.producers
         for maker in [makers[v] for v in node.ins if v in makers and v not in self.owners]:
             if maker not in self._shared:
@@ -167,7 +167,7 @@ class _Copies:
         return map_values(lambda v: became.get(v, v), tree)
 
     def finish(self, inputs: tuple[Input, ...], stepped: Sequence[str]) -> Program:
-        """Return the program with these inputs; states come out in the order of the updates."""
+        """Return the program with these inputs; the output states are in the order of the updates."""
         followers: dict[str, list[str]] = {}
         for name, template in self.templates.items():
             followers.setdefault(template, []).append(name)

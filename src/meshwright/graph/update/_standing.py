@@ -1,8 +1,8 @@
-"""While an optimizer's step is recorded, the model's parameters stand for the fake ones that the recording works on.
+"""Redirection of the model's parameters to fake parameters during the recording of an optimizer's step.
 
-Hooks of an optimizer use the parameters that they know: `clip_grad_norm_(model.parameters(), 1)`, or a list that was
-made before. What they do must reach the fake parameters and gradients. So each parameter has, for that time, a class
-whose operators and attributes are those of its fake parameter.
+Hooks of an optimizer use the real parameters: `clip_grad_norm_(model.parameters(), 1)`, or a list created before. Their
+operations must reach the fake parameters and gradients. So each real parameter temporarily has a class whose operators
+and attributes are those of its fake parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAKE = "_meshwright_fake"
 
 
 class _StandIn:
-    """What the class of a parameter has in addition, so that each use is one of the fake parameter."""
+    """Mixin for the temporary class of a parameter; it redirects each use to the fake parameter."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +38,7 @@ class _StandIn:
 
 
 class _Replaced(TorchFunctionMode):
-    """A mode that replaces parameters among arguments: otherwise a fake gradient before them handles the call."""
+    """Mode that replaces parameters among the arguments; without it, a fake gradient before them handles the call."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, _StandIn) for kind in types):
@@ -57,7 +57,7 @@ def _standing(kind: type[Tensor]) -> type[Tensor]:
 
 @contextmanager
 def standing_for(pairs: Iterable[tuple[Tensor, Tensor]]) -> Generator[None]:
-    """Inside, each use of the first tensor of a pair is a use of the second one."""
+    """Redirect each use of the first tensor of a pair to the second tensor inside the context."""
     given: list[tuple[Tensor, type[Tensor]]] = []
     try:
         for real, fake in pairs:

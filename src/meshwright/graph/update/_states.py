@@ -1,4 +1,4 @@
-"""States of an optimizer while its step is recorded: what stands in for them, and which of them are alike."""
+"""States of an optimizer during the recording of its step: their inputs, and a key for equal kinds of states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._twin import StateKey
 
 
 def stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
-    """Return the input of the program for a state; what is neither a tensor nor a number stays what it is."""
+    """Add a state as an input of the program and return its fake tensor or symbol. Other objects are returned as is."""
     if isinstance(value, Input):
         return recorder.add(value)
     if is_number(value):
@@ -32,19 +32,19 @@ def stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | N
 
 
 def lies_as(state: Tensor, parameter: Input | None) -> Spec | None:
-    """Return the spec of a whole state: that of its parameter if it has the shape of the parameter."""
+    """Return the spec for an unsharded state: its parameter's spec if the shapes are equal, otherwise None."""
     spec = None if parameter is None else parameter.spec
     fits = spec is not None and tuple(spec.shape) == tuple(state.shape) and state.dim() > 0
     return spec.with_dtype(state.dtype) if spec is not None and fits else None
 
 
 def is_number(x: Any) -> bool:
-    """True for a number, symbolic ones too, that is no bool."""
+    """True for an int or float, also a symbolic one, but not for a bool."""
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
 def form_of(state: Any) -> Any:
-    """Return what two states share that are recorded alike."""
+    """Return a key that is equal for states that are recorded in the same way."""
     if isinstance(state, Input):
         return state.value.shape, state.value.dtype, state.value.device, state.spec
     if isinstance(state, Tensor):

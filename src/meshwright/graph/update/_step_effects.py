@@ -1,7 +1,7 @@
-"""Check that a step of an optimizer with code of the user changes tensors alone.
+"""Check that a step of an optimizer with user code changes only tensors.
 
 Such a step is recorded once. A counter, a learning rate or a list that the step or a hook changes in Python would
-change in the recording and in no later step. So all such changes are found after the recording, undone, and refused.
+change in the recording and in no later step. So such changes are detected after the recording, undone, and refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = {int, float, bool, str}
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raise CaptureError for an optimizer that holds another one, which would step with states of its own."""
+    """Raise CaptureError for an optimizer that wraps another one, which would use states of its own."""
     name = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
     if name is not None:
         raise CaptureError(
@@ -33,7 +33,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 
 @contextmanager
 def refusing_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
-    """Raise SideEffectError if the twin's step, made inside the context, changes anything but tensors."""
+    """Raise SideEffectError if the twin's step, run inside the context, changes anything but tensors."""
     guards, groups = Guards.of({"optimizer": optimizer}), [dict(group) for group in optimizer.param_groups]
     before = [dict(_own(x)) for x in (optimizer, twin)]
     try:
@@ -52,7 +52,7 @@ def refusing_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes and the options of groups, which the twin has apart from the optimizer."""
+    """Yield the attributes and group options that the twin and the optimizer have separately."""
     yield from ((name, value) for name, value in vars(optimizer).items() if name not in OPTIMIZER)
     for at, group in enumerate(optimizer.param_groups):
         yield from ((f"param_groups[{at}][{key!r}]", value) for key, value in group.items() if key != "params")

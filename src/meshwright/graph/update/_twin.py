@@ -1,4 +1,4 @@
-"""A copy of an optimizer that makes its step on fake parameters and states."""
+"""Copy of an optimizer that runs its step on fake parameters and states."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .._record import Recorder
 from ..torch_hooks import DataDependent
 
 StateKey = tuple[str, str]
-"""Name of the parameter, key of the state."""
+"""Name of the parameter, and key of the state."""
 
 
 def stepped(twin: Optimizer) -> None:
-    """Make the step. Raises CaptureError for a step that asks for what a program does not have."""
+    """Run the step. Raises CaptureError for a step that needs elements of tensors, or missing arguments."""
     try:
         with symbolic_extrema(type(twin)):
             twin.step()
@@ -41,7 +41,7 @@ def stepped(twin: Optimizer) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Return the first line of an error, with its type if the line alone says too little."""
+    """Return the first line of an error, with an explanation or the error's type if needed."""
     text = str(error).split("\n")[0]
     if isinstance(error, DataDependent):
         return f"a decision in Python that depends on a number in a tensor: {text}"
@@ -56,7 +56,7 @@ def twin_of(
     recorder: Recorder,
 ) -> Optimizer:
     """Return a copy of `optimizer` with fake parameters and states; learning rates are inputs of the program."""
-    twin = object.__new__(type(optimizer))  # copy.copy leaves out what __getstate__ does not name: hooks, attributes
+    twin = object.__new__(type(optimizer))  # copy.copy omits attributes and hooks that __getstate__ omits
     twin.__dict__ |= optimizer.__dict__
     _check_step(twin.__dict__.pop("step", None))
     twin.param_groups = [
@@ -70,7 +70,7 @@ def twin_of(
 
 
 def _check_step(own: Any) -> None:
-    """A schedule of learning rates puts a step of its own on the optimizer, to count; nothing else may."""
+    """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise CaptureError(
             "to record the optimizer's step", f"a step of its own on the object: {own!r}",
@@ -91,14 +91,14 @@ def _group(
 
 
 def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
-    """A tensor among the optimizer's options: what it holds by then counts."""
+    """Add a tensor option of the optimizer as an input, so that each step uses its current value."""
     value = Value(name, tuple(x.shape), x.dtype, str(x.device))
     return recorder.add(Input(value, "constant", name, None, x))
 
 
 @contextmanager
 def symbolic_extrema(kind: type[Any]) -> Generator[None]:
-    """Inside, `min` and `max` in the file that defines `kind` take symbolic numbers, without asking which is larger."""
+    """Let `min` and `max` in the file that defines `kind` accept symbolic numbers, without guards."""
     names: dict[str, Any] = unwrap(kind.step).__globals__
     before = {name: names[name] for name in _EXTREMA if name in names}
     names.update(_EXTREMA)

@@ -1,4 +1,4 @@
-"""The update of all parameters by an optimizer, recorded for few of them where that is enough."""
+"""Recording of an optimizer's update of all parameters; if possible, only a few parameters are recorded."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ def record_update(
 ) -> Program:
     """Return the program of one `optimizer.step()` on the parameters `trained`, which have gradients.
 
-    Of a parameter in `shards` each rank updates the part that the spec says, and the parts are gathered.
+    For a parameter in `shards`, each rank updates the shard of this spec, and the shards are gathered.
 
     Inputs are parameters, gradients (role "gradient", by the parameter's name), `states` by "parameter.key", and
-    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step makes. States that
-    can be made before the first step are inputs, which tell their first number.
+    learning rates. The output is `{"state": {(parameter, key): value}}`, the states that the step creates. States that
+    can be created before the first step are inputs with a first number.
 
-    With `scaling` gradients are those of a scaled loss; the output "skipped" tells that one of them is not finite: then
-    parameters and states stay what they are, and states that the step makes are to be thrown away.
+    With `scaling`, gradients are those of a scaled loss. The output "skipped" is True if a gradient is not finite. Then
+    parameters and states are unchanged, and the caller must discard states that the step created.
+
+    Raises:
+        CaptureError: the step cannot be recorded, or the optimizer wraps another one.
+        SideEffectError: the step runs user code that changes anything but tensors.
     """
     step = Step(optimizer, names, rank, size, shards or {}, scaling)
     if step.is_users:
@@ -52,7 +56,7 @@ def record_update(
 
 
 def _recorded_by_kind(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Program:
-    """Return the update of all parameters; two of each kind are recorded if the others are like them."""
+    """Return the update of all parameters. Two of each kind are recorded, or all if they cannot be repeated."""
     templates = _templates(step, trained, states)
     chosen = [i for i in trained if i.name in {*templates.values()}]
     if step.scaling is None and len(chosen) < len(trained):
@@ -65,7 +69,7 @@ def _recorded_by_kind(step: Step, trained: Sequence[Input], states: Mapping[Stat
 
 
 def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> dict[str, str]:
-    """Return for each parameter the one that is recorded in its place: one of the first two of its kind."""
+    """Return, for each parameter, the parameter that is recorded for it: one of the first two of its kind."""
     forms: dict[str, list[Any]] = {}
     for (name, key), value in states.items():
         forms.setdefault(name, []).append((key, form_of(value)))
@@ -76,7 +80,7 @@ def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, A
 
 
 def _kind(step: Step, given: Input) -> Any:
-    """Return what two parameters share whose updates are alike, beside the forms of their states."""
+    """Return a key that is equal for parameters with equal updates, apart from the kinds of their states."""
     group = step.held[given.name][0] if given.name in step.held else None
     v, spec = given.value, given.spec
     return group, spec, step.shards.get(given.name), v.shape, v.dtype, v.device, step.is_moved(given)
