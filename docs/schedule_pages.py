@@ -13,10 +13,10 @@ PAGE, PICTURES = DOCS / "concepts" / "schedules.md", DOCS / "pictures"
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 HEAD = f"""# The known schedules, each with its picture
 
-{RANKS} ranks, {MICROBATCHES} microbatches, {CHUNKS} chunks or slices where a schedule takes them. F, B and W of
-all that a rank has of a microbatch take 1 each; *makespan* and *span* are in those units, *held* is the most
-microbatches that each rank holds. `meshwright schedule NAME` draws the same in a terminal. Which one to take:
-[schedules as tables](pipeline.md). `make pictures` writes this page.
+The examples have {RANKS} ranks, {MICROBATCHES} microbatches, and {CHUNKS} chunks or slices if a schedule uses them.
+F, B and W of one microbatch take 1 each, for all chunks of a rank together. *Makespan* and *span* are in these units.
+*Held* is the peak number of microbatches on each rank. `meshwright schedule NAME` draws the same picture in a terminal.
+To choose a schedule, see [schedules as tables](pipeline.md). `make pictures` writes this page.
 """
 
 

@@ -16,14 +16,14 @@ from ._schedule import Row, Schedule
 
 
 def pipedream(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with an update behind every backward; rank r keeps p - r versions of its weights (arXiv 1806.03377)."""
+    """1F1B with an update after every backward; rank r keeps p - r versions of its weights (arXiv 1806.03377)."""
     plain = one_f_one_b(ranks, microbatches)
     rows = tuple(tuple(_updated(row, range(microbatches))) for row in plain.rows)
     return replace(plain, name="PipeDream", rows=rows)
 
 
 def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Schedule:
-    """1F1B with an update behind `group` backwards (default: p), for weights one update old (arXiv 2006.09503)."""
+    """1F1B with an update after `group` backwards (default: p), for weights one update old (arXiv 2006.09503)."""
     plain, group = one_f_one_b(ranks, microbatches), group or ranks
     asked(
         "PipeDream-2BW", group >= ranks and microbatches % group == 0,
