@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.comm import launch
 from meshwright.engine.checks._numbers import first_bad
 from meshwright.engine.checks._replicas import replicas_of, sums
-from meshwright.engine.checks._rhythm import MOST_STEPS, Rhythm
+from meshwright.engine.checks._rhythm import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
 from meshwright.engine.checks._tensors import Named
 from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
@@ -124,9 +124,19 @@ def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:
 
 def test_a_slow_comparison_is_made_seldom() -> None:
     rhythm = Rhythm(took=1e9)
-    assert rhythm.wish() == 0
-    rhythm.advance(0)
+    for _ in range(WARM_STEPS):
+        assert rhythm.wish() == 0
+        rhythm.advance(0)
     assert rhythm.wish() == MOST_STEPS
+    rhythm.advance(MOST_STEPS)
+    assert rhythm.next == WARM_STEPS + MOST_STEPS
+
+
+def test_comparisons_are_made_as_often_as_their_share_of_the_fastest_step_allows() -> None:
+    rhythm = Rhythm(step=WARM_STEPS, took=1.0, fastest=100.0 * SHARE, every=5, next=WARM_STEPS)
+    assert rhythm.wish() == round(1.0 / (SHARE * 100.0 * SHARE))
+    rhythm.advance(7)
+    assert (rhythm.every, rhythm.next) == (7, WARM_STEPS + 7)
 
 
 @pytest.mark.parametrize("wrong", [{"bad_numbers": "no"}, {"replicas": -1}, {"replay": -1}])

@@ -19,6 +19,8 @@ from ._tensors import Named
 SHARE = 0.005
 """Most time that comparisons of replicas take, as a share of all steps."""
 MOST_STEPS = 10_000
+WARM_STEPS = 8
+"""Steps after which the time of a step is taken as known: the first ones compile and allocate."""
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class Rhythm:
     """Seconds of the last comparison."""
     began: float | None = None
     """Time of the last call of `wish`, in seconds."""
+    fastest: float = math.inf
+    """Seconds of the fastest step so far."""
 
     def is_due(self) -> bool:
         """True if the replicas are to be compared before this step."""
@@ -44,16 +48,16 @@ class Rhythm:
         """Return the number of steps between comparisons that this rank would choose; 0 if that is not known yet."""
         now, before = time.perf_counter(), self.began
         self.began = now
-        if self.every or self.step == 0 or before is None:
-            return self.every
-        return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * (now - before)))))
+        if before is not None:
+            self.fastest = min(self.fastest, now - before)
+        if self.step < WARM_STEPS:
+            return 0
+        return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * self.fastest))))
 
     def advance(self, every: int) -> None:
-        """Advance to the next step, with a comparison every `every` steps once that is known."""
-        if every and not self.every:
-            self.every, self.next = every, max(every, self.step + 1)
-        elif self.every and self.step == self.next:
-            self.next += self.every
+        """Advance to the next step. After a comparison, or once `every` is known, the next one comes `every` steps on."""
+        if every and (self.is_due() or not self.every):
+            self.every, self.next = every, self.step + every
         self.step += 1
 
 
