@@ -55,7 +55,7 @@ class Rhythm:
         return min(MOST_STEPS, max(1, math.ceil(self.took / (SHARE * self.fastest))))
 
     def advance(self, every: int) -> None:
-        """Advance to the next step. After a comparison, or once `every` is known, the next one comes `every` steps on."""
+        """Advance to the next step. After a comparison, or once `every` is known, the next is `every` steps later."""
         if every and (self.is_due() or not self.every):
             self.every, self.next = every, self.step + every
         self.step += 1
