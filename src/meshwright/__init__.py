@@ -170,7 +170,7 @@ _OTHER_ROOMS = {
     "tensor": ["DistTensor", "random_source"],
     "report": ["show"],
 }
-"""What is not the engine's."""
+"""Names that other packages than the engine define."""
 _ROOM_OF = dict.fromkeys(__all__, "engine") | {name: room for room, names in _OTHER_ROOMS.items() for name in names}
 del _ROOM_OF["__version__"]
 

@@ -59,7 +59,7 @@ class Restored:
 
 
 class ExtraStates:
-    """What modules of a network keep beside tensors (`get_extra_state`)."""
+    """State of a network's modules other than tensors (`get_extra_state`)."""
 
     __slots__ = ("_network",)
 
@@ -76,7 +76,7 @@ class ExtraStates:
 
 
 class Options:
-    """What groups of an optimizer say of their parameters."""
+    """Options of an optimizer's parameter groups."""
 
     __slots__ = ("_optimizer",)
 

@@ -71,7 +71,7 @@ class Capture:
     is_own: bool = True
     """True if the capture is right for its own module alone, even if another one is alike wherever code can read."""
     looks: Sequence[Any] = field(repr=False, default=())
-    """What the pass saw of each parameter and buffer."""
+    """Each parameter and buffer as the pass saw it."""
 
     def fits(self) -> Fits:
         """Return a predicate on batches: True if their sizes meet the conditions recorded so far."""

@@ -67,7 +67,7 @@ class _State:
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
     stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
     decided: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """What `_described` returned, by all that decides it; operands are places in `node.ins`. Equal layers ask once."""
+    """Results of `_described` by all of its inputs; operands are places in `node.ins`. Equal layers share one."""
 
     @classmethod
     def of(cls, program: Program, marks: Mapping[str, Spec], reasons: Mapping[str, str]) -> _State:

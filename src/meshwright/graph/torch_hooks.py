@@ -170,7 +170,7 @@ ShapeEnv = symbolic_shapes.ShapeEnv
 """Environment of symbolic numbers; with one, `.item()` of a fake tensor returns a symbol."""
 
 _earlier: WeakSet[symbolic_shapes.ShapeEnv] = WeakSet()
-"""Where symbolic numbers of recordings live, as long as anything holds them."""
+"""Environments of symbolic numbers of recordings, as long as anything holds them."""
 _MOST_FAKE_RESULTS = 1 << 14
 """Results on fake tensors that torch may remember; it has no bound of its own."""
 

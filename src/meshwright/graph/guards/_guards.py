@@ -152,7 +152,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Steady(Generic[T]):
-    """What a call gave, and the code that ran. `places` are None if the call set some."""
+    """Result of a call, and the code that ran. `places` is None if the call set some places."""
 
     gave: T
     ran: Executed
