@@ -1,4 +1,4 @@
-"""Rows 4, 5, 6 and 28 (the folder): writers that are killed, saves that fail, and two jobs on one folder."""
+"""Rows 4, 5, 6 and 28: writers that are killed, saves that fail, and two jobs on one folder."""
 
 from __future__ import annotations
 
@@ -180,39 +180,50 @@ def _as_configured(ended: list[Ended], choice: str, word: str, last: Path | None
     )
 
 
-def saves_on(folder: str, run: str) -> None:
+def saves_on(folder: str, run: str, step: str) -> None:
     """Save a step, and wait to be killed."""
     mw.init_process()
-    step = int(time.time())
-    mw.save_checkpoint(run, step, torch.nn.Linear(2, 2))
-    Path(folder, "saved").touch()
-    Path(run, "saved").touch()
+    mw.save_checkpoint(run, int(step), torch.nn.Linear(2, 2))
+    (Path(folder) / "saved").write_text(os.environ["MASTER_PORT"])
     time.sleep(LIMIT)
 
 
-def two_jobs_on_one_folder() -> Verdict:
-    """A second job is refused on all ranks; once the first one was killed, another job saves there."""
-    found: list[list[Ended]] = []
-    with tempfile.TemporaryDirectory() as run:
+def two_jobs() -> Verdict:
+    """A second job on the port or the folder of a job is refused on all ranks; another job may follow the first one."""
+    on_folder, on_port = list[Ended](), list[Ended]()
+    with tempfile.TemporaryDirectory() as run, tempfile.TemporaryDirectory() as other:
 
         def second(first: Ranks) -> None:
-            first.wait_for("saved", LIMIT)
-            found.append(run_ranks("benchmarks._faults_saves:saves_on", 2, arguments=[run], limit=LIMIT))
-            for rank in range(2):
-                first.send(rank, signal.SIGKILL)
+            port = first.wait_for("saved", LIMIT).read_text()
+            own = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False", "MESHWRIGHT_PATIENCE": f"{_PATIENCE}"}
+            on_port.extend(run_ranks(_SAVES, 2, arguments=[other, "1"], each=lambda _: own, limit=LIMIT))
+            on_folder.extend(run_ranks(_SAVES, 2, arguments=[run, "2"], limit=LIMIT))
+            _kill_both(first)
 
-        run_ranks("benchmarks._faults_saves:saves_on", 2, second, [run], limit=LIMIT)
-        third = run_ranks("benchmarks._faults_saves:saves_on", 2, _end_when_saved, [run], limit=LIMIT)
-    refused = all("FolderInUseError" in e.output and e.status == 1 for e in found[0])
-    after = all(e.status == -signal.SIGKILL for e in third)
-    seconds = max(e.seconds for e in found[0])
-    return Verdict(refused and after, f"second refused: {refused}, third saved: {after}, {seconds} s with the start")
+        run_ranks(_SAVES, 2, second, [run, "1"], limit=2 * LIMIT)
+        third = run_ranks(_SAVES, 2, _end_when_saved, [run, "3"], limit=LIMIT)
+    told = {
+        "port": all("fix:" in e.output and e.status == 1 for e in on_port),
+        "folder": all("FolderInUseError" in e.output and e.status == 1 for e in on_folder),
+        "third saved": all(e.status == -signal.SIGKILL for e in third),
+    }
+    seconds = [max(e.seconds for e in ended) for ended in (on_port, on_folder)]
+    return Verdict(all(told.values()), f"{told}, {seconds} s with the start")
+
+
+_SAVES = "benchmarks._faults_saves:saves_on"
+_PATIENCE = 3
+"""Seconds after which a rank gives up a peer that never comes up: the second job's rank 0 cannot."""
 
 
 def _end_when_saved(run: Ranks) -> None:
     run.wait_for("saved", LIMIT)
+    _kill_both(run)
+
+
+def _kill_both(run: Ranks) -> None:
     for rank in range(2):
         run.send(rank, signal.SIGKILL)
 
 
-ROWS = {4: killed_while_writing, 5: killed_before_the_commit, 6: saves_that_fail, 28: two_jobs_on_one_folder}
+ROWS = {4: killed_while_writing, 5: killed_before_the_commit, 6: saves_that_fail, 28: two_jobs}

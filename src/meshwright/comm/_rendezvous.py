@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ._errors import NoCarrierError
+from ._errors import CommError, NoCarrierError
 from .torch_hooks import PrefixStore, Store, TCPStore, default_store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -83,12 +83,24 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
-    """Return a store that this process serves on `host`; on loopback it listens on no other interface."""
-    if host not in LOOPBACK:
-        return TCPStore(host, port, size, True, limit, wait_for_workers=False)
-    server = listen("127.0.0.1", port)
-    port = server.getsockname()[1]
-    return TCPStore("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach())
+    """Return a store that this process serves on `host`; on loopback it listens on no other interface.
+
+    Raises:
+        CommError: the port cannot be used, because another job uses it, say.
+    """
+    try:
+        if host not in LOOPBACK:
+            return TCPStore(host, port, size, True, limit, wait_for_workers=False)
+        server = listen("127.0.0.1", port)
+        port = server.getsockname()[1]
+        return TCPStore("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach())
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"to serve the store of this run at {host}:{port}", f"{type(error).__name__}: {error}",
+            "two jobs cannot share a port",
+            "set MASTER_PORT to a free port, let `meshwright run` or torchrun --standalone choose one, or end the job "
+            "that uses it",
+        ) from error  # fmt: skip
 
 
 def _connect(place: Place, limit: timedelta) -> TCPStore:

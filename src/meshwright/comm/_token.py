@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 from ._errors import NoCarrierError
@@ -40,15 +41,30 @@ def run_token(place: Place, store: Store, env: Mapping[str, str] | None = None) 
     if not place.loopback:
         if place.rank == 0:
             store.set("token", new_token())
-        return _parsed(store.get("token").decode(errors="replace"), "in the store")
+        return _parsed(_of_rank_0(place, store, env), "in the store")
     if place.rank == 0:
         store.set("token", _written(new_token()))
-    name = store.get("token").decode(errors="replace")
+    name = _of_rank_0(place, store, env)
     token = _parsed(_read_own(name), "in the file that the store names")
     if store.add("tokens read", 1) == place.size:
         with suppress(OSError):
             os.unlink(_folder() / name)
     return token
+
+
+def _of_rank_0(place: Place, store: Store, env: Mapping[str, str]) -> str:
+    """Return the text that rank 0 writes; raise NoCarrierError if it has not come within the patience."""
+    seconds = float(env.get("MESHWRIGHT_PATIENCE", "1800"))
+    try:
+        store.wait(["token"], timedelta(seconds=seconds))
+        return store.get("token").decode(errors="replace")
+    except RuntimeError as error:
+        raise NoCarrierError(
+            f"rank {place.rank} in the run at {place.host}:{place.port}",
+            f"no word from rank 0 in the store for {seconds:g} s: {str(error)[:200]}",
+            "rank 0 has not started, or the store there belongs to another job",
+            "look at the output of rank 0; set MASTER_PORT to a port that only this run uses",
+        ) from error
 
 
 def sealed(token: bytes, key: str, value: str) -> str:
