@@ -29,7 +29,7 @@ def installed() -> Carrier | None:
 
 
 def reads_of_rank() -> int:
-    """Return how often this thread has asked for its carrier, which tells the rank."""
+    """Return the number of times that this thread has asked for its communicator, and thus could know its rank."""
     return _here.reads
 
 

@@ -46,9 +46,13 @@ class Meetings:
     """
 
     def __init__(
-        self, links: Links, examiner: Examiner, waits: Waits,
-        compare: Callable[[Meeting, int], None], balance: Callable[[Meeting], None],
-    ) -> None:  # fmt: skip
+        self,
+        links: Links,
+        examiner: Examiner,
+        waits: Waits,
+        compare: Callable[[Meeting, int], None],
+        balance: Callable[[Meeting], None],
+    ) -> None:
         self._links, self._examiner, self._waits = links, examiner, waits
         self._compare, self._balance = compare, balance
         self._open = deque[Meeting]()
@@ -59,8 +63,10 @@ class Meetings:
 
     def awaited(self) -> tuple[int, ...]:
         """Return the peers whose frames the oldest call waits for, or waited for until it failed."""
-        oldest = next(iter(self._open), None)
-        return self._given_up if oldest is None else tuple(oldest.waits_for)
+        try:
+            return tuple(self._open[0].waits_for)  # another thread may ask while this one reads
+        except IndexError:
+            return self._given_up
 
     def begin(self, call: Call, frame: Frame, watch: Watch) -> None:
         """Send the frame of a call to its peers; the call is open until their frames are read."""

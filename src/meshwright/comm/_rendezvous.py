@@ -96,11 +96,12 @@ def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
         return TCPStore("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach())
     except (OSError, RuntimeError) as error:
         raise CommError(
-            f"to serve the store of this run at {host}:{port}", f"{type(error).__name__}: {error}",
+            f"to serve the store of this run at {host}:{port}",
+            f"{type(error).__name__}: {error}",
             "two jobs cannot share a port",
             "set MASTER_PORT to a free port, let `meshwright run` or torchrun --standalone choose one, or end the job "
             "that uses it",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _connect(place: Place, limit: timedelta) -> TCPStore:

@@ -22,10 +22,10 @@ class Stateful(Protocol):
 
 
 class Restored:
-    """Objects that took back their saved states; `undo` gives them those of before.
+    """Objects that load their saved states; `undo` restores their earlier states.
 
-    Whether an object takes a state is known only once it was asked to. So all objects are asked before the first tensor
-    is written, and if one of them raises, on any rank, all get back what they had.
+    Only a call of `load_state_dict` shows if an object accepts a state. So all objects load before the first tensor is
+    written. If one of them raises on any rank, all objects are restored.
     """
 
     def __init__(self, things: Mapping[str, tuple[Stateful, Any]]) -> None:
@@ -42,13 +42,14 @@ class Restored:
                 raise
             except Exception as error:
                 raise CheckpointError(
-                    f"to put back {name}", f"{type(error).__name__}: {error}",
+                    f"to put back {name}",
+                    f"{type(error).__name__}: {error}",
                     f"{type(thing).__name__} does not take the state that was saved: {str(state)[:200]}",
-                    f"the {name} that was saved, or {name}=None; nothing was loaded",
-                ) from error  # fmt: skip
+                    f"pass the {name} that was saved, or {name}=None; nothing was loaded",
+                ) from error
 
     def undo(self) -> None:
-        """Give every object that was asked the state of before: its own, and its attributes as they were."""
+        """Restore the state and the attributes of every object that was asked to load."""
         for thing, state, attributes in reversed(self._before):
             with suppress(Exception):  # the error that led here is the one to tell
                 thing.load_state_dict(state)
@@ -91,7 +92,7 @@ class Options:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Set the options of each group. Raises TypeError for a text or nothing in the place of a number."""
+        """Set the options of each group. Raises TypeError if a number is replaced by something else."""
         for group, options in zip(self._optimizer.param_groups, state, strict=True):
             for key, value in options.items():
                 now = group.get(key)

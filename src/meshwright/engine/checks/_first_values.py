@@ -10,11 +10,10 @@ from meshwright.comm import Group, current
 from meshwright.tensor import DistTensor, first_of
 
 from .._errors import ReplicaError
-from ._tensors import Named
+from ._tensors import Named, listed
 
 _NONE = -1
 """The value for a part that was written to, or is of no whole tensor; checksums are not negative."""
-_SHOWN = 4
 
 
 def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
@@ -52,13 +51,13 @@ def _error_of(step: str, group: Group, names: Sequence[str], own: Sequence[int |
     mine = torch.tensor([_NONE if value is None else value for value in own])
     rows = [x.tolist() for x in current().all_gather(mine, group, [(len(own),)] * len(group))]
     told: list[str] = []
-    for at, name in enumerate(names[:_SHOWN]):
+    for at, name in enumerate(names):
         sums = ", ".join(f"{row[at]:08x} on rank {rank}" for rank, row in zip(group, rows, strict=True) if row[at] >= 0)
         told.append(f"{name} with checksum {sums}")
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ReplicaError(
-        f"the comparison of parameters before {step}", f"ranks have laid other values: {'; '.join(told)}{more}",
-        "each rank lays a whole tensor and keeps a part of it; parts of other wholes do not belong together",
-        "give every rank the same parameters: torch.manual_seed before the model is built, or load_state_dict. For "
-        "parts that each rank makes by itself there is mw.dtensor_from_local",
-    )  # fmt: skip
+        f"the comparison of parameters before {step}",
+        f"ranks have distributed different values: {listed(told)}",
+        "each rank distributes a whole tensor and keeps a part; parts of different tensors do not belong together",
+        "give every rank the same parameters: call torch.manual_seed before building the model, or load_state_dict; "
+        "use mw.dtensor_from_local for parts that each rank makes by itself",
+    )

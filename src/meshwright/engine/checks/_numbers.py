@@ -13,10 +13,10 @@ from meshwright.tensor import local_parts
 
 from .._errors import NonFiniteGradientError
 from ._settings import StepChecks
+from ._tensors import listed
 
 _LONGEST = 200
-"""Bytes of a tensor's name that ranks tell each other."""
-_SHOWN = 4
+"""Maximum length in bytes of a tensor's name that ranks send each other."""
 _BYTES = 4
 """Numbers of fewer bytes are added up as float32: their own sums would overflow."""
 
@@ -80,13 +80,13 @@ def error_of(step: str, bad: str, group: Group) -> NonFiniteGradientError:
         if name:
             ranks_of.setdefault(name, []).append(str(rank))
     told = [f"{name} has numbers that are not finite on rank {', '.join(ranks)}" for name, ranks in ranks_of.items()]
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return NonFiniteGradientError(
-        f"the update of {step}", f"{'; '.join(told[:_SHOWN])}{more}",
+        f"the update of {step}",
+        listed(told),
         "the update would write NaN or infinity into parameters",
         "lower the learning rate, clip with mw.clip_grad_norm_, or look at the data; mw.check_steps('skip') leaves "
         "such steps out on all ranks. The parameters are those of before the step",
-    )  # fmt: skip
+    )
 
 
 def _names_of_all(name: str, group: Group) -> list[str]:

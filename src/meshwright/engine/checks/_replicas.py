@@ -14,10 +14,9 @@ from meshwright.tensor import DistTensor, local_parts
 
 from .._errors import ReplicaError
 from ._known_answers import diagnosis
-from ._tensors import Named
+from ._tensors import Named, listed
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SHOWN = 4
 
 
 def replicas_of(spec: Spec, rank: int) -> Group:
@@ -81,9 +80,8 @@ def error_of(step: str, group: Group, shared: Sequence[Named], own: Sequence[int
         if count < len(group):
             ranks = [str(r) for r, v in zip(group, values, strict=True) if v != common or count == 1 or len(group) == 2]
             told.append(f"{each.name} differs on rank {', '.join(ranks)}")
-    more = f", and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return ReplicaError(
-        f"the comparison of replicas before {step}", f"{'; '.join(told[:_SHOWN])}{more}",
+        f"the comparison of replicas before {step}", listed(told),
         f"ranks {', '.join(map(str, group))} hold the same tensors; {diagnosis(group)}",
         "start again from the last checkpoint, without the machine of that rank if the fault persists; if this is the "
         "first step, give every rank the same parameters (a seed, or load_state_dict)",

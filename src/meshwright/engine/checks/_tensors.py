@@ -21,6 +21,15 @@ class Named:
     tensor: Tensor
 
 
+_SHOWN = 4
+
+
+def listed(findings: Sequence[str]) -> str:
+    """Return the first findings of a check as one text, and the number of the others."""
+    more = f"; and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
+    return f"{'; '.join(findings[:_SHOWN])}{more}"
+
+
 def parameters_of(optimizer: Optimizer) -> list[Named]:
     """Return the parameters in their order, which is the same on every rank.
 
