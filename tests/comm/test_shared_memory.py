@@ -189,6 +189,20 @@ def test_a_ring_keeps_bytes_in_their_order(messages: list[bytes]) -> None:
         assert first.receive(0.0, here) == b""
 
 
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=RING // 4), st.booleans()), max_size=20))
+def test_awaited_bytes_are_read_and_no_others(messages: list[tuple[bytes, bool]]) -> None:
+    memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
+    with here, there:
+        first, second = Ring(memory, first=True), Ring(memory, first=False)
+        for data, as_awaited in messages:
+            first.send(data, here)
+            other = data[:-1] + bytes([data[-1] ^ 1])
+            found = second.has_read(data if as_awaited else other, waits=False)
+            assert as_awaited or not found
+            assert found or second.receive(0.0, there) == data
+            assert not second.has_read(data, waits=False)
+
+
 def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
     memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     first, second = Ring(memory, first=True), Ring(memory, first=False)

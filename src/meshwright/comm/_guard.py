@@ -99,8 +99,9 @@ def _named(call: Call, name: str) -> str:
 
 
 class _Print(NamedTuple):
+    """The part of a frame that depends on the call and the name of its operator alone."""
+
     common: int
-    identity: int
     balance: int
     text: bytes
 
@@ -154,16 +155,11 @@ class Guard:
         self._calls += 1
         if self.check.every == 0:
             return
-        number = self._numbers[call.group] = self._numbers.get(call.group, 0) + 1
-        what, name = identity.what
-        mine = self._print_of(call, name)._replace(identity=what & _MASK)
-        if self.check.every > 1:
-            mine = self._chained(call.group, mine)
-        if number % self.check.every:
+        frame = self._frame_of(call)
+        if frame is None:
             return
-        frame = Frame(self._name_of(call.group), number, mine.common, mine.identity, mine.balance, mine.text)
         try:
-            self.meetings.begin(call, frame, Watch(self.check.limit, self.check.patience))
+            self.meetings.begin(call, frame, (self.check.limit, self.check.patience), waits=not lags)
             self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()
@@ -249,6 +245,19 @@ class Guard:
             "the shapes of every piece, taken from one layout on all ranks",
         )
 
+    def _frame_of(self, call: Call) -> Frame | None:
+        """Return the frame of the next call; None if the call is not compared."""
+        group = call.group
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        what, name = identity.what
+        common, balance, text = self._print_of(call, name)
+        what &= _MASK
+        if self.check.every > 1:
+            common, what, balance = self._chained(group, common, what, balance)
+        if number % self.check.every:
+            return None
+        return Frame(self._name_of(group), number, common, what, balance, text)
+
     def _print_of(self, call: Call, name: str) -> _Print:
         found = self._prints.get((call, name))
         if found is None:
@@ -258,16 +267,15 @@ class Guard:
             if is_pairwise(call):
                 balance = sum(count * _hash(key) for key, count in transfers(call, self.rank).items()) & _MASK
             text = _named(call, name).encode()[:_LONGEST_TEXT]
-            found = self._prints[call, name] = _Print(_hash(common_part(call)), 0, balance, text)
+            found = self._prints[call, name] = _Print(_hash(common_part(call)), balance, text)
         return found
 
-    def _chained(self, group: Group, mine: _Print) -> _Print:
-        """Return a hash of all calls of the group so far, which covers the calls that were not compared."""
-        common, what, balance = self._chains.get(group, (0, 0, 0))
-        common, what = (common * _PRIME + mine.common) & _MASK, (what * _PRIME + mine.identity) & _MASK
-        balance = (balance + mine.balance) & _MASK
-        self._chains[group] = (common, what, balance)
-        return mine._replace(common=common, identity=what, balance=balance)
+    def _chained(self, group: Group, common: int, what: int, balance: int) -> tuple[int, int, int]:
+        """Return hashes of all calls of the group so far, which cover the calls that were not compared."""
+        commons, whats, balances = self._chains.get(group, (0, 0, 0))
+        found = (commons * _PRIME + common) & _MASK, (whats * _PRIME + what) & _MASK, (balances + balance) & _MASK
+        self._chains[group] = found
+        return found
 
     def _name_of(self, group: Group) -> int:
         name = self._names.get(group)

@@ -82,6 +82,10 @@ class _Link:
         """Close this process's copy of the connection alone."""
         self._wire.close()
 
+    def has_read(self, data: bytes, waits: bool) -> bool:
+        """Read the next frame if it consists of these bytes; False if it does not, or if it is not in memory."""
+        return self._ring is not None and not self._rest and self._ring.has_read(data, waits)
+
     def receive(self, limit: float) -> Frame | None:
         """Return the next frame; None if none arrives within the limit. Raises GoneError if none will."""
         while (frame := self._parse()) is None:
@@ -209,6 +213,14 @@ class Links:
             return peer in self._links
         with self._arrived:
             return self._arrived.wait_for(lambda: peer in self._links, limit)
+
+    def has_read(self, peer: int, data: bytes, waits: bool) -> bool:
+        """Read the next frame from `peer` if it consists of these bytes; False otherwise. The fast path of `receive`.
+
+        With `waits`, wait for it as long as this process need not sleep.
+        """
+        link = self._links.get(peer)
+        return link is not None and link.has_read(data, waits)
 
     def receive(self, peer: int, limit: float) -> Frame | None:
         """Return the next frame from `peer`; None after the limit. Raises GoneError if `peer` has closed its end."""

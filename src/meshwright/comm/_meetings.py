@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ._call import Call
 from ._errors import CommError
@@ -33,9 +33,9 @@ class Meeting:
     frame: Frame
     watch: Watch
     waits_for: list[int]
-    unsent: list[int] = field(default_factory=list[int])
-    waited: dict[int, float] = field(default_factory=dict[int, float])
-    frames: dict[int, Frame] = field(default_factory=dict[int, Frame])
+    unsent: list[int]
+    waited: dict[int, float]
+    frames: dict[int, Frame]
 
 
 class Meetings:
@@ -68,16 +68,24 @@ class Meetings:
         except IndexError:
             return self._given_up
 
-    def begin(self, call: Call, frame: Frame, watch: Watch) -> None:
-        """Send the frame of a call to its peers; the call is open until their frames are read."""
+    def begin(self, call: Call, frame: Frame, limits: tuple[float, float], waits: bool) -> None:
+        """Send the frame of a call to its peers; the call is open until their frames are read.
+
+        Nearly always all peers send the same bytes at nearly the same time, so these are compared first. With `waits`,
+        wait for them as long as this process need not sleep. `limits` are those of `Watch`.
+        """
         with self._lock:
             self._raise_failed()
-            peers = [peer for peer in call.group if peer != self._links.rank]
-            meeting = Meeting(call, frame, watch, peers, waited=dict.fromkeys(peers, 0.0))
             self._given_up = ()
-            self._open.append(meeting)
-            data = frame.packed()
-            meeting.unsent = [peer for peer in peers if not self._send(call, peer, data)]
+            rank, data = self._links.rank, frame.packed()
+            peers = [peer for peer in call.group if peer != rank]
+            unsent = [peer for peer in peers if not self._send(call, peer, data)]
+            waited = dict.fromkeys(peers, 0.0)
+            if not (self._open or unsent or frame.balance):
+                waited = self._without_same(waited, data, waits)
+            if waited:
+                same = {peer: frame for peer in peers if peer not in waited}
+                self._open.append(Meeting(call, frame, Watch(*limits), list(waited), unsent, waited, same))
 
     def settle(self) -> None:
         """Wait until all frames of all open calls have been read and match.
@@ -114,6 +122,20 @@ class Meetings:
         finally:
             self._lock.release()
         return self.failed
+
+    def _without_same(self, peers: Iterable[int], data: bytes, waits: bool) -> dict[int, float]:
+        """Read the frames that consist of these bytes; return the other peers, with the seconds waited for each."""
+        others: dict[int, float] = {}
+        begin = time.perf_counter()
+        for peer in peers:
+            same = self._links.has_read(peer, data, waits)
+            end = time.perf_counter()
+            if same:
+                self._waits.note(peer, end - begin)
+            else:
+                others[peer] = end - begin
+            begin = end
+        return others
 
     def _raise_failed(self) -> None:
         error, self.failed = self.failed, None

@@ -95,6 +95,11 @@ def looking() -> tuple[int, int]:
 
 def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:
     """Wait until `seen()`; False after `limit` seconds. `alarm()` is called now and then, and may raise."""
+    return wait_shortly(seen) or _rest_until(seen, alarm, limit)
+
+
+def wait_shortly(seen: Callable[[], bool]) -> bool:
+    """True once `seen()`; False if it is not within the time for which the process does not sleep."""
     looks, yields = looking()
     for _ in range(looks):
         if seen():
@@ -103,7 +108,7 @@ def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) 
         os.sched_yield()
         if seen():
             return True
-    return _rest_until(seen, alarm, limit)
+    return False
 
 
 def _rest_until(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) -> bool:

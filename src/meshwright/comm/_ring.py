@@ -6,7 +6,7 @@ import mmap
 import select
 import socket
 
-from ._region import wait_for
+from ._region import wait_for, wait_shortly
 
 RING = 2**15
 """Bytes of memory for one direction."""
@@ -44,6 +44,15 @@ class _Way:
         self.done += len(data)
         self.counts[_WRITTEN] = self.done  # becomes visible after the bytes
 
+    def has_read(self, data: bytes) -> bool:
+        """Read `data` if the unread bytes begin with it; False otherwise, and if it crosses the end of the ring."""
+        at = self.done % _ROOM
+        if self.data[at : at + len(data)] != data:
+            return False
+        self.done += len(data)
+        self.counts[_READ] = self.done
+        return True
+
     def read(self) -> bytes:
         """Return all unread bytes."""
         count = self.counts[_WRITTEN] - self.done
@@ -71,6 +80,13 @@ class Ring:
         if self._out.space() < len(data):
             wait_for(lambda: self._out.space() >= len(data), lambda: _check(wire), _LONG)
         self._out.write(data)
+
+    def has_read(self, data: bytes, waits: bool) -> bool:
+        """Read `data` if the unread bytes begin with it; False if others do. With `waits`, wait shortly for them."""
+        counts, end = self._in.counts, self._in.done + len(data)
+        if counts[_WRITTEN] >= end or (waits and wait_shortly(lambda: counts[_WRITTEN] >= end)):
+            return self._in.has_read(data)
+        return False
 
     def receive(self, limit: float, wire: socket.socket) -> bytes:
         """Return the unread bytes; b"" after the limit in seconds, at once if it is 0.
