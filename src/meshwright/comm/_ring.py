@@ -47,7 +47,7 @@ class _Way:
     def has_read(self, data: bytes) -> bool:
         """Read `data` if the unread bytes begin with it; False otherwise, and if it crosses the end of the ring."""
         at = self.done % _ROOM
-        if self.data[at : at + len(data)] != data:
+        if bytes(self.data[at : at + len(data)]) != data:
             return False
         self.done += len(data)
         self.counts[_READ] = self.done
