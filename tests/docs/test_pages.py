@@ -18,7 +18,12 @@ import meshwright as mw
 from .pages import ROOT, blocks, run
 
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "tour.md", *sorted((DOCS / "concepts").glob("*.md")), *sorted((DOCS / "how-to").glob("*.md"))]
+PAGES = [
+    DOCS / "index.md",
+    DOCS / "tour.md",
+    *sorted((DOCS / "concepts").glob("*.md")),
+    *sorted((DOCS / "how-to").glob("*.md")),
+]
 OTHERS = {"how-to/experts.md": ["transformers"]}
 """Packages that a page's code needs beside our own."""
 LONGEST_FROM_SCRATCH = 300
