@@ -27,7 +27,7 @@ test: setup
 train: setup
 	$(BIN)/python -m meshwright train
 
-# Every figure of the README's table; takes long.
+# Measure all figures, and write docs/figures.md and the README's table; takes long.
 figures: setup
 	$(BIN)/python -m benchmarks.figures
 

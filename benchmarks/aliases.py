@@ -1,4 +1,4 @@
-"""Aliases: every operator of torch whose result may share memory with an argument, against one device.
+"""Operators of torch whose result may share memory with an argument: wrong results.
 
 For each call, each memory format of its argument and each layout, a program writes to the result or to the source.
 Other programs write to the last of a chain of two or three views, of a base in one of several memory orders. The

@@ -1,4 +1,4 @@
-"""What each of torch's ways to capture a model makes of models with one difficulty each, and what ours does.
+"""Models with one difficulty each, captured by torch's ways and by ours: models captured wrong.
 
 Each pair has a process of its own. The model is captured and called twice; losses and gradients of both calls are
 compared with the model's own. A way that gives other numbers without a word is worse than one that refuses.

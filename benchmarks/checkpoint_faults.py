@@ -1,4 +1,4 @@
-"""Checkpoints: writers killed at random moments, files damaged at random places, a run that goes on on other meshes.
+"""Checkpoints: writers killed at random moments, files damaged at random places, resumes on other meshes.
 
 *Killed*: a process of four simulated ranks saves one step after the other, synchronously and beside its work, and gets
 SIGKILL at a random moment. The latest complete checkpoint must be at least the one that `wait` had told of, and hold

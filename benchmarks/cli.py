@@ -1,4 +1,4 @@
-"""Command lines with a mistake: how many of them are answered by one clear message and the right exit code.
+"""Command lines with a mistake: answers without one clear message and the right exit code.
 
 Each line is carried out in this process; some are tried as processes too, where nothing is patched.
 """

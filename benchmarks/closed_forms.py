@@ -1,4 +1,4 @@
-"""Pipelines, figure 1: every closed form of every known schedule, and published bubbles from published times.
+"""Pipelines: closed forms of the known schedules, and published bubbles from published times.
 
 Closed forms (makespan, span, peak) for p <= 8 ranks, m <= 4p microbatches and v <= 4 chunks or slices. The bubbles are
 those of table 5 of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241v1), from the profiled times of its table 9.

@@ -1,4 +1,4 @@
-"""What static programs send: golden texts that a person can read, for the parallelisms everybody knows.
+"""Communication of static programs for the common kinds of parallelism: golden texts that hold.
 
 Programs are those that `to_static` makes without options, or with those that a text shows. A text tells its law and
 every collective of one training step in order, as rank 0 calls it (`golden/*.txt`). It holds when the program still

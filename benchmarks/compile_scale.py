@@ -1,4 +1,4 @@
-"""From a module to the program of every rank: seconds and memory, for models and meshes that no laptop could hold.
+"""Seconds and memory from a module to the program of every rank, for models and meshes beyond this machine.
 
 Llama-3-8B on 64 ranks and Llama-3-70B on 8,192 (a mesh of three axes), forward, backward and AdamW, with parameters on
 the meta device. Each case runs in a process of its own, whose peak memory is read at the end.

@@ -1,4 +1,4 @@
-"""Attention along a sequence that is cut over four ranks: bytes at the peak and bytes received, by each name.
+"""Attention along a sequence that is sharded over four ranks: peak memory and received bytes of each method.
 
 A training step of one causal attention is recorded for the last rank and run there with nobody beside it. The peak is
 what the recorded program says; received is what arrives in the step, gradients and loss included. Kernels' own

@@ -1,4 +1,4 @@
-"""Experts over four ranks: bytes that a rank receives in a training step, by how rows and experts meet.
+"""Experts over four ranks: bytes that a rank receives in a training step, for each way to join rows and experts.
 
 Tokens are cut over the ranks that hold the experts. "gather" brings every expert to every rank, as it must where
 nothing is known of grouped products; "sums" is a model as it is, where each rank computes the rows of its own experts

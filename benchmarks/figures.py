@@ -1,6 +1,7 @@
-"""Runs every benchmark, keeps what it found in `results.json`, and writes the table of the README anew.
+"""Measure all figures, store them in `results.json`, and write the tables of `docs/figures.md` and of the README.
 
-`python -m benchmarks.figures [NAME ...]` runs only those named; the others keep what was found before.
+`python -m benchmarks.figures [NAME ...]` measures only the named figures and keeps the stored results of the others.
+`python -m benchmarks.figures --tables` measures nothing: it writes both tables from the stored results.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "figures.md"
 RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
@@ -29,22 +31,41 @@ ORDER = (
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
     *("first_minutes", "cli", "report", "hostile", "faults", "soak"),
 )
+SHOWN = (
+    *("opdb", "static_equals_eager", "train", "code_lines"),
+    *("overhead", "versus_torch", "predict", "compile_scale"),
+)
+"""The figures in the README: correctness first, then the amount of code, speed and prediction."""
 MARK = "<!-- figures -->"
 
 
 def main(chosen: list[str]) -> int:
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    figures: dict[str, Any] = results.get("figures", {})
-    for name in chosen or ORDER:
+    figures = stored()
+    for name in () if chosen == ["--tables"] else chosen or ORDER:
         print(f"{name} ...", file=sys.stderr, flush=True)
         figures[name] = measured(name)
         RESULTS.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
-    README.write_text(with_table(README.read_text(), figures))
+    for path, text in pages(figures).items():
+        path.write_text(text)
     return 0 if all(figure["ok"] for figure in figures.values()) else 1
 
 
+def stored() -> dict[str, Any]:
+    """Return the results that were measured last, by name."""
+    return json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else {}
+
+
+def pages(figures: dict[str, Any]) -> dict[Path, str]:
+    """Return the text of the pages with a table: all figures on one page, those of `SHOWN` in the README."""
+    shown_figures = {name: figures[name] for name in SHOWN if name in figures}
+    return {
+        PAGE: with_table(PAGE.read_text(), figures),
+        README: with_table(README.read_text(), shown_figures),
+    }
+
+
 def measured(name: str) -> dict[str, Any]:
-    """The benchmark's JSON object, from a process of its own; one that breaks is written down as broken."""
+    """Return the JSON object of a benchmark, run in its own process; a benchmark that fails is recorded as broken."""
     finished = subprocess.run(
         [sys.executable, "-m", "benchmarks", name], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -58,7 +79,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the machine and the versions that the figures were measured with."""
     info = Path("/proc/cpuinfo")
     models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return {
@@ -70,17 +91,17 @@ def machine() -> dict[str, str]:
 
 
 def with_table(text: str, figures: dict[str, Any]) -> str:
-    """The text with everything between its two marks replaced by the table."""
+    """Return the text with everything between its two marks replaced by the table."""
     before, _, after = text.split(MARK)
     return f"{before}{MARK}\n{table(figures)}\n\n{processors(figures)}\n{MARK}{after}"
 
 
 def table(figures: dict[str, Any]) -> str:
-    """One row a figure.
+    """Return the table, one row a figure.
 
     >>> figure = {"value": 1.0, "goal": "<= 1", "ok": True, "rival": {"name": "DTensor", "value": 1.65}}
     >>> print(table({"figure": figure}))
-    | | measured | goal | rival | |
+    | figure | measured | goal | rival | met |
     |---|---|---|---|---|
     | `figure` | 1 | <= 1 | DTensor: 1.65 | yes |
     """
@@ -88,11 +109,11 @@ def table(figures: dict[str, Any]) -> str:
         f"| {title(name)} | {shown(figure['value'])} | {goal(figure)} | {rival(figure)} | {verdict(figure)} |"
         for name, figure in figures.items()
     ]
-    return "\n".join(["| | measured | goal | rival | |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| figure | measured | goal | rival | met |", "|---|---|---|---|---|", *rows])
 
 
 def processors(figures: dict[str, Any]) -> str:
-    """What each figure was measured on, which decides more than we do.
+    """Return a list of processors and the figures that were measured on each.
 
     >>> print(processors({"a": {"cpu": "2 x X"}, "b": {"cpu": "2 x Y"}, "c": {"cpu": "2 x X"}}))
     * measured on 2 x X: `a`, `c`
@@ -105,7 +126,7 @@ def processors(figures: dict[str, Any]) -> str:
 
 
 def title(name: str) -> str:
-    """The name, and the first line of the benchmark's docstring."""
+    """Return the name and the first line of the docstring of the benchmark."""
     file = HERE / f"{name}.py"
     text = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
     return f"`{name}`: {text.splitlines()[0].rstrip('.')}" if text else f"`{name}`"
@@ -127,7 +148,7 @@ def verdict(figure: dict[str, Any]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a person writes it: four digits, named numbers one after the other.
+    """Return a value with four digits; named numbers follow each other.
 
     >>> shown({"even": 12345.678, "uneven": 0.000012345})
     'even 12346, uneven 1.234e-05'

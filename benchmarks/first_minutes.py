@@ -1,4 +1,4 @@
-"""The door, figure 1: seconds from a clone to the first training step, in an environment that was not there before.
+"""Seconds from a clone to the first training step, in a new environment.
 
 The repository is cloned, `make setup` installs what it needs (pip may use its cache), one step of the main job runs on
 eight ranks and on one device. Then the README's first command runs as it stands there; its second is what continuous

@@ -1,4 +1,4 @@
-"""Figure 2: random programs in random layouts on meshes of one, two and three axes, against one device.
+"""Random programs in random layouts on meshes of one, two and three axes: wrong results.
 
     python -m benchmarks.fuzz                          10,000 programs
     python -m benchmarks.fuzz --seed 500 --chains 100  programs 500 to 599

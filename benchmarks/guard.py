@@ -1,4 +1,4 @@
-"""What the checks between ranks cost: of a small training step, eager and static, and of single all-reduces.
+"""Cost of the checks between ranks: share of a small training step, and time of single all-reduces.
 
 Two real processes make training steps of a Llama (2 layers of 256, 4 rows of 64 tokens a rank, AdamW) with all checks
 and without any, in short blocks that alternate in one run, so that both see the same machine. The checks are the

@@ -1,4 +1,4 @@
-"""Malformed and malicious inputs for every reader: how many end in anything but a result or an error of four parts.
+"""Malformed and malicious inputs for every reader: inputs that end in neither a result nor a clear error.
 
     python -m benchmarks hostile                        at least 5,000 inputs
     python -m benchmarks.hostile --reader strategy      one reader, with each input that goes wrong

@@ -1,4 +1,4 @@
-"""A Llama block on one device: inference and a training step, eager against our compiled program.
+"""A Llama block on one device, inference and training step: eager time divided by that of our compiled program.
 
 The block is that of `meshwright.models`, with its norms, attention and SwiGLU. Short blocks of calls alternate in one
 process; each figure is the best of its blocks.

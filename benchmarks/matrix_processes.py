@@ -1,4 +1,4 @@
-"""Other people's models, figure 2: cells of the matrix on real processes, values and gradients beside one device.
+"""Cells of the matrix on real processes: values and gradients that differ from one device.
 
     python -m benchmarks matrix_processes                       twelve cells: six kinds of models, eager and static
     python -m benchmarks.matrix_processes --cell Llama pp static

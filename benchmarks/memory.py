@@ -1,4 +1,4 @@
-"""The cost model, figure 3: bytes of the fullest rank, against published runs and against this machine's allocator.
+"""Cost model: median error of predicted peak memory, against published runs and this machine's allocator.
 
 Published: complete rows that say how much memory a device had in use; those of the allocator's own peak apart from
 those of other tools. Here: programs of small models on processes, predicted by counting what lives at each node before

@@ -1,4 +1,4 @@
-"""Figure: every operator that writes to an argument, on distributed tensors, against one device.
+"""Operators of torch that write to an argument, on distributed tensors: wrong results.
 
 Every overload of `torch.ops.aten` whose schema marks an argument as written is called on four simulated ranks, as the
 operator and as torch's public function or method, under every layout of `LAYOUTS`. Results, written arguments and

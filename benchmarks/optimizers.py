@@ -1,4 +1,4 @@
-"""Figure: every optimizer of torch with its options on distributed parameters, against one device.
+"""Optimizers of torch with their options on distributed parameters: wrong results.
 
 Each class of `torch.optim` makes steps with every implementation (foreach, fused, capturable, differentiable) and
 every choice of its constructor, on parameters and gradients in various layouts. Parameters and states are compared on

@@ -1,4 +1,4 @@
-"""Figure 3: what Meshwright costs on the CPU beside plain tensors, in one run with torch's DTensor.
+"""Eager mode on the CPU: time of a small block divided by that of plain tensors, with torch's DTensor beside.
 
 Nothing is sent: Meshwright runs one rank of four under its recorded carrier, DTensor under torch's fake process
 group. A transformer block so small that only the cost of calls counts is run forward and backward, in turns; what is

@@ -1,4 +1,4 @@
-"""Pipelines, figure 3: gradients under every table beside one device, and tables at random, valid and broken.
+"""Pipelines: gradients under every schedule against one device; random valid and broken tables.
 
 Every known schedule that keeps the optimizer's meaning, for p in {2, 4} stages, m in {p, 2p} microbatches and v in
 {1, 2} chunks, or slices of a sequence, on simulated ranks and on processes (Gloo). The model has a skip connection over

@@ -1,4 +1,4 @@
-"""Pipelines, figure 4: what an action costs its host, and a step beside torch.distributed.pipelining's.
+"""Pipelines: cost of an action on its host, and a step beside torch.distributed.pipelining.
 
 The cost of an action is that of a row with tensors of a few numbers, on one rank for which nothing is sent, divided by
 its actions. Steps are those of one model under one schedule on two processes (Gloo, one thread each), forward,

@@ -1,4 +1,4 @@
-"""The search for models that nobody here wrote, at the sizes at which they are trained: from a module to a plan.
+"""Search: seconds from a module to a plan for models that others wrote, at the sizes of real training.
 
 Each model of `transformers` is made on the meta device, captured, and planned on every mesh of 64 devices (256 for the
 largest), in a process of its own, whose peak memory is read at the end.

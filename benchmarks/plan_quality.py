@@ -1,4 +1,4 @@
-"""The search, figure 5: how good what it finds is.
+"""Search: faults in the quality of its plans.
 
 Small models on clusters: cuts against every combination of ways and forms. Published runs: for each group that differs
 in the plan only, the search's own plan against the authors' best one, both predicted. And the numbers: models without

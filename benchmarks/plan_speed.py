@@ -1,4 +1,4 @@
-"""The search, figure 4: from a module, or a model's sizes, to the best plan, without a device.
+"""Search: seconds from a module, or from the sizes of a model, to the best plan, without a device.
 
 Llama-3-8B as a module on the meta device: captured, every operator's cut chosen, on every mesh of 64 ranks. And models
 that are trained on thousands of devices, by their sizes: degrees, schedule, chunks, microbatch, ZeRO, recompute. Each

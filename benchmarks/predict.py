@@ -1,4 +1,4 @@
-"""The cost model, figure 1: step times of published runs, predicted from their model, cluster and plan alone.
+"""Cost model: median error of predicted step times of published runs, from model, cluster and plan alone.
 
 Only complete rows count: those whose plan is fully given. The constants of the model are the same for all rows of a
 device; the second number of each source comes from constants that were fitted without it. The rival is the guess that

@@ -1,4 +1,4 @@
-"""What a random operator costs each rank: dropout on a tensor that is cut over ranks, by each source of randomness.
+"""Cost of a random operator per rank: dropout on a sharded tensor, for each source of randomness.
 
 Nothing is sent: this is one rank under the recorded carrier. Nanoseconds are per element of the rank's own part, in
 dropout's forward call; "plain" is torch's dropout on a plain tensor of that part's size.

@@ -1,4 +1,4 @@
-"""The cost model, figure 2: the order of plans for the same model, devices and batch, against measured step times.
+"""Cost model: share of pairs of plans that are predicted in the order of their measured step times.
 
 Pairs that are at most 2 % apart, and rows whose authors call them noisy, do not count.
 """

@@ -1,4 +1,4 @@
-"""The report of a plan in a real browser: wide and narrow, light and dark, by keys, and as a screen reader is told.
+"""The report of a plan in a real browser, by width, colour scheme, keyboard and screen reader: faults.
 
 Every page is opened from a file, as `meshwright explain --html` writes it. A fault is a line in the console, a request
 to anywhere, a page that scrolls sideways, a table or a picture without words, something that keys do not reach, or

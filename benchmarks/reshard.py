@@ -1,4 +1,4 @@
-"""Figure 4: bytes that the busiest rank receives when a tensor changes layout, beside the least possible and DTensor.
+"""Bytes that the busiest rank receives when a tensor changes layout, divided by the lower bound.
 
 Every transition between {Replicate, Shard(0), Shard(1), Partial} per mesh axis is measured: all of them on one and two
 axes, a fixed sample on three, on even and uneven shapes. No clock and no network: our bytes and steps are those of the

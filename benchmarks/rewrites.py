@@ -1,4 +1,4 @@
-"""Seconds for a hundred rules on a program of 5,000 operators; RMS norms found in five styles of writing.
+"""Seconds for a hundred rules on a program of 5,000 operators; RMS norms found in five ways to write them.
 
 Beside us stand torch.fx's `subgraph_rewriter` and Inductor's `pattern_matcher`, each with the same two rules written
 in its way: how many lines that takes, in how many styles the norm is found, and how long one rule takes on the same

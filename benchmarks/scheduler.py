@@ -1,4 +1,4 @@
-"""Pipelines, figure 2: the schedule search on instances with a best known value, and how good it proves its answers.
+"""Pipelines: schedule search on instances with a best known value, and quality of its proofs.
 
 `schedule_optima.json` holds instances of scheduling with memory caps (equal and unequal stages; linear, looped
 and V placements), with the best value that others found and whether they proved it. A chunk's times and memory are

@@ -1,4 +1,4 @@
-"""Pipelines, figure 6: the seed example across two meshes under every schedule, from the marks that run eagerly.
+"""Pipelines: an example across two meshes under every schedule, with the marks of eager mode.
 
 Eight ranks, meshes [[0, 1], [2, 3]] and [[4, 5], [6, 7]], matmuls in pairs: data cut along axis 0, weights by columns
 and by rows along axis 1, what lies between moved across the meshes; 8 microbatches. Losses and updated weights of the

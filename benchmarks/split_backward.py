@@ -1,4 +1,4 @@
-"""Pipelines, figure 5: the backward pass of a chunk in two parts, B and W, beside torch's two autograd calls.
+"""Pipelines: backward pass of a chunk in two parts, B and W, beside torch's two autograd calls.
 
 A chunk in the middle of three stages, of 8 to 64 blocks (linear, tanh, linear; fewer would fit into the first caches),
 on one rank, for which nothing is sent.

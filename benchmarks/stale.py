@@ -1,4 +1,4 @@
-"""Static training after a change of a setting between steps: no kind of change may give the old number.
+"""Static training after a setting changed between steps: kinds of change that give the old number.
 
     python -m benchmarks stale                       the figure
     python -m benchmarks.stale --only dict hook      kinds of these themes, or with these words in their names

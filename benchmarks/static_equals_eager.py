@@ -1,4 +1,4 @@
-"""Static = eager = one device: five models, their optimizers and dropout, over meshes of one, two and three axes.
+"""Static = eager = one device: five models, their optimizers and dropout, on meshes of one to three axes.
 
     python -m benchmarks.static_equals_eager                 every case
     python -m benchmarks.static_equals_eager --only moe tp=2  cases whose names have these words

@@ -1,4 +1,4 @@
-"""Figure 5: a static training step beside a program written by hand and beside DTensor, both compiled, on processes.
+"""Static training step on processes: time divided by that of a program written by hand and compiled.
 
 A Llama-style model in two sizes, one in which computing dominates and one in which everything else does, on 2 and 4
 processes with one thread each. All contenders live in the same processes, keep the same layout, start with the same

@@ -1,4 +1,4 @@
-"""Main job: largest relative loss difference over 50 steps, 8 ranks (pp 2 x dp 2 x tp 2) beside one device.
+"""Main job: largest relative loss difference over 50 steps, 8 ranks (pp 2 x dp 2 x tp 2) against one device.
 
 Both carriers run the command that `make train` runs.
 """

@@ -1,4 +1,4 @@
-"""A training step beside torch's own parallelism, eager beside eager and compiled beside compiled, on processes.
+"""Training step on processes: time divided by that of torch's own parallelism, eager and compiled.
 
 The Llama of `static_speed` in its two sizes: the batch cut (DistributedDataParallel), parameters cut and gathered at
 use (`fully_shard`), weights cut (`parallelize_module` with DTensor). All contenders of a case live in the same

@@ -1,4 +1,4 @@
-"""Memory of a rank under ZeRO and sequence parallelism: what the layouts say, beside what real processes hold.
+"""Memory of a rank under ZeRO and sequence parallelism: error of the formula against real processes.
 
 A chain of feed-forward blocks is trained by AdamW on 4 processes. What one holds is its anonymous resident memory:
 mapped files and shared memory are none of it. A thread looks every millisecond; what was held before is taken off, and

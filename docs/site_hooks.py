@@ -1,9 +1,10 @@
-"""What `make docs` adds to the pages: the nav, a page for each source file that a page links to, and the notebooks."""
+"""Hooks of `make docs`: the navigation, a page for each source file that a page links to, and the notebooks."""
 
 from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,40 +17,59 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 SOURCE = "source"
-"""Where the site keeps the pages of files that lie outside docs/."""
-# What comes first in each section, in this order; other pages follow by name.
+"""Folder of the site for the pages of files outside docs/."""
+NAV = {
+    "Start": "tour notebooks/tutorial glossary",
+    "Make a model parallel": "concepts/parallelize concepts/plans concepts/pipeline concepts/schedules "
+    "concepts/context concepts/experts how-to/experts",
+    "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness",
+    "Train fast": "concepts/static how-to/save-a-program concepts/passes how-to/trace",
+    "Run on machines": "how-to/launch how-to/command-line",
+    "Find and handle errors": "troubleshooting how-to/debug concepts/checks how-to/faults",
+    "Move from another library": "conventions how-to/from-ddp how-to/from-fsdp how-to/from-dtensor "
+    "how-to/from-megatron how-to/from-deepspeed how-to/from-paddle",
+    "Understand": "concepts/layout concepts/rule concepts/reshard concepts/comm concepts/transforms concepts/escapes",
+    "Extend": "questions how-to/add-a-rule how-to/add-a-pass concepts/rewrite how-to/add-a-schedule "
+    "how-to/bring-a-backend",
+    "Status": "figures matrix",
+}
+"""The navigation: a section for each task, with its pages in order."""
+FOLDERS = ("concepts", "how-to", ".")
+"""Folders whose pages `NAV` places; a page that it does not name follows under "More"."""
 FIRST = {
-    ".": "index tour troubleshooting glossary conventions questions matrix",
-    "concepts": "layout rule reshard comm parallelize randomness context checkpoint static passes rewrite "
-    "transforms pipeline schedules plans escapes",
-    "how-to": "from-ddp from-fsdp from-dtensor from-megatron from-deepspeed from-paddle "
-    "train-and-resume save-a-program",
     "reference": "index",
     "design": "2026-11-eager-core 2026-11-static-mode 2026-11-pipeline 2026-11-cost-model 2026-11-checkpoint",
 }
+"""The pages that come first in a section of a folder, in this order; the other pages follow by name."""
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)(?P<to>[^)#\s]+)")
 
 
 def on_config(config: MkDocsConfig) -> None:
+    config.site_name = f"{config.site_name} {version()}"
     config.nav = nav()
 
 
+def version() -> str:
+    """Return the version of the library."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
 def nav() -> list[Any]:
-    """The nav, from the pages that there are."""
-    front, tour, *others = section(".")
+    """Return the navigation: tasks, then the reference and the design notes."""
+    tasks = {title: [f"{name}.md" for name in names.split()] for title, names in NAV.items()}
+    placed = {"index.md"}.union(*tasks.values())
+    others = [page for folder in FOLDERS for page in section(folder) if page not in placed]
     return [
-        {"Meshwright": front},
-        {"Tour": [tour, *(page_of(path) for path in NOTEBOOKS)]},
-        {"Concepts": section("concepts")},
-        {"How-to": section("how-to")},
-        {"Reference": [*section("reference"), {"Rooms": section("reference/rooms")}]},
-        *others,
+        {"Meshwright": "index.md"},
+        *({title: pages} for title, pages in tasks.items()),
+        {"Reference": [*section("reference"), {"Packages": section("reference/packages")}]},
         {"Design notes": section("design")},
+        *([{"More": others}] if others else []),
     ]
 
 
 def section(folder: str) -> list[str]:
-    """The pages of a folder: those that come first, then the others by name."""
+    """Return the pages of a folder: the first ones in order, then the others by name."""
     first = FIRST.get(folder, "").split()
     found = {path.stem for path in (DOCS / folder).glob("*.md")}
     stems = [*(stem for stem in first if stem in found), *sorted(found - {*first})]
@@ -57,14 +77,14 @@ def section(folder: str) -> list[str]:
 
 
 def page_of(path: Path) -> str:
-    """Where the site shows a file of the repository."""
+    """Return the page of the site that shows a file of the repository."""
     if path.is_relative_to(DOCS) and path.suffix in (".md", ".ipynb", ".svg", ".png"):
         return path.relative_to(DOCS).with_suffix(".md" if path.suffix == ".ipynb" else path.suffix).as_posix()
     return f"{SOURCE}/{path.relative_to(ROOT).as_posix()}.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made from files which are no pages."""
+    """Add the pages that are made from other files."""
     for notebook in NOTEBOOKS:
         for name, text in notebook_page(notebook).items():
             files.append(File.generated(config, name, content=text))
@@ -80,7 +100,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def origin(file: File) -> Path:
-    """The file of the repository that a page shows."""
+    """Return the file of the repository that a page shows."""
     if file.src_uri.startswith(f"{SOURCE}/"):
         return ROOT / file.src_uri.removeprefix(f"{SOURCE}/").removesuffix(".md")
     path = DOCS / file.src_uri
@@ -88,7 +108,7 @@ def origin(file: File) -> Path:
 
 
 def sources(page: Path, text: str) -> set[Path]:
-    """The files that a page links to and that the site would not have."""
+    """Return the files that a page links to and that have no page yet."""
     led = {leads(page, found["to"]) for found in _LINK.finditer(text)}
     return {path for path in led if path.exists() and page_of(path).startswith(f"{SOURCE}/")}
 
@@ -98,7 +118,7 @@ def leads(page: Path, link: str) -> Path:
 
 
 def source_page(path: Path) -> str:
-    """The page of a file or a folder of the repository."""
+    """Return the text of the page of a file or a folder of the repository."""
     if path.suffix == ".md":
         return path.read_text()
     name = path.relative_to(ROOT).as_posix()
@@ -109,8 +129,14 @@ def source_page(path: Path) -> str:
     return f"# `{name}`\n\n````{kind}\n{path.read_text().rstrip()}\n````\n"
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Give a page without sections the width of the table of contents."""
+    if not any(title.children for title in page.toc):
+        page.meta.setdefault("hide", []).append("toc")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads the links of the repository to where the site shows their files."""
+    """Return the page with its links to files of the repository replaced by links to their pages."""
     here = origin(page.file)
 
     def led(found: re.Match[str]) -> str:
@@ -123,7 +149,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def notebook_page(path: Path) -> dict[str, str]:
-    """A notebook as a page, and the pictures that it shows."""
+    """Return a notebook as a page, and the pictures that it shows."""
     cells, files = [], {}
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "markdown":
@@ -142,5 +168,5 @@ def notebook_page(path: Path) -> dict[str, str]:
 
 
 def text_of(output: Any) -> str:
-    """What an output of a cell says in text."""
+    """Return the text of an output of a cell."""
     return output.text if output.output_type == "stream" else output.data["text/plain"]

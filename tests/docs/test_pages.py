@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -17,10 +18,16 @@ import meshwright as mw
 from .pages import ROOT, blocks, run
 
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "tour.md", *sorted((DOCS / "concepts").glob("*.md")), *sorted((DOCS / "how-to").glob("*.md"))]
+PAGES = [
+    DOCS / "index.md",
+    DOCS / "tour.md",
+    *sorted((DOCS / "concepts").glob("*.md")),
+    *sorted((DOCS / "how-to").glob("*.md")),
+]
 OTHERS = {"how-to/experts.md": ["transformers"]}
 """Packages that a page's code needs beside our own."""
 LONGEST_FROM_SCRATCH = 300
+LONGEST_README_PROGRAM = 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,10 +39,13 @@ def test_what_a_page_shows_is_what_happens(page: Path) -> None:
 
 
 def test_the_readme_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = (b for b in blocks(ROOT / "README.md") if b.kind == "python")
+    program, shown = (b for b in blocks(ROOT / "README.md") if b.kind in ("python", "text"))
+    assert sum(bool(line) for line in program.text.splitlines()) <= LONGEST_README_PROGRAM
     exec(compile(program.text, "README.md", "exec"), {"__name__": "readme"})
-    one, *ranks = map(float, capsys.readouterr().out.split())
-    assert ranks == pytest.approx([one] * 4)
+    printed = capsys.readouterr().out
+    assert printed == shown.text
+    one, *ranks = printed.split()
+    assert ranks == [one] * 4
 
 
 def test_from_scratch_is_short_and_right() -> None:
@@ -60,6 +70,35 @@ def test_each_error_has_a_paragraph() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     told = set(re.findall(r"^\*\*(\w+)(?:\.\*\*|\*\*)", text, re.MULTILINE))
     assert told == {cls.__name__ for cls in errors()}
+
+
+def uses_of_errors() -> Iterator[str]:
+    """Yield the names of error classes that some call makes, or that a call gets as an argument."""
+    for path in (ROOT / "src/meshwright").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                is_test = isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass")
+                for each in [node.func, *([] if is_test else node.args)]:
+                    yield (
+                        each.id if isinstance(each, ast.Name) else each.attr if isinstance(each, ast.Attribute) else ""
+                    )
+
+
+def test_each_error_is_raised_somewhere() -> None:
+    used = set(uses_of_errors())
+    unused = {cls for cls in errors() if cls.__name__ not in used}
+    assert {cls.__name__ for cls in unused if not cls.__subclasses__()} == set()
+
+
+def test_words_quoted_from_messages_are_in_messages() -> None:
+    """Sections that refer to messages in italics use words of the source."""
+    sections = re.split(r"^(?=\*\*\w+\.\*\*)", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    source = "".join(path.read_text() for path in sorted((ROOT / "src/meshwright").rglob("*.py")))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source).lower()
+    for section in (each for each in sections if "words in italics refer to the message" in " ".join(each.split())):
+        for quoted in re.findall(r"^\* \*([^*]+)\*: ", section, re.MULTILINE):
+            parts = [part.strip().lower() for part in re.split("…|,", quoted)]
+            assert [part for part in parts if part not in joined] == [], quoted
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)

@@ -18,7 +18,7 @@ import meshwright as mw
 from .pages import ROOT
 
 DOCS = ROOT / "docs"
-ROOMS = sorted(path.parent.name for path in (ROOT / "src/meshwright").glob("*/__init__.py"))
+PACKAGES = sorted(path.parent.name for path in (ROOT / "src/meshwright").glob("*/__init__.py"))
 NO_REFERENCE = {"cli"}  # commands: `meshwright --help`
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
@@ -93,14 +93,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(named) == sorted(mw.__all__), "each name once, and no others"
 
 
-def test_the_reference_has_every_room() -> None:
-    told = {path.stem for path in (DOCS / "reference/rooms").glob("*.md")}
-    assert told == set(ROOMS) - NO_REFERENCE
+def test_the_reference_has_every_package() -> None:
+    told = {path.stem for path in (DOCS / "reference/packages").glob("*.md")}
+    assert told == set(PACKAGES) - NO_REFERENCE
 
 
 @needs_mkdocs
-def test_the_reference_has_what_rooms_give(site: Path) -> None:
-    for room in sorted(set(ROOMS) - NO_REFERENCE):
-        told = Page((site / f"reference/rooms/{room}.html").read_text()).names
-        given = {name for name in import_module(f"meshwright.{room}").__all__ if name not in mw.__all__}
-        assert {name for name in given if f"meshwright.{room}.{name}" not in told} == set(), room
+def test_the_reference_has_the_api_of_every_package(site: Path) -> None:
+    for package in sorted(set(PACKAGES) - NO_REFERENCE):
+        told = Page((site / f"reference/packages/{package}.html").read_text()).names
+        given = {name for name in import_module(f"meshwright.{package}").__all__ if name not in mw.__all__}
+        assert {name for name in given if f"meshwright.{package}.{name}" not in told} == set(), package
