@@ -95,7 +95,7 @@ class Law:
             return
         if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
             raise LocalShapeError(
-                f"{self.name} on rank {rank}", "a local result with memory of its own",
+                f"{self.name} on rank {rank}", "a local result with its own memory",
                 f"result {k} is {self.outs[k]!r}, a view of an argument, and a write to the copy would be lost",
                 "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
             )  # fmt: skip
