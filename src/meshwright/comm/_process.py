@@ -387,8 +387,8 @@ def _check_host(device: torch.device, call: Call) -> None:
         raise CallError(
             str(call),
             f"the device {device}",
-            "messages go between the memories of the hosts: NCCL has no tags, and lets a sender wait for its receiver",
-            'send(x.cpu(), peer, tag), and receive(peer, tag, shape, dtype, "cpu").to(device)',
+            "messages go through host memory: NCCL has no tags, and its senders wait for their receivers",
+            'call send(x.cpu(), peer, tag) and receive(peer, tag, shape, dtype, "cpu").to(device)',
         )
 
 
