@@ -305,7 +305,7 @@ class Carrier(ABC):
         if len(set(group)) != len(group):
             raise CallError(asked, f"the group {group}", "the group contains a rank twice", write)
         if min(group) < 0 or max(group) >= self.size:
-            raise CallError(asked, f"the group {group}", f"the ranks are 0 to {self.size - 1}", write)
+            raise CallError(asked, f"the group {group}", f"the run has ranks 0 to {self.size - 1}", write)
         self._known_groups.add(group)
 
     def _check_peers(self, peers: set[int], group: Group) -> None:

@@ -58,7 +58,9 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
             f"the reduction {op!r}", "an unknown name", f"the reductions are {', '.join(REDUCTIONS)}", 'use "sum"'
         )
     if reduction.refuses(dtype):
-        raise CallError(f"{op} over ranks", f"a {dtype} tensor", f"{op} has no exact meaning for it", reduction.instead)
+        raise CallError(
+            f"{op} over ranks", f"a {dtype} tensor", f"{op} has no exact meaning for this dtype", reduction.instead
+        )
 
 
 def reduce(terms: Sequence[Tensor], op: str) -> Tensor:
