@@ -76,7 +76,7 @@ def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], l
     with open_bytes(folder / name, links) as file:
         size = file.size
     if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
-        raise bad_file(folder / name, f"a file of {size} bytes whose size or SHA-256 was changed",
+        raise bad_file(folder / name, f"a file of {size} bytes whose size or SHA-256 differs",
                        f"{CHECKSUMS} records {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
 
 

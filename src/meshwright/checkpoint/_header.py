@@ -73,7 +73,7 @@ def _read(file: OpenBytes) -> dict[str, Stored]:
             raise ValueError(f"tensor {name} begins at byte {stored.at}, and not at {end}")
         end = stop
     if end != file.size - 8 - length:
-        raise ValueError(f"its tensors end at byte {end}, and not at {file.size - 8 - length}")
+        raise ValueError(f"its tensors have {end} bytes instead of {file.size - 8 - length}")
     return {name: Stored(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
 
 

@@ -140,7 +140,7 @@ def _checked(folder: Path, content: Any) -> Own:
     values = {name: decoded(value) for name, value in content["values"].items()}
     about = {key: content[key] for key in ("format", "versions", "world")}
     if strange := {p.file for entry in tensors.values() for p in entry.pieces} - files.keys():
-        raise ValueError(f"parts of tensors are in {min(strange)}, which its list of files does not have")
+        raise ValueError(f"parts of tensors are in {min(strange)}, which the list of files does not have")
     return Own(folder, tensors, values, files, about)
 
 

@@ -72,7 +72,9 @@ def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
         raise _refused("JSON", f"{strings} strings", f"such a text has at most {2 * values} strings")
     plain = _JSON_STRING.sub(b"", data)
     if _DIGITS.search(plain):
-        raise _refused("JSON", "a longer number", f"a number has at most {MOST_DIGITS} digits")
+        raise _refused(
+            "JSON", f"a number with more than {MOST_DIGITS} digits", f"a number has at most {MOST_DIGITS} digits"
+        )
     if (count := sum(map(plain.count, (b",", b"[", b"{")))) > values:
         raise _refused("JSON", f"{count} values", f"such a text has at most {values} values")
     brackets = plain.translate(_AS_SQUARE, _NO_BRACKETS)
@@ -82,7 +84,7 @@ def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         why = f"values are nested in at most {depth} levels, and every bracket is closed"
-        raise _refused("JSON", "a text that is nested deeper, or truncated", why)
+        raise _refused("JSON", f"values in more than {depth} levels, or an unclosed bracket", why)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,9 +112,13 @@ def read_toml(text: str, most: int = MOST_TEXT // 16) -> dict[str, Any]:
     check_length(text, most, "a text in TOML", "use a shorter text")
     plain = _TOML_STRING.sub("''", text)
     if _LONG_WORD.search(plain):
-        raise _refused("TOML", "a longer word", f"a number or a key has at most {MOST_WORD} characters")
+        raise _refused(
+            "TOML",
+            f"a word of more than {MOST_WORD} characters",
+            f"a number or a key has at most {MOST_WORD} characters",
+        )
     if _LONG_KEY.search(plain):
-        raise _refused("TOML", "a key with more parts", f"a key has at most {DEPTH} parts")
+        raise _refused("TOML", f"a key with more than {DEPTH} parts", f"a key has at most {DEPTH} parts")
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -127,7 +133,7 @@ def check_values(found: T, what: str) -> T:
         if not level:
             return found
         level = [x for each in level for x in _inside(each, what)]
-    raise _refused(what, "values nested deeper", f"values are nested in at most {DEPTH} levels")
+    raise _refused(what, f"values in more than {DEPTH} levels", f"values are nested in at most {DEPTH} levels")
 
 
 def _inside(value: Any, what: str) -> Sequence[Any]:

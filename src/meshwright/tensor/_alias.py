@@ -467,7 +467,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
     if 0 in source.base._spec.full_strides:
         raise OperationError(
             "a write to a view", f"a view of {source.base._spec!r}, in which several elements share memory",
-            "the view has its own memory on this rank, so a write cannot reach several elements of the base",
+            "the view has its own memory on this rank, and one value cannot be written to several elements",
             "write to a tensor that is not expanded, or make the view of x.clone()",
         )  # fmt: skip
     check_writable(source.base, graded=graded)

@@ -266,7 +266,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
         if spec.mesh is not mesh:
             raise MixedMeshError(
                 f"{name_of(func)} of tensors on two meshes", f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
-                "an operation runs on one mesh", "call mw.reshard(x, mesh, placements) to move one tensor",
+                "an operation runs on one mesh", "call mw.reshard(x, mesh, placements) to move one of them",
             )  # fmt: skip
     return mesh
 

@@ -53,7 +53,7 @@ def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
     return PlacementError(
         f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a pending reduction",
         "an optimizer would apply the whole gradient to each rank's term",
-        "use mw.Shard(dim) or mw.Replicate() for a parameter; only operators make mw.Partial() results",
+        "use mw.Shard(dim) or mw.Replicate() for a parameter; operators make mw.Partial() results themselves",
     )  # fmt: skip
 
 
