@@ -107,7 +107,7 @@ def stopped() -> Verdict:
     A rank that holds the lock ends nothing.
     """
     ended, records = _known("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
-    words = ("NoAnswerError", "no answer of rank 1 for", "stopped", "all_reduce(sum, float32", "rank-")
+    words = ("NoAnswerError", "no answer from rank 1 for", "stopped", "all_reduce(sum, float32", "rank-")
     told = _told(ended, records, words, _STOP_LIMIT + 1.0)
     held = run_ranks(f"{_HERE}:one_rank_holds_the_lock", 3, arguments=["12"], each=lambda rank: _KNOWN_BY, limit=90)
     lives = all(each.status == 0 and each.output == "done\n" for each in held)

@@ -138,7 +138,7 @@ def test_a_part_of_a_state_can_be_loaded(tmp_path: Path) -> None:
     ("state", "words"),
     [
         ({"y": torch.ones(2)}, "no such tensor"),
-        ({"x": torch.ones(3)}, "shape that was saved"),
+        ({"x": torch.ones(3)}, "saved name and shape"),
         ({"x": torch.ones(2), "step": 1}, "no such value"),
         ({"x": torch.ones(2, dtype=torch.int64)}, "in its dtype"),
     ],

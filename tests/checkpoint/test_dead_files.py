@@ -68,7 +68,7 @@ def test_whichever_operation_hangs_the_load_ends_and_nothing_is_loaded(kept: dic
         state = {name: torch.zeros_like(x) for name, x in whole().items()}
         with pytest.MonkeyPatch.context() as patch:
             dead = Dead(folder, n, patch)
-            with pytest.raises(ReadTimeoutError, match=r"no answer of the file system for 0\.2 s") as caught:
+            with pytest.raises(ReadTimeoutError, match=r"no answer from the file system for 0\.2 s") as caught:
                 mw.load_state_dict(state, folder)
             dead.forever.set()
         assert str(folder) in caught.value.asked

@@ -127,7 +127,7 @@ def test_a_run_stops_or_goes_on_as_configured(choice: str) -> None:
     saves = Saves(choice)
 
     def fails() -> Any:
-        raise CheckpointError("to save", "a full disk", "there is no room", "make room")
+        raise CheckpointError("to save", "a full disk", "the disk is full", "free disk space")
 
     if choice == "stop":
         with pytest.raises(CheckpointError, match="a full disk"):
@@ -169,7 +169,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:
     text = str(caught.value)
     for line in (
         "ww: no such tensor",
-        "w has its shape: renamed?",
+        "w has the same shape: renamed?",
         "b: torch.float32 of shape (2,)",
         "i: ",
         "rate: no",

@@ -65,7 +65,7 @@ def test_a_second_save_waits_for_the_first_tells_what_went_wrong_and_is_made(
     mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "one", async_save=True)
     (tmp_path / "one").mkdir()
     go.set()
-    with pytest.warns(CheckpointWarning, match="never written over"):
+    with pytest.warns(CheckpointWarning, match="never overwritten"):
         assert mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "two").path.is_dir()
     assert mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "three").path.is_dir()
 

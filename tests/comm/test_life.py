@@ -86,7 +86,7 @@ def test_a_state_goes_from_rank_to_rank_and_nothing_else_is_read() -> None:
 def test_a_silent_rank_says_why() -> None:
     assert str(silent("its process is stopped", stopped=True)) == "does not answer: its process is stopped"
     assert str(State("", (), 2, last="barrier()", at="a.py:3")) == (
-        "is in no collective, after 2 of them, the last barrier(); it is at a.py:3"
+        "is in no collective after 2 calls, the last barrier(); it is at a.py:3"
     )
 
 

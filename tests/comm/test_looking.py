@@ -73,7 +73,7 @@ def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Pat
 
 def test_a_rank_in_a_debugger_says_so() -> None:
     assert not in_debugger()
-    assert str(State("", (), 3, debugged=True)) == "is stopped in a debugger, after 3 collectives"
+    assert str(State("", (), 3, debugged=True)) == "is stopped in a debugger after 3 calls"
 
 
 def test_prints_begin_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:

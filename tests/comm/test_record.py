@@ -27,7 +27,7 @@ def test_a_record_has_the_last_calls_and_is_named_in_the_error(tmp_path: Path, m
     (folder,) = (tmp_path / "records").iterdir()
     assert [path.name for path in folder.iterdir()] == ["rank-1.json"]
     assert str(folder) in str(error)
-    assert error.args[3].startswith("fix; the last calls of each rank are in ")
+    assert error.args[3].startswith("fix; read the last calls of each rank in ")
     found = json.loads((folder / "rank-1.json").read_text())
     assert [call["number"] for call in found["calls"]] == list(range(8, LENGTH + 8))
     assert found["calls"][0] | {"began": 0} == {

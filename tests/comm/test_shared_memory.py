@@ -132,12 +132,12 @@ def test_who_ended_is_not_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     second._flags[second._mine + 1] = ended.pid
-    with pytest.raises(RuntimeError, match="process of place 1 in the group has ended"):
+    with pytest.raises(RuntimeError, match="process of the rank at index 1 in the group has ended"):
         first.barrier()
 
 
 def test_who_does_not_come_is_waited_for_until_the_limit() -> None:
-    with pytest.raises(RuntimeError, match=r"place 1 in the group did not come within 0\.01 s"):
+    with pytest.raises(RuntimeError, match=r"the rank at index 1 did not join the call within 0\.01 s"):
         group_of(2, timedelta(seconds=0.01))[0].barrier()
 
 

@@ -257,9 +257,9 @@ X = torch.ones(4)
         (
             lambda: current().all_reduce(X, "sum", (0, 1)),
             lambda: current().barrier((0, 1)),
-            "they are different collectives",
+            "the ranks make different collectives",
         ),
-        (lambda: current().barrier((0, 1)), lambda: current().barrier((1, 0)), "in another order"),
+        (lambda: current().barrier((0, 1)), lambda: current().barrier((1, 0)), "in different orders"),
         (
             lambda: current().all_gather(X, (0, 1), [(4,), (4,)]),
             lambda: current().all_gather(X, (0, 1), [(3,), (4,)]),
@@ -306,11 +306,11 @@ def test_a_rank_that_ends_early_is_named() -> None:
         (lambda: current().barrier((0, 1, 0)), "twice"),
         (lambda: current().barrier((0, 1, 2)), "ranks 0 to 1"),
         (lambda: current().all_gather(X, (0, 1), [(4,)]), "1 shapes"),
-        (lambda: current().all_gather(X, (0, 1), [(3,), (3,)]), "brings (4,)"),
+        (lambda: current().all_gather(X, (0, 1), [(3,), (3,)]), "rank 0 has shape (4,)"),
         (lambda: current().all_to_all([X, X], [(2,), (2,)], (0, 1)), "from itself"),
         (lambda: current().reduce_scatter([X], "sum", (0, 1)), "1 pieces"),
         (lambda: current().reduce_scatter([X, X.double()], "sum", (0, 1)), "one dtype"),
-        (lambda: current().exchange([(current().rank, X)], [], (0, 1)), "sent to itself"),
+        (lambda: current().exchange([(current().rank, X)], [], (0, 1)), "sends itself"),
         (lambda: current().exchange([(2, X)], [], (0, 1)), "ranks [2]"),
     ],
 )

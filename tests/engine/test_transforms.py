@@ -126,7 +126,7 @@ def test_what_a_transform_would_lose_is_refused() -> None:
         seen = mw.shard_tensor(torch.ones(4, 4), STYLES["rows"].mesh, [mw.Shard(0)])
         vmap(lambda x: seen.add_(1).sum() + x)(torch.ones(4))
 
-    with pytest.raises(OperationError, match="written to it is lost"):
+    with pytest.raises(OperationError, match="a write to the copy is lost"):
         mw.simulate(run, 4)
 
 

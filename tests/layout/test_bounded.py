@@ -53,7 +53,7 @@ def test_json_names_its_bound(text: str | bytes, bound: str) -> None:
         ("a." * 100_000 + "a = 1", "64 parts"),
         ("x = 0x" + "f" * 100_000, "200 characters"),
         ("x = 0x" + "f" * 40, "18446744073709551616"),
-        ("x = nan", "a number is needed"),
+        ("x = nan", "NaN is not allowed"),
         ("x = " + "[" * 5000, "too deep|nested"),
         ("x = " + "[" * 70 + "]" * 70, "64 levels"),
         ("a = 1\na = 2", "not TOML"),

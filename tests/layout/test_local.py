@@ -111,7 +111,7 @@ def test_a_product_dim_is_held_in_runs():
     assert held(spec, 1) == [2, 3, 6, 7, 10, 11]
     assert spec.local_shape(1) == (6,)
     assert spec.local_ranges(1) == ((0, 3), (2, 2))
-    with pytest.raises(LayoutError, match="several runs"):
+    with pytest.raises(LayoutError, match="several ranges"):
         spec.offset(1, 0)
 
 

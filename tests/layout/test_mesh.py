@@ -121,7 +121,7 @@ def test_a_single_rank_keeps_the_last_axis():
 
 
 def test_wrong_indices_are_refused():
-    with pytest.raises(MeshError, match="which line is meant"):
+    with pytest.raises(MeshError, match="several lines of ranks"):
         CUBE["pp"]
     with pytest.raises(MeshError, match="out of bounds"):
         CUBE[5]
@@ -143,7 +143,7 @@ def test_the_array_is_read_only():
 @pytest.mark.parametrize(
     ("ranks", "names", "why"),
     [
-        ([0, 1, 0], ["x"], "a rank holds one place"),
+        ([0, 1, 0], ["x"], "a rank has one position"),
         ([0, -1], ["x"], "ranks count from 0"),
         ([], ["x"], "at least one rank"),
         ([[0, 1], [2]], ["x", "y"], "rows that do not form an array"),
@@ -166,7 +166,7 @@ def test_a_repeated_rank_is_named():
 def test_rank_0_is_a_rank():
     assert 0 in ProcessMesh([0, 1], ["x"])
     assert 2 not in ProcessMesh([0, 1], ["x"])
-    with pytest.raises(MeshError, match="rank 2 is not in it"):
+    with pytest.raises(MeshError, match="rank 2 is not in the mesh"):
         ProcessMesh([0, 1], ["x"]).coordinate(2)
 
 

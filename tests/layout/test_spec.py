@@ -56,7 +56,7 @@ def test_bytes_of_the_whole(spec):
         (Layout((("z",),)), (4,), "the mesh has no axis 'z'"),
         (Layout(((),), (("z", "sum"),)), (4,), "the mesh has no axis 'z'"),
         (Layout(((),), (), ("z",)), (4,), "the mesh has no axis 'z'"),
-        (Layout((Product(((2, ()), (3, ()))),)), (4,), "the factors make 6"),
+        (Layout((Product(((2, ()), (3, ()))),)), (4,), "the product of the factors is 6"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout, shape, why):

@@ -78,9 +78,9 @@ def test_the_form():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("8@x", "the form is"),
-        ("f32[8@x", "the form is"),
-        ("f32[8@x] x", "the form is"),
+        ("8@x", "a layout is"),
+        ("f32[8@x", "a layout is"),
+        ("f32[8@x] x", "a layout is"),
         ("f32[8@x,]", "this is not a dim"),
         ("f32[eight]", "this is not a dim"),
         ("f32[3 *]", "this is not a dim"),

@@ -240,7 +240,7 @@ def test_a_plan_of_a_symbolic_size_is_that_of_its_hint(src, dst):
 def test_a_step_that_names_sizes_is_refused_for_a_symbolic_one():
     n = symbolic(8)
     src = Spec(LINE, parse_layout("[:, 2 * 4@x]"), (n, 8), torch.float32)
-    with pytest.raises(ReshardError, match="speaks of sizes"):
+    with pytest.raises(ReshardError, match="depends on sizes"):
         plan(src, src.with_layout(parse_layout("[:, @x]")))
 
 

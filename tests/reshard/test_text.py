@@ -91,12 +91,12 @@ MESH = ProcessMesh([2, 3], ["x"])
         ("AllReduce", "steps are Slice"),
         ("Teleport(x)", "steps are Slice"),
         ("AllReduce()", "no axis"),
-        ("AllReduce(x, y)", "'x,' is no name"),
+        ("AllReduce(x, y)", "'x,' is not the name"),
         ("AllGather(x, dim 0 max)", "'max'"),
-        ("ReduceScatter(x, dim 0 fast)", "'fast' is no operation"),
-        ("AllToAll([@x] +y)", "how dims are cut"),
+        ("ReduceScatter(x, dim 0 fast)", "'fast' is not a reduction"),
+        ("AllToAll([@x] +y)", "sharded dims only"),
         ("Relabel([@x@x])", "one role"),
-        ("Scale(x)", "no operation"),
+        ("Scale(x)", "not a reduction"),
         ("View(f32[8@x])", "parse_step(text, mesh)"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_is_no_step_is_told(text: str, why: str) -> None:
 
 
 def test_an_exchange_names_its_mesh() -> None:
-    with pytest.raises(ReshardError, match="the mesh is"):
+    with pytest.raises(ReshardError, match="the given mesh is"):
         parse_step("Exchange(f32[8@x] on ProcessMesh([x=2]))", MESH)
     text = "Exchange(f32[8@x] on ProcessMesh([x=2], ranks=[2, 3]))"
     assert repr(parse_step(text, MESH)) == text

@@ -336,7 +336,7 @@ assert w.grad.eq(6).all()
 
 
 def test_a_users_function_may_have_its_name_before_the_library_is_there() -> None:
-    """Where torch has `apply` in C, nothing tells of calls by that name: they are refused."""
+    """Where torch has `apply` in C, no calls through that name are reported: they are refused."""
     subprocess.run([sys.executable, "-c", NAMED_BEFORE], check=True, timeout=300)
 
 

@@ -67,7 +67,7 @@ class SavedTensor:
             found = zlib.crc32(part, found)
         if self.storage.crc32 and found != self.storage.crc32:
             raise bad_file(file.path, f"CRC-32 {found:#010x} of a tensor's bytes",
-                           f"the archive says {self.storage.crc32:#010x}: they were changed")  # fmt: skip
+                           f"the archive says {self.storage.crc32:#010x}: the bytes were changed")  # fmt: skip
 
     def read(self, file: OpenBytes, box: Sequence[slice] | None = None) -> Tensor:
         """Return a box of the tensor, or all of it."""
@@ -84,13 +84,13 @@ def read_archive(file: OpenBytes, name: str, span: tuple[int, int]) -> Any:
     """Return the value in a part of a file; tensors are SavedTensor. Raises CheckpointFileError for anything else."""
     try:
         if span[0] + span[1] > file.size:
-            raise ValueError(f"it lies in bytes {span[0]} to {sum(span)} of a file of {file.size}")
+            raise ValueError(f"it should be in bytes {span[0]} to {sum(span)}, and the file has {file.size} bytes")
         return _Archive(file, span).value()
     except CheckpointFileError:
         raise
     except Exception as error:  # a broken archive may raise anything
         why = (str(error) or type(error).__name__).split("\n")[0]
-        raise bad_file(file.path, f"{name}, which is nothing that torch.save writes of data", why) from error
+        raise bad_file(file.path, f"{name}, which is not data that torch.save writes", why) from error
 
 
 class _Archive:
@@ -105,7 +105,7 @@ class _Archive:
     def value(self) -> Any:
         order = self.members.get("byteorder")
         if order is not None and self._read(order) != b"little":
-            raise ValueError("its numbers are of another byte order")
+            raise ValueError("its numbers have another byte order")
         found = unpickled(self._read(self.members["data.pkl"]), self.budget, _NAMES, self._storage)
         return _data(found)
 
@@ -125,14 +125,14 @@ class _Archive:
         self.budget.spend(place.nbytes, f"the member {info.filename[:80]}")
         data = self.file.read(place.at, place.nbytes)
         if place.crc32 and zlib.crc32(data) != place.crc32:
-            raise ValueError(f"its member {info.filename[:80]} has another CRC-32 than it says")
+            raise ValueError(f"its member {info.filename[:80]} does not have the CRC-32 that the archive says")
         return data
 
     def _storage(self, about: Any) -> tuple[Bytes, torch.dtype]:
         """Return the position of a storage's bytes, and the dtype of its elements."""
         kind, dtype, key, _, count = about
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not is_count(count):
-            raise ValueError("it refers to something that is no storage")
+            raise ValueError("it refers to an object that is not a storage")
         place = self._place(self.members[f"data/{key}"])
         if place.nbytes != count * dtype.itemsize:
             raise ValueError(f"a storage of {count} elements of {dtype} has {place.nbytes} bytes")
@@ -158,7 +158,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         at = offset + (0, self._at, self._length)[whence]
         if not 0 <= at <= self._length:
-            raise ValueError(f"it points to byte {at} of {self._length}")
+            raise ValueError(f"it points to byte {at}, and it has {self._length} bytes")
         self._at = at
         return at
 
@@ -178,9 +178,9 @@ def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) ->
     tensor = SavedTensor(place, dtype, offset, tuple(shape), tuple(strides))
     numbers = (offset, *tensor.shape, *tensor.strides)
     if len(shape) != len(strides) or len(shape) > 64 or not all(is_count(n) for n in numbers):
-        raise ValueError("a tensor has sizes that are no counts")
+        raise ValueError("a tensor has an invalid size, stride or offset")
     if (offset + tensor.extent) * dtype.itemsize > place.nbytes or prod(tensor.shape) > tensor.extent:
-        raise ValueError(f"a tensor of shape {tensor.shape} lies outside of its storage, or on itself")
+        raise ValueError(f"a tensor of shape {tensor.shape} exceeds its storage, or overlaps itself")
     return tensor
 
 

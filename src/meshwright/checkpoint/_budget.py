@@ -32,7 +32,7 @@ class Budget:
         if self._spent > self._bound:
             raise bad_file(
                 self.path, f"{what}, which would take {self._spent} bytes of memory",
-                f"the bound is {self._bound}: {LARGEST} and {PER_BYTE} for each byte of the folder's files",
+                f"the bound is {self._bound} bytes: {LARGEST}, plus {PER_BYTE} for each byte of the folder's files",
             )  # fmt: skip
 
 

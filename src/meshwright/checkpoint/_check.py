@@ -21,7 +21,7 @@ def check_files(catalogue: Catalogue, files: list[str]) -> None:
         found = digest_of(catalogue.folder / file, catalogue.links)
         if found.sha256 != facts.sha256:
             raise bad_file(catalogue.folder / file, f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
-                           f"the checkpoint says {facts.sha256}: the file was changed")  # fmt: skip
+                           f"the checkpoint records {facts.sha256}: the file was changed")  # fmt: skip
 
 
 def _changed(catalogue: Catalogue, file: str) -> str:
@@ -29,8 +29,8 @@ def _changed(catalogue: Catalogue, file: str) -> str:
     with suppress(CheckpointFileError):
         name = _changed_range(catalogue, file) or _changed_piece(catalogue, file)
         if name is not None:
-            return f"tensor {name} is another" if name in catalogue.entries else f"value {name} is another"
-    return f"the header is another, or the place of {catalogue.held_in(file)}"
+            return f"tensor {name} was changed" if name in catalogue.entries else f"value {name} was changed"
+    return f"the header was changed, or the position of {catalogue.held_in(file)}"
 
 
 def _changed_range(catalogue: Catalogue, file: str) -> str | None:

@@ -55,17 +55,17 @@ def checksums_in(folder: Path) -> dict[str, FileFacts]:
     path = folder / CHECKSUMS
     if status(path) is None:
         return {}
-    content, data = read_json(path, "no JSON, or a part of one")
+    content, data = read_json(path, "text that is not JSON, or is truncated")
     if not has_seal(data):
-        raise bad_file(path, "another SHA-256 than it says", "the checksums were changed", _FIX)
+        raise bad_file(path, "a SHA-256 that differs from the recorded one", "the checksums were changed", _FIX)
     try:
         if (content["kind"], content["format"]) != (KIND, FORMAT):
-            raise ValueError(f"kind {str(content['kind'])[:80]}, format {str(content['format'])[:80]}")
+            raise ValueError(f"the kind is {str(content['kind'])[:80]} and the format is {str(content['format'])[:80]}")
         return facts_from(folder, content["files"])
     except CheckpointFileError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise bad_file(path, "checksums of another form", str(error), _FIX) from error
+        raise bad_file(path, "checksums in an unknown form", str(error), _FIX) from error
 
 
 def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], links: bool = False) -> None:
@@ -76,8 +76,8 @@ def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], l
     with open_bytes(folder / name, links) as file:
         size = file.size
     if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
-        raise bad_file(folder / name, f"{size} bytes with another SHA-256 than was written down",
-                       f"{CHECKSUMS} says {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
+        raise bad_file(folder / name, f"a file of {size} bytes whose size or SHA-256 differs",
+                       f"{CHECKSUMS} records {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
 
 
 def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
@@ -85,7 +85,7 @@ def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
     if not known:
         return catalogue
     if strange := sorted(catalogue.files.keys() - known.keys()):
-        raise bad_file(catalogue.folder / strange[0], f"a file of which {CHECKSUMS} says nothing",
+        raise bad_file(catalogue.folder / strange[0], f"a file that {CHECKSUMS} does not list",
                        "the checksums are those of another checkpoint", _FIX)  # fmt: skip
     return replace(catalogue, files=known)
 
@@ -95,9 +95,9 @@ def _facts(told: Any) -> FileFacts:
     ranges: list[Range] = []
     for name, *numbers in told["ranges"]:
         if not isinstance(name, str) or len(numbers) != 3 or not all(is_count(n) for n in numbers):
-            raise ValueError(f"a range {str([name, *numbers])[:80]}")
+            raise ValueError(f"an invalid range: {str([name, *numbers])[:80]}")
         ranges.append(Range(name, *numbers))
     return replace(facts, ranges=tuple(ranges))
 
 
-_FIX = f"another copy; or remove {CHECKSUMS}, if the files are right"
+_FIX = f"use another copy, or remove {CHECKSUMS} if the files are right"

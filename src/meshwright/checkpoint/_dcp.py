@@ -40,7 +40,7 @@ _CLASSES = {
 def _sizes(dims: Any = ()) -> tuple[int, ...]:
     found = tuple(dims)
     if len(found) > 64 or not all(is_count(n) for n in found):
-        raise ValueError("it has sizes that are no counts")
+        raise ValueError("it has an invalid size")
     return found
 
 
@@ -85,7 +85,7 @@ def read_dcp(folder: Path) -> Dcp:
     except CheckpointFileError:
         raise
     except Exception as error:  # a broken pickle may raise anything
-        raise bad_file(path, "no metadata of a distributed checkpoint, or a part of it",
+        raise bad_file(path, "a file that is not metadata of a distributed checkpoint, or is truncated",
                        str(error) or type(error).__name__) from error  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _catalogue(folder: Path, found: Record) -> Dcp:
 def _name(value: Any) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"a {type(value).__name__} stands for a name")
+    raise ValueError(f"a name is a {type(value).__name__}")
 
 
 def _offset(value: Any) -> tuple[int, ...] | None:
@@ -124,11 +124,11 @@ def _offset(value: Any) -> tuple[int, ...] | None:
 def _entry(folder: Path, name: str, about: Record, places: Any) -> Entry:
     dtype, shape = about.get("properties").fields[0], _sizes(about.get("size"))
     if not isinstance(dtype, torch.dtype) or not is_count(prod(shape) * dtype.itemsize):
-        raise ValueError(f"tensor {name} has a dtype or a shape that no tensor has")
+        raise ValueError(f"tensor {name} has an invalid dtype or shape")
     pieces = [_piece(folder, name, chunk, places) for chunk in about.get("chunks")]
     if not are_whole(shape, [piece.runs for piece in pieces]):
         raise bad_file(folder / METADATA, f"tensor {name} of shape {shape} in {len(pieces)} chunks",
-                       "the chunks leave gaps, overlap or lie outside")  # fmt: skip
+                       "the chunks leave gaps, overlap or exceed the tensor")  # fmt: skip
     return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
 
 
@@ -142,11 +142,11 @@ def _place(folder: Path, name: str, info: Record) -> Place:
     if info.get("transform_descriptors"):
         raise bad_file(
             folder / METADATA, f"{name}, transformed by {str(info.get('transform_descriptors'))[:80]}",
-            "it was compressed or encrypted by an extension", "a checkpoint saved without extensions",
+            "an extension has compressed or encrypted it", "use a checkpoint that was saved without extensions",
         )  # fmt: skip
     offset, length = info.get("offset"), info.get("length")
     if not is_count(offset) or not is_count(length):
-        raise ValueError(f"{name} has a place in its file that is no range of bytes")
+        raise ValueError(f"{name} has an invalid range of bytes in its file")
     return file_name(folder, info.get("relative_path")), (offset, length)
 
 
@@ -156,7 +156,7 @@ def _check_apart(folder: Path, places: list[Place]) -> None:
     for file, (start, length) in sorted(places):
         if file == last and start < end and length:
             raise bad_file(folder / METADATA, f"two ranges of {file} that overlap at byte {start}",
-                           "every tensor and value has bytes of its own")  # fmt: skip
+                           "every tensor and every value has its own bytes")  # fmt: skip
         end, last = start + length, file
 
 

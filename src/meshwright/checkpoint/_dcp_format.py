@@ -34,8 +34,8 @@ class DcpFormat:
             if not spec.layout.is_simple:
                 raise CheckpointError(
                     f"to save {name} for torch.distributed.checkpoint", f"{spec!r} on {spec.mesh!r}",
-                    "its chunks are boxes, and a part of a product dim is several",
-                    "mw.reshard(x, x.mesh, placements) without the product dim",
+                    "a chunk is one box, and a part of a product dim is several boxes",
+                    "call mw.reshard(x, x.mesh, placements) without the product dim",
                 )  # fmt: skip
         return lambda: self._write(job)
 

@@ -54,21 +54,21 @@ class CheckpointWarning(UserWarning):
 def bad_file(path: str | os.PathLike[str], found: str, why: str, write: str = "") -> CheckpointFileError:
     """Return the error that names a file."""
     return CheckpointFileError(
-        f"to read {os.fspath(path)}", found, why, write or "the path of an older checkpoint, or a new copy of this one"
+        f"to read {os.fspath(path)}", found, why, write or "use an older checkpoint, or a new copy of this one"
     )
 
 
 def no_system(path: str | os.PathLike[str], error: OSError) -> CheckpointFileError:
     """Return the error for an OSError of a file."""
-    return bad_file(path, error.strerror or str(error), "the system does not give the file")
+    return bad_file(path, error.strerror or str(error), "the file system cannot read the file")
 
 
 def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Return the error for an OSError while a checkpoint is written."""
     where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
     return CheckpointError(
-        f"to save {os.fspath(path)}", f"{error.strerror or error}{where}", "the file system does not take the files",
-        "make room or allow writing there, or save to another folder; earlier checkpoints are as they were",
+        f"to save {os.fspath(path)}", f"{error.strerror or error}{where}", "the file system cannot write the files",
+        "free disk space or allow writing there, or save to another folder; earlier checkpoints are unchanged",
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def text_of(error: BaseException) -> list[str]:
     if isinstance(error, MeshwrightError):
         return [type(error).__name__, error.asked, error.found, error.why, error.write]
     said = str(error) or type(error).__name__
-    return ["CheckpointError", "a checkpoint", type(error).__name__, said, "remove the cause, and try again"]
+    return ["CheckpointError", "a checkpoint", type(error).__name__, said, "remove the cause and try again"]
 
 
 def error_of(text: list[str]) -> CheckpointError:

@@ -78,9 +78,9 @@ def seconds_of(limit: Limit) -> float:
     if seconds > 0:
         return seconds
     raise CheckpointError(
-        f"{limit.variable}={text}", "no positive number",
-        f"it is the seconds that one file operation of a {limit.verb} may take",
-        f"{limit.variable}={limit.seconds:g}",
+        f"{limit.variable}={text}", "not a positive number",
+        f"the value is the time limit of one file operation of a {limit.verb}, in seconds",
+        f"set {limit.variable}={limit.seconds:g}",
     )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def _wait(watch: _Watch, limit: float) -> None:
         if now is not None and waited >= limit:
             kind = watch.limit
             raise kind.error(
-                f"to {kind.verb} {now[0]}", f"no answer of the file system for {limit:g} s",
-                f"it is dead, or slower than the time limit of a {kind.verb}",
+                f"to {kind.verb} {now[0]}", f"no answer from the file system for {limit:g} s",
+                f"the file system has failed, or is slower than the time limit of a {kind.verb}",
                 f"{kind.fix}, or set {kind.variable} to more seconds",
             )  # fmt: skip
 
@@ -123,7 +123,7 @@ def operation(path: Path, call: Callable[..., T], *args: Any) -> T:
         return timed(lambda: operation(path, call, *args))
     if watch.given_up:
         raise CheckpointError(
-            f"to {watch.limit.verb} {path}", "work that was given up", "a file operation before took too long",
+            f"to {watch.limit.verb} {path}", "an abandoned operation", "an earlier file operation took too long",
             f"{watch.limit.verb} again",
         )  # fmt: skip
     around, watch.under_way = watch.under_way, (path, object())
@@ -174,11 +174,11 @@ class OpenBytes:
             done += got
 
     def _cut_short(self, at: int) -> CheckpointError:
-        return bad_file(self.path, f"an end at byte {at}", f"it had {self.size} bytes before")
+        return bad_file(self.path, f"an end at byte {at}", f"the file had {self.size} bytes before")
 
     def _check(self, at: int, count: int) -> None:
         if at < 0 or count < 0 or at + count > self.size:
-            raise bad_file(self.path, f"{self.size} bytes", f"bytes {at} to {at + count} are asked for")
+            raise bad_file(self.path, f"{self.size} bytes", f"bytes {at} to {at + count} are needed")
 
 
 @contextmanager
@@ -188,17 +188,17 @@ def open_bytes(path: Path, links: bool = False) -> Generator[OpenBytes]:
     try:
         descriptor: int = operation(path, os.open, path, flags)
     except FileNotFoundError as error:
-        raise bad_file(path, "no such file", "the checkpoint says that it is there") from error
+        raise bad_file(path, "no such file", "the checkpoint lists this file") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise bad_file(path, "a link", "files of a checkpoint lie in its own folder",
-                           "the file itself in place of the link") from error  # fmt: skip
+            raise bad_file(path, "a link", "the files of a checkpoint are in its own folder",
+                           "put the file itself in place of the link") from error  # fmt: skip
         raise no_system(path, error) from error
     try:
         facts = operation(path, os.fstat, descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise bad_file(path, f"a {_kind(facts.st_mode)}", "only regular files have an end that is known",
-                           "a regular file of that name")  # fmt: skip
+            raise bad_file(path, f"a {_kind(facts.st_mode)}", "only regular files have a known size",
+                           "use a regular file of that name")  # fmt: skip
         yield OpenBytes(path, descriptor, facts.st_size)
     finally:
         os.close(descriptor)
@@ -240,7 +240,9 @@ def names_in(folder: Path) -> list[str]:
     except OSError as error:
         raise no_system(folder, error) from error
     if len(found) > MOST_NAMES:
-        raise bad_file(folder, f"more than {MOST_NAMES} names", "a folder of checkpoints has fewer", "another folder")
+        raise bad_file(
+            folder, f"more than {MOST_NAMES} names", "a folder of checkpoints has fewer", "use another folder"
+        )
     return sorted(found)
 
 

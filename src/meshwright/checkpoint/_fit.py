@@ -137,8 +137,8 @@ def mismatch(catalogue: Catalogue, found: Comparison) -> CheckpointError:
     return CheckpointError(
         f"to load {first or 'a state'} from {catalogue.folder}", "\n    ".join([counts, *lines]),
         "a state is loaded whole or not at all; nothing was loaded",
-        "a tensor of the shape that was saved, in its dtype or one that holds all its numbers, under its name; "
-        "or strict=False, which loads what fits and returns the rest",
+        "use a tensor of the saved name and shape, in its dtype or one that holds all its numbers; "
+        "or pass strict=False, which loads what fits and returns the rest",
     )  # fmt: skip
 
 
@@ -163,4 +163,4 @@ def _not_there(catalogue: Catalogue, found: Comparison, name: str) -> str:
     saved = (n for n in report.unexpected_keys if n in catalogue.entries)
     alike = [n for n in saved if catalogue.entries[n].shape == tuple(shape)]
     near = get_close_matches(name, alike[: 10 * MOST_RENAMED], 1, 0.3)
-    return f"{told}; {_on_one_line(near[0])} has its shape: renamed?" if near else told
+    return f"{told}; {_on_one_line(near[0])} has the same shape: renamed?" if near else told

@@ -53,19 +53,19 @@ def read_header(file: OpenBytes) -> dict[str, Stored]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         why = str(error) or type(error).__name__
-        raise bad_file(file.path, "no safetensors file, or a part of one", why) from error
+        raise bad_file(file.path, "a file that is not safetensors, or is truncated", why) from error
 
 
 def _read(file: OpenBytes) -> dict[str, Stored]:
     if file.size < 8:
-        raise ValueError(f"it has {file.size} bytes")
+        raise ValueError(f"it has {file.size} bytes, and at least 8 are needed")
     length = int.from_bytes(file.read(0, 8), "little")
     if length > min(LONGEST_HEADER, file.size - 8):
-        raise ValueError(f"its first bytes tell of a header of {length} bytes, in a file of {file.size}")
+        raise ValueError(f"it should have a header of {length} bytes, and it has {file.size} bytes")
     fields: Any = parsed(file.read(8, length), file.path, Budget(file.path), "a header")
     about = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in about.values()):
-        raise ValueError("its __metadata__ has values that are no strings")
+        raise ValueError("its __metadata__ has values that are not strings")
     found = {name: _stored(name, field) for name, field in fields.items()}
     end = 0
     for name, (stored, stop) in sorted(found.items(), key=lambda item: (item[1][0].at, item[1][1])):
@@ -73,7 +73,7 @@ def _read(file: OpenBytes) -> dict[str, Stored]:
             raise ValueError(f"tensor {name} begins at byte {stored.at}, and not at {end}")
         end = stop
     if end != file.size - 8 - length:
-        raise ValueError(f"its tensors have {end} bytes, and not {file.size - 8 - length}")
+        raise ValueError(f"its tensors have {end} bytes instead of {file.size - 8 - length}")
     return {name: Stored(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
 
 
@@ -85,10 +85,10 @@ def _stored(name: str, field: Any) -> tuple[Stored, int]:
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
         raise ValueError(f"tensor {name} has the dtype {str(kind)[:80]}")
     if not isinstance(shape, list) or not all(is_count(n) for n in (*shape, start, stop)):
-        raise ValueError(f"tensor {name} has a shape or offsets that are no counts")
+        raise ValueError(f"tensor {name} has an invalid shape or offsets")
     dtype = NAMED.get(kind)
     if stop < start or (dtype is not None and stop - start != prod(shape) * dtype.itemsize):
-        raise ValueError(f"tensor {name}, {kind} of shape {str(shape)[:80]}, lies in bytes {start} to {stop}")
+        raise ValueError(f"tensor {name}, {kind} of shape {str(shape)[:80]}, has bytes {start} to {stop}")
     return Stored(kind, tuple(shape), start), stop
 
 

@@ -51,12 +51,12 @@ def read_single(path: Path) -> Hub:
 
 def read_index(path: Path) -> Hub:
     """Return the checkpoint in several files, by an index that has the file of each tensor."""
-    content, _ = read_json(path, "no index of safetensors files", links=True)
+    content, _ = read_json(path, "a file that is not an index of safetensors files", links=True)
     try:
         placed = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise bad_file(path, "no index of safetensors files", str(error),
-                       'JSON with {"weight_map": {name: file}}') from error  # fmt: skip
+        raise bad_file(path, "a file that is not an index of safetensors files", str(error),
+                       'write JSON with {"weight_map": {name: file}}') from error  # fmt: skip
     found: dict[str, Entry] = {}
     files: dict[str, FileFacts] = {}
     for file in sorted(set(placed.values())):
@@ -65,7 +65,9 @@ def read_index(path: Path) -> Hub:
         found |= {name: entry for name, entry in single.entries.items() if placed.get(name) == file}
     if missing := placed.keys() - found.keys():
         raise bad_file(
-            path.parent / placed[min(missing)], f"no tensor {min(missing)}", f"{path.name} says that it is there"
+            path.parent / placed[min(missing)],
+            f"no tensor {min(missing)}",
+            f"{path.name} places the tensor in this file",
         )
     return Hub(path.parent, {name: found[name] for name in placed}, {}, files, described_in=(path.name,))
 
@@ -79,8 +81,8 @@ class HubFormat:
     def prepared(self, job: Job) -> Callable[[], Any]:
         if job.table.values:
             raise CheckpointError(
-                f"to save {min(job.table.values)} in safetensors files for a hub", "a value that is no tensor",
-                "such files hold tensors alone", "the model's tensors: model.state_dict()",
+                f"to save {min(job.table.values)} in safetensors files for a hub", "a value that is not a tensor",
+                "such files hold only tensors", "save the model's tensors: model.state_dict()",
             )  # fmt: skip
         files = shared_files(job.table.specs, self.largest, job.ranks.size)
         told = [_write(job, file, names, rank) for file, names, rank in files]

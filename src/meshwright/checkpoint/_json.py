@@ -39,7 +39,7 @@ def parsed(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
     try:
         return json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the text is nested too deeply") from error
 
 
 def read_whole_file(path: Path, budget: Budget, links: bool = False) -> bytes:
@@ -60,7 +60,7 @@ def read_json(path: Path, what: str, links: bool = False) -> tuple[Any, bytes]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:

@@ -108,7 +108,7 @@ def _take(descriptor: int, folder: Path) -> None:
                 raise FolderInUseError(
                     f"to save into {folder}", "another job that saves there" + _holder(descriptor),
                     "two jobs would remove and replace each other's steps",
-                    "another folder, or end the other job first",
+                    "save to another folder, or end the other job first",
                 ) from error  # fmt: skip
         time.sleep(0.05)
 

@@ -73,9 +73,9 @@ def manifest_text(
         "values": dict(values),
     }
     if not fits(json.dumps(content["values"]).encode()):
-        raise CheckpointError("to save the values of a state", "more of them than a reader takes",
-                              "a manifest has a bound, so that a hostile one cannot fill the memory",
-                              "the long lists as tensors")  # fmt: skip
+        raise CheckpointError("to save the values of a state", "more values than a reader accepts",
+                              "the size of a manifest is bounded, so that a hostile one cannot fill the memory",
+                              "save the long lists as tensors")  # fmt: skip
     return sealed(content)
 
 
@@ -112,24 +112,24 @@ def read_manifest(folder: Path) -> Own:
     path = folder / MANIFEST
     if status(path) is None:
         raise bad_file(
-            path, "no such file", "a checkpoint has a manifest, written last",
-            "the folder of a checkpoint that was saved to its end",
+            path, "no such file", "a complete checkpoint has a manifest, which is written last",
+            "pass the folder of a complete checkpoint",
         )  # fmt: skip
-    content, data = read_json(path, "no JSON, or a part of one")
+    content, data = read_json(path, "text that is not JSON, or is truncated")
     if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise bad_file(path, "JSON of something else", f"it does not say kind: {KIND!r}", "the folder of a checkpoint")
+        raise bad_file(path, "JSON of something else", f"its kind is not {KIND!r}", "pass the folder of a checkpoint")
     if content.get("format") != FORMAT:
         raise bad_file(path, f"format {str(content.get('format'))[:80]}", f"this version reads format {FORMAT}",
-                       "the version of Meshwright that wrote it, or a newer one")  # fmt: skip
+                       "use the version of Meshwright that wrote it, or a newer one")  # fmt: skip
     try:
         said = content.pop("sha256", None)
         if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
-            raise bad_file(path, "another SHA-256 than it says", "the manifest was changed")
+            raise bad_file(path, "a SHA-256 that differs from the recorded one", "the manifest was changed")
         return _checked(folder, content)
     except CheckpointFileError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MeshwrightError) as error:
-        raise bad_file(path, "a manifest of another form", str(error).split("\n")[0]) from error
+        raise bad_file(path, "a manifest in an unknown form", str(error).split("\n")[0]) from error
 
 
 def _checked(folder: Path, content: Any) -> Own:
@@ -140,7 +140,7 @@ def _checked(folder: Path, content: Any) -> Own:
     values = {name: decoded(value) for name, value in content["values"].items()}
     about = {key: content[key] for key in ("format", "versions", "world")}
     if strange := {p.file for entry in tensors.values() for p in entry.pieces} - files.keys():
-        raise ValueError(f"parts of tensors lie in {min(strange)}, of which it says nothing else")
+        raise ValueError(f"parts of tensors are in {min(strange)}, which the list of files does not have")
     return Own(folder, tensors, values, files, about)
 
 
@@ -157,7 +157,7 @@ def _entry_of(
 ) -> Entry:
     at, files, sums = entry["mesh"], entry["files"], entry["crc32"]
     if not is_count(at) or not all(is_count(crc32) and crc32 < 1 << 32 for crc32 in sums):
-        raise ValueError(f"tensor {name[:80]} has a mesh or checksums that are no counts")
+        raise ValueError(f"tensor {name[:80]} has an invalid mesh index or checksum")
     spec = parse_spec(entry["spec"], meshes[at])
     if not is_count(spec.nbytes):
         raise ValueError(f"tensor {name[:80]} has {spec.nbytes} bytes")
@@ -182,15 +182,15 @@ def check_sizes(catalogue: Catalogue) -> None:
         path = catalogue.folder / name
         found = status(path)
         if found is None:
-            raise bad_file(path, f"no such file; {catalogue.held_in(name)} should lie in it",
-                           "the checkpoint says that it is there")  # fmt: skip
+            raise bad_file(path, f"no such file; {catalogue.held_in(name)} should be in it",
+                           "the checkpoint lists this file")  # fmt: skip
         if facts.nbytes is not None and found.st_size != facts.nbytes:
-            raise bad_file(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should lie in it",
+            raise bad_file(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should be in it",
                            f"the manifest says {facts.nbytes} bytes")  # fmt: skip
     if not catalogue.is_closed:
         return
     ends = (catalogue.suffix, f"{catalogue.suffix}.index.json")
     extra = [n for n in names_in(catalogue.folder) if n.endswith(ends) and n not in catalogue.files]
     if extra:
-        raise bad_file(catalogue.folder / extra[0], f"a file that was not saved; {len(extra)} such in the folder",
-                       "the checkpoint tells of all its files", "the folder without it")  # fmt: skip
+        raise bad_file(catalogue.folder / extra[0], f"a file that was not saved; the folder has {len(extra)} of them",
+                       "the checkpoint lists all its files", "move the file out of the folder")  # fmt: skip

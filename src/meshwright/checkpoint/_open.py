@@ -28,8 +28,8 @@ def format_of(name: str) -> Format:
     """Return the format of this name. Raises CheckpointError for another name."""
     if name in FORMATS:
         return FORMATS[name]
-    raise CheckpointError(f"a checkpoint in the format {name!r}", "no such format", "files have one of three formats",
-                          f"one of {', '.join(FORMATS)}")  # fmt: skip
+    raise CheckpointError(f"a checkpoint in the format {name!r}", "no such format", f"there are {len(FORMATS)} formats",
+                          f"use one of {', '.join(FORMATS)}")  # fmt: skip
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
@@ -59,9 +59,9 @@ def _opened(place: Path) -> Catalogue:
     hub = hub_file(place, names)
     if hub is not None:
         return _opened_hub(hub)
-    what = "a folder of something else" if is_folder(place) else "no such file or folder"
+    what = "a folder without a checkpoint" if is_folder(place) else "no such file or folder"
     raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
-                   "the path of a checkpoint, or of a folder with steps of one")  # fmt: skip
+                   "pass the path of a checkpoint, or of a folder with its steps")  # fmt: skip
 
 
 def _opened_hub(file: Path) -> Catalogue:

@@ -52,7 +52,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPES and not dtype.is_complex:
         raise CheckpointError(
             f"to save {name}", f"a tensor of {dtype}", "safetensors has no such dtype",
-            f"a tensor of one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}",
+            f"use one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}",
         )  # fmt: skip
 
 
@@ -73,7 +73,8 @@ def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) 
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_HEADER:
         raise CheckpointError(f"to save {len(items)} tensors in one file", f"a header of {len(text)} bytes",
-                              f"safetensors reads {LONGEST_HEADER}", "shorter names, or more ranks")  # fmt: skip
+                              f"safetensors reads at most {LONGEST_HEADER}",
+                              "use shorter names, or save with more ranks")  # fmt: skip
     return len(text).to_bytes(8, "little") + text
 
 
@@ -97,7 +98,7 @@ def _parts(items: Sequence[Item], metadata: Mapping[str, str] | None) -> Iterabl
     for item in items:
         data = bytes_of(item.get())
         if data.nbytes != item.nbytes:
-            raise ValueError(f"{item.key} has {data.nbytes} bytes, and not {item.nbytes}")
+            raise ValueError(f"{item.key} has {data.nbytes} bytes instead of {item.nbytes}")
         for at in range(0, max(data.nbytes, 1), CHUNK):
             yield item.key, data[at : at + CHUNK]
 
@@ -119,7 +120,7 @@ class SafetensorsFile(OpenFile):
     def check(self, piece: Piece, dtype: torch.dtype) -> None:
         found = self.stored.get(piece.key)
         if found is None:
-            raise bad_file(self.path, f"no tensor {piece.key}", "the checkpoint says that it is in this file")
+            raise bad_file(self.path, f"no tensor {piece.key}", "the checkpoint places the tensor in this file")
         wanted = (dtype, dtype.to_real() if dtype.is_complex else dtype)
         if found.dtype not in wanted or found.shape != expected_shape(piece, dtype, found.dtype):
             raise bad_file(
@@ -151,7 +152,7 @@ def entries_of(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, found: Stored) -> Entry:
     if found.dtype is None:
         raise bad_file(path, f"tensor {name} of {found.kind}", "torch has no such dtype",
-                       f"a file with {', '.join(NAMED)}")  # fmt: skip
+                       f"use a file with {', '.join(NAMED)}")  # fmt: skip
     return Entry(found.shape, found.dtype, (Piece(path.name, name, whole_runs(found.shape)),))
 
 

@@ -133,7 +133,7 @@ def finish_earlier(ranks: World) -> CheckpointError | None:
 def tell_of_earlier(error: CheckpointError | None) -> None:
     """Tell of the failure that `finish_earlier` returned."""
     if error is not None:
-        warnings.warn(f"an earlier save failed, and the program went on\n{error}", CheckpointWarning, stacklevel=5)
+        warnings.warn(f"an earlier save failed, and the program continued\n{error}", CheckpointWarning, stacklevel=5)
 
 
 @atexit.register
@@ -160,8 +160,8 @@ def _told(final: Path, act: Callable[[], T]) -> T:
 def _place(final: Path, keep: int | None, ranks: World) -> str:
     """Return the name of a new folder beside the checkpoint's."""
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep}", "no checkpoint that would be left", "the one just written stays",
-                              "keep=1 or more, or None for all")  # fmt: skip
+        raise CheckpointError(f"keep={keep}", "fewer than one checkpoint", "the new checkpoint is always kept",
+                              "use keep=1 or more, or keep=None to keep all")  # fmt: skip
     if os.path.lexists(final):
         raise _taken_name(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +170,9 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
     for path in leftovers(final):
         if is_locked(path):
             raise FolderInUseError(
-                f"to save {final}", f"another job that writes it, in {path.name}",
+                f"to save {final}", f"another job that writes this checkpoint, in {path.name}",
                 "two jobs would write one checkpoint",
-                "another path, or end the other job first",
+                "save to another path, or end the other job first",
             )  # fmt: skip
         shutil.rmtree(path, ignore_errors=True)
     folder = beside(final)
@@ -183,15 +183,15 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"to save in {folder.parent}", "no folder that rank 0 made there", "all ranks write into one folder",
-            "a path on a file system that all ranks share",
+            f"to save in {folder.parent}", "no folder there from rank 0", "all ranks write into one folder",
+            "use a path on a file system that all ranks share",
         )  # fmt: skip
 
 
 def _taken_name(final: Path) -> CheckpointError:
     return CheckpointError(
-        f"to save {final}", "something of that name", "a checkpoint is never written over another",
-        "another path, or remove that one first",
+        f"to save {final}", "an existing file or folder", "a checkpoint is never overwritten",
+        "save to another path, or remove the existing one first",
     )  # fmt: skip
 
 
@@ -324,8 +324,8 @@ class Saving:
                 raise error_of(self._told)
             if end is not None and time.monotonic() > end:
                 raise CheckpointError(
-                    f"to save {self.path}", f"no report of rank {rank}",
-                    "it failed or ended before it had written its part", "see what that rank said",
+                    f"to save {self.path}", f"no report from rank {rank}",
+                    "the rank failed or ended before it had written its part", "read the output of that rank",
                 )  # fmt: skip
             time.sleep(pause)
             pause = min(2 * pause, 0.1)

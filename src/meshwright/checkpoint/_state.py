@@ -63,8 +63,8 @@ def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
             meshes.append(held.spec.mesh)
         told[name] = [repr(held.spec), meshes.index(held.spec.mesh)]
     if twice := tensors.keys() & values.keys():
-        raise CheckpointError(f"to save {min(twice)}", "a tensor and a value of that name", "a name stands for one",
-                              "keys that differ when they are joined by dots")  # fmt: skip
+        raise CheckpointError(f"to save {min(twice)}", "a tensor and a value of that name", "a name has one meaning",
+                              "use keys that differ when they are joined by dots")  # fmt: skip
     told_values = {name: encoded(name, value) for name, value in values.items()}
     return json.dumps({"meshes": [mesh_json(m) for m in meshes], "tensors": told, "values": told_values})
 
@@ -74,15 +74,15 @@ def _check_dense(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided or x.is_meta or x.is_quantized:
         what = "quantized" if x.is_quantized else "on the meta device" if x.is_meta else f"of layout {x.layout}"
         raise CheckpointError(f"to save {name}", f"a tensor {what}", "a file holds every number of a tensor",
-                              "x.to_dense(), x.dequantize(), or a tensor with values")  # fmt: skip
+                              "save x.to_dense(), x.dequantize(), or a tensor with values")  # fmt: skip
 
 
 def check_whole(name: str, spec: Spec, asked: str) -> None:
     """Raise CheckpointError for a pending reduction."""
     if spec.layout.partial:
         raise CheckpointError(
-            f"{asked} {name}", f"{spec!r} on {spec.mesh!r}", "each rank has a term, and only all make the value",
-            "mw.reshard(x, x.mesh, placements) without Partial first",
+            f"{asked} {name}", f"{spec!r} on {spec.mesh!r}", "each rank has one term of the value",
+            "call mw.reshard(x, x.mesh, placements) without Partial first",
         )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]
                 if rank in specs[name].mesh:
                     raise CheckpointError(
                         f"to save {name}", f"rank {rank} of {ranks.size}, which does not have it",
-                        f"it lies on {specs[name].mesh!r}", "the same state on every rank of the mesh",
+                        f"the tensor is on {specs[name].mesh!r}", "save the same state on every rank of the mesh",
                     )  # fmt: skip
 
 
@@ -125,5 +125,5 @@ def _same(name: str, one: Any, other: Any) -> None:
     if one != other:
         raise CheckpointError(
             f"to save {name}", f"{str(one)[:200]} on one rank and {str(other)[:200]} on another",
-            "all ranks save one state", "the same value on every rank, or a tensor that is cut over them",
+            "all ranks save one state", "use the same value on every rank, or a sharded tensor",
         )  # fmt: skip

@@ -69,7 +69,7 @@ class _Machine:
                 return value
             act = _CODES.get(code)
             if act is None:
-                raise ValueError(f"it has the instruction {code:#04x} at byte {self.at}, which no data need")
+                raise ValueError(f"it has the instruction {code:#04x} at byte {self.at}, which data do not need")
             self.at += 1
             act(self)
             count += 1
@@ -79,7 +79,7 @@ class _Machine:
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
         if count > len(self.data) - self.at:
-            raise ValueError(f"it ends in a text of {count} bytes")
+            raise ValueError(f"it ends inside a text of {count} bytes")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -112,7 +112,7 @@ class _Machine:
     def name(self, module: Any, name: Any) -> Any:
         """Return the meaning of a name. Raises ValueError for a name without one."""
         if (module, name) not in self.names:
-            raise ValueError(f"it names {str(module)[:80]}.{str(name)[:80]}, which no such file needs")
+            raise ValueError(f"it names {str(module)[:80]}.{str(name)[:80]}, which such a file does not need")
         return self.names[module, name]
 
 
@@ -126,7 +126,7 @@ def _pack(count: int) -> Callable[[_Machine], None]:
     def act(m: _Machine) -> None:
         values = tuple(m.stack[-count:])
         if len(values) < count:
-            raise ValueError("it takes more values than there are")
+            raise ValueError("it uses more values than it has")
         m.stack[-count:] = [values]
 
     return act
@@ -181,13 +181,13 @@ def _build(m: _Machine) -> None:
 def _stack_name(m: _Machine) -> Any:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-        raise ValueError("it names something that is no text")
+        raise ValueError("it has a name that is not text")
     return m.name(module, name)
 
 
 def _outside(m: _Machine) -> Any:
     if m.outside is None:
-        raise ValueError("it names an object outside of it")
+        raise ValueError("it refers to an object outside the file")
     return m.outside(m.stack.pop())
 
 

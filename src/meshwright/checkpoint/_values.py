@@ -46,15 +46,15 @@ def _key(name: str, key: Any) -> Any:
 
 def _no_value(name: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"to save {name}", f"a {type(value).__name__}", "a checkpoint holds data, and no code that makes objects again",
-        "tensors, numbers, strings, bools, None, and lists, tuples and dicts of them",
+        f"to save {name}", f"a {type(value).__name__}", "a checkpoint holds data, and no code that rebuilds objects",
+        "use tensors, numbers, strings, bools, None, and lists, tuples and dicts of them",
     )  # fmt: skip
 
 
 def _too_deep(name: str) -> CheckpointError:
     return CheckpointError(
         f"to save {name}", f"a value nested more than {DEEPEST} levels deep", "a checkpoint holds flat data",
-        "a value of fewer levels",
+        "use a value of fewer levels",
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def decoded(value: Any, depth: int = 0) -> Any:
         ((kind, inner),) = value.items()
         if kind in _KINDS:
             return _KINDS[kind](inner, depth + 1)
-    raise ValueError(f"{str(list(value))[:80]} is no value of a checkpoint")
+    raise ValueError(f"{str(list(value))[:80]} is not a value of a checkpoint")
 
 
 _KINDS: dict[str, Callable[[Any, int], Any]] = {

@@ -171,9 +171,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _difference(a: Call, b: Call) -> str:
     if a.kind != b.kind:
-        return "they are different collectives"
+        return "the ranks make different collectives"
     if a.group != b.group:
-        return "their groups differ, or list the same ranks in another order"
+        return "the groups differ, or list the same ranks in different orders"
     if a.dtype != b.dtype:
         return "the dtypes differ"
     return "the reductions differ" if a.op != b.op else "the shapes differ"

@@ -129,7 +129,7 @@ class Carrier(ABC):
         mine = tuple(x.shape)
         _check_length("all_gather", expected, "shapes", group)
         if expected[group.index(self.rank)] != mine:
-            raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} brings {mine}")
+            raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} has shape {mine}")
         if len(group) == 1:
             return [_copy(x)]
         call = Call("all_gather", "", x.dtype, (mine,), expected, group)
@@ -159,7 +159,7 @@ class Carrier(ABC):
         sends = tuple(tuple(piece.shape) for piece in pieces)
         mine = group.index(self.rank)
         if sends[mine] != expected[mine]:
-            raise _wrong_shape("all_to_all", f"{expected[mine]} from itself", f"a piece of {sends[mine]} for itself")
+            raise _wrong_shape("all_to_all", f"expects {expected[mine]} from itself", f"sends itself {sends[mine]}")
         if len(group) == 1:
             return [_copy(pieces[0])]
         call = Call("all_to_all", "", dtype, sends, expected, group)
@@ -178,7 +178,7 @@ class Carrier(ABC):
         to_self = [message for message in sent if message[0] == self.rank]
         from_self = [message for message in expected if message[0] == self.rank]
         if to_self != from_self:
-            raise _wrong_shape("exchange", f"{from_self} from itself", f"{to_self} sent to itself")
+            raise _wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
         call = Call("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
             return [_copy(x) for _, x in sends]
@@ -274,10 +274,10 @@ class Carrier(ABC):
     def _message(self, kind: str, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
         asked = f"a {kind} of rank {self.rank}"
         if not 0 <= peer < self.size:
-            write = f"a rank from 0 to {self.size - 1}"
+            write = f"use a rank from 0 to {self.size - 1}"
             raise CallError(asked, f"rank {peer} as its peer", f"there are {self.size} ranks", write)
         if not 0 <= tag < TAGS:
-            raise CallError(asked, f"tag {tag}", "tags are numbers of 31 bits", f"a tag from 0 to {TAGS - 1}")
+            raise CallError(asked, f"tag {tag}", f"tags are below {TAGS}", f"use a tag from 0 to {TAGS - 1}")
         return message_call(kind, self.rank, peer, tag, shape, dtype)
 
     def _from_self(self, call: Call) -> Tensor:
@@ -285,9 +285,9 @@ class Carrier(ABC):
         if waiting is None:
             raise DeadlockError(
                 f"rank {self.rank}: {call}",
-                f"rank {self.rank} has sent itself no such message",
-                "a rank that waits for itself waits for ever",
-                f"send(x, {self.rank}, {call.tag}) before the receive",
+                f"rank {self.rank} has not sent itself this message",
+                "a rank that waits for itself waits forever",
+                f"call send(x, {self.rank}, {call.tag}) before the receive",
             )
         sent, x = waiting.popleft()
         if not waiting:
@@ -298,14 +298,14 @@ class Carrier(ABC):
     def _check_group(self, group: Group) -> None:
         if group in self._known_groups:
             return
-        write = f"a tuple of distinct ranks below {self.size} with {self.rank} among them"
+        write = f"use a tuple of distinct ranks below {self.size} that contains {self.rank}"
         asked = f"a collective of rank {self.rank}"
         if self.rank not in group:
             raise CallError(asked, f"the group {group}", "the caller is not in the group", write)
         if len(set(group)) != len(group):
-            raise CallError(asked, f"the group {group}", "a rank is in the group twice", write)
+            raise CallError(asked, f"the group {group}", "the group contains a rank twice", write)
         if min(group) < 0 or max(group) >= self.size:
-            raise CallError(asked, f"the group {group}", f"there are only the ranks 0 to {self.size - 1}", write)
+            raise CallError(asked, f"the group {group}", f"the run has ranks 0 to {self.size - 1}", write)
         self._known_groups.add(group)
 
     def _check_peers(self, peers: set[int], group: Group) -> None:
@@ -314,8 +314,8 @@ class Carrier(ABC):
             raise CallError(
                 f"an exchange of rank {self.rank} on ranks {group}",
                 f"messages to or from ranks {strangers}",
-                "a peer must be in the group, since all of the group makes the call",
-                f"the group {tuple(sorted({*group, *strangers}))}",
+                "every peer must be in the group, since all ranks of the group make the call",
+                f"use the group {tuple(sorted({*group, *strangers}))}",
             )
 
 
@@ -338,8 +338,8 @@ def _check_length(kind: str, found: Sequence[object], word: str, group: Group) -
         raise CallError(
             f"{kind} on {len(group)} ranks",
             f"{len(found)} {word}",
-            f"each rank has one of the {word}",
-            f"{word}[i] for group[i]",
+            f"the number of {word} must be the number of ranks",
+            f"pass {word}[i] for group[i]",
         )
 
 
@@ -347,9 +347,11 @@ def _one_dtype(kind: str, pieces: Sequence[Tensor]) -> torch.dtype:
     dtype = pieces[0].dtype
     for piece in pieces:
         if piece.dtype != dtype:
-            raise CallError(kind, f"pieces of {dtype} and {piece.dtype}", "a call has one dtype", "piece.to(dtype)")
+            raise CallError(
+                kind, f"pieces of {dtype} and {piece.dtype}", "a call has one dtype", "call piece.to(dtype)"
+            )
     return dtype
 
 
 def _wrong_shape(kind: str, asked: str, found: str) -> CallError:
-    return CallError(f"{kind}: {asked}", found, "the two must be equal", "shapes taken from the layout of the tensor")
+    return CallError(f"{kind}: {asked}", found, "the two must be equal", "take the shapes from the tensor's layout")

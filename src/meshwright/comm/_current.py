@@ -45,8 +45,9 @@ def current() -> Carrier:
         raise NoCarrierError(
             "a collective, or a tensor on a mesh",
             "no ranks: nothing was simulated or started in this thread",
-            "a mesh needs ranks to live on",
-            "mw.simulate(fn, ranks); in a script, mw.init_process() first, and `meshwright run --ranks N script.py`",
+            "a mesh and its collectives need ranks",
+            "call mw.simulate(fn, ranks); or call mw.init_process() first in a script, and start the script with "
+            "`meshwright run --ranks N script.py`",
         )
     return carrier
 

@@ -70,11 +70,11 @@ class StragglerWarning(RuntimeWarning):
 
 _COLLECTIVES = (
     "a collective needs the call of every rank in its group",
-    "the same collectives in the same order on every rank, whatever the rank's number or data",
+    "make the same collectives in the same order on every rank, whatever the rank's number or data",
 )
 _MESSAGES = (
     "a message needs a send on one rank and a receive on the other",
-    "a receive for every send and a send for every receive, with the same tag",
+    "write a receive for every send and a send for every receive, with the same tag",
 )
 
 
@@ -88,8 +88,8 @@ def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementErr
     return DisagreementError(
         f"one message from rank {peer} to rank {rank}",
         f"rank {peer} calls {sent}; rank {rank} calls {call}",
-        "what is sent is not what is expected",
-        "the same shape and dtype on both ranks, and a tag for each message that is under way with others",
+        "the sent shape or dtype differs from the expected one",
+        "use the same shape and dtype on both ranks, and a different tag for each message in flight",
     )
 
 
@@ -100,5 +100,5 @@ def disagreement(rank: int, call: str, peer: int, other: str, why: str) -> Disag
         f"one collective of ranks {low} and {high}",
         f"rank {low} calls {first}; rank {high} calls {second}",
         why,
-        "the same call on every rank of the group, in the same order",
+        "make the same calls on every rank of the group, in the same order",
     )

@@ -22,9 +22,12 @@ from ._state import State
 from ._watch import States, Watch
 
 _SHOWN_MESSAGES = 8
-_WRITE_FOR_COLLECTIVES = "the same collectives on every rank; MESHWRIGHT_PATIENCE=seconds if the other is only slow"
+_WRITE_FOR_COLLECTIVES = (
+    "make the same collectives on every rank; set MESHWRIGHT_PATIENCE=seconds if the other rank is only slow"
+)
 _WRITE_FOR_MESSAGES = (
-    "a send for every receive, with the same tag; init_process(transfer_limit=seconds) if the other is only slow"
+    "write a send for every receive, with the same tag; "
+    "call init_process(transfer_limit=seconds) if the other rank is only slow"
 )
 
 
@@ -55,8 +58,8 @@ class Examiner:
             raise DeadlockError(
                 f"rank {self.rank}: {call}",
                 self._say(states),
-                f"every rank has waited for another for {watch.waited:.0f} s",
-                "the same order of collectives on all ranks that share them, and sends before what they must wait for",
+                f"every rank has waited for another rank for {watch.waited:.0f} s",
+                "make collectives in the same order on all ranks that share them, and send before you wait",
             )
         self._check_patience(call, states, watch, ring)
         watch.examined()
@@ -72,23 +75,23 @@ class Examiner:
             return NoAnswerError(
                 asked,
                 f"rank {peer} has closed its connections, and its process is {life.value}",
-                "without them its part of the call cannot come",
-                f"a look at the output of rank {peer}, and a restart",
+                f"without connections rank {peer} cannot join the call",
+                f"read the output of rank {peer}, and restart the run",
             )
         return DeadPeerError(
             asked,
             f"rank {peer} is dead",
-            "its process is gone without a word",
-            f"a look at the output of rank {peer}, and a restart",
+            "its process has ended without a report",
+            f"read the output of rank {peer}, and restart the run",
         )
 
     def no_answer(self, call: Call, peer: int, state: State, waited: float) -> NoAnswerError:
         """Return the error for a peer whose process exists but is stopped."""
         return NoAnswerError(
             f"rank {self.rank}: {call}",
-            f"no answer of rank {peer} for {waited:.0f} s: {state.silence}",
-            f"rank {self.rank} waits for it in {call}",
-            f"a look at the host of rank {peer}, such as `ps -o pid,stat,wchan,cmd`, and a restart",
+            f"no answer from rank {peer} for {waited:.0f} s: {state.silence}",
+            f"rank {self.rank} waits for rank {peer} in {call}",
+            f"check rank {peer} on its host, for example with `ps -o pid,stat,wchan,cmd`, and restart the run",
         )
 
     def _check_answer(self, call: Call, peer: int, state: State, watch: Watch) -> None:

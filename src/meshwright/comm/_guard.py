@@ -48,10 +48,10 @@ _KEPT_PRINTS = 8192
 _LOOKS_AFTER_FAILURE = 10
 _LONGEST_SAID = 300
 _OTHER_VALUES = (
-    "the calls have one form, but are for other values: other operators, other tensors or another number of steps "
-    "came before"
+    "the calls have the same form but are for different values: the operators, the tensors or the number of steps "
+    "before them differ"
 )
-_WRITE_FOR_VALUES = "the same program, settings, seeds and whole tensors on every rank"
+_WRITE_FOR_VALUES = "use the same program, settings, seeds and whole tensors on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Check:
         if every is None:
             raise CallError(
                 f"check={text!r}",
-                "no such check",
-                "calls are compared always, sometimes or never",
-                '"every", "off" or a number',
+                "an unknown check",
+                "the check is the interval between compared calls: every call, none, or every N-th call",
+                'use "every", "off" or a number',
             )
         return Check(every, limit, patience)
 
@@ -197,8 +197,8 @@ class Guard:
         return CommError(
             f"rank {self.rank}: {call}",
             f"{type(error).__name__}: {error}",
-            "the transport failed, with every rank of the group alive",
-            "another backend, or a look at the network between the ranks",
+            "the transport failed, although every rank of the group is alive",
+            "use another backend, or check the network between the ranks",
         )
 
     def _compare(self, meeting: Meeting, peer: int) -> None:
@@ -210,11 +210,11 @@ class Guard:
         if mine[:3] == other[:3]:
             raise self._other_values(meeting, peer, text)
         if mine.text != other.text:
-            why = "they are different calls, or calls in another order"
+            why = "the ranks make different calls, or the same calls in different orders"
         elif mine.number != other.number:
-            why = f"rank {self.rank} has made {mine.number} calls on this group and rank {peer} {other.number}"
+            why = f"on this group, rank {self.rank} has made {mine.number} calls and rank {peer} {other.number} calls"
         else:
-            why = "the calls before this one, which were not compared, were different"
+            why = "earlier calls differ, which were not compared"
         raise disagreement(self.rank, self._told(meeting), peer, text, why)
 
     def _told(self, meeting: Meeting) -> str:
@@ -241,8 +241,8 @@ class Guard:
         raise DisagreementError(
             f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
             "; ".join(f"rank {rank} calls {text}" for rank, text in told),
-            "what a rank sends is not what its peer expects",
-            "the shapes of every piece, taken from one layout on all ranks",
+            "the pieces that one rank sends differ from the pieces that its peer expects",
+            "take the shapes of all pieces from one layout on all ranks",
         )
 
     def _frame_of(self, call: Call) -> Frame | None:

@@ -68,8 +68,8 @@ def launch(
         raise LaunchError(
             f"{ranks} ranks of {list(argv)}",
             "nothing to start",
-            "a run has a script and a rank",
-            "`--ranks 2 script.py`",
+            "a run needs a script and at least one rank",
+            "write `--ranks 2 script.py`",
         )
     store = host_store("127.0.0.1", 0, ranks, timedelta(minutes=30))
     run = uuid4().hex[:12]
@@ -277,9 +277,9 @@ def _first_to_fail(store: TCPStore, run: str, ranks: list[_Rank], seen: int) -> 
 
 def _report(ranks: list[_Rank], seen: int, first: int) -> int:
     code = ranks[first].process.returncode or ranks[seen].process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+    how = f"was killed first, by {signal.Signals(-code).name}" if code < 0 else f"failed first, with status {code}"
     for rank in sorted(ranks[1:], key=lambda rank: rank.rank == first):
         print_lines(rank.rank, rank.lines)
-    where = "above" if first == 0 else f"the lines marked [{first}]"
-    print(f"meshwright: rank {first} {how} first; its last words are {where}", file=sys.stderr, flush=True)
+    where = "above" if first == 0 else f"marked [{first}]"
+    print(f"meshwright: rank {first} {how}; its last lines are {where}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code

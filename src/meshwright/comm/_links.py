@@ -38,7 +38,7 @@ _CONNECT_LIMIT, _ANSWER_LIMIT, _BUSY_LIMIT = 2.0, 5.0, 1.0
 _MOST_ANSWER = 2**16
 _STOPPED = "its process is stopped"
 _BUSY = "its process runs; perhaps a call holds Python's global interpreter lock"
-_FAR = "its host accepts the connection, and its process says nothing"
+_FAR = "its host accepts the connection, but its process does not answer"
 _NO_HOST = "its host does not respond"
 
 
@@ -235,7 +235,7 @@ class Links:
         """Return the state of `peer`; None if its process has ended or accepts no connection any more."""
         found = self._peer(peer)
         if found is None:
-            return silent("it has not come up")
+            return silent("its process has not joined the run yet")
         life = found.identity.life
         if life is Life.GONE:
             return None
@@ -433,7 +433,7 @@ def _read_all(wire: socket.socket, limit: float) -> bytes:
         if not part:
             return data
         data += part
-    raise OSError(f"an answer of more than {_MOST_ANSWER} bytes")
+    raise OSError(f"the answer has more than {_MOST_ANSWER} bytes")
 
 
 def _own_address(place: Place) -> str:

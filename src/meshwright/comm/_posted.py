@@ -38,7 +38,10 @@ class Posted(Carrier):
         """Use this communicator inside the block, for the piece of work with this number."""
         if not 0 <= work < _MOST:
             raise CallError(
-                f"messages of work {work}", f"numbers up to {_MOST - 1}", "tags have 31 bits", "fewer pieces of work"
+                f"messages of piece of work {work}",
+                f"a number that is not in 0 to {_MOST - 1}",
+                "tags have 31 bits",
+                "use fewer pieces of work",
             )
         self._work = work
         self._counts.clear()
@@ -58,8 +61,8 @@ class Posted(Carrier):
         self._counts[way, peer] += 1
         if number >= _STRIDE:
             raise CallError(
-                f"a message {way} rank {peer}", f"{number} before it", "the tags of one piece of work are used up",
-                "fewer values that go from stage to stage",
+                f"a message {way} rank {peer}", f"{number} earlier messages", "one piece of work has no more tags",
+                "send fewer values from stage to stage",
             )  # fmt: skip
         return _FIRST + self._work * _STRIDE + number
 

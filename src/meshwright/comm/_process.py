@@ -236,7 +236,7 @@ class ProcessCarrier(Carrier):
     def _end_at_once(self, error: CommError) -> None:
         """End the process, whose call cannot be interrupted; runs in the watchdog's thread."""
         self._record.name_in(error, self._about())
-        print(f"meshwright: rank {self.rank} ends:\n{error}", file=sys.stderr, flush=True)
+        print(f"meshwright: rank {self.rank} ends with an error:\n{error}", file=sys.stderr, flush=True)
         self._links.say_farewell(f"{type(error).__name__}: {error.found}")
         os._exit(1)
 
@@ -387,8 +387,8 @@ def _check_host(device: torch.device, call: Call) -> None:
         raise CallError(
             str(call),
             f"the device {device}",
-            "messages go between the memories of the hosts: NCCL has no tags, and lets a sender wait for its receiver",
-            'send(x.cpu(), peer, tag), and receive(peer, tag, shape, dtype, "cpu").to(device)',
+            "messages go through host memory: NCCL has no tags, and its senders wait for their receivers",
+            'call send(x.cpu(), peer, tag) and receive(peer, tag, shape, dtype, "cpu").to(device)',
         )
 
 

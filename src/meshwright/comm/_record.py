@@ -84,7 +84,7 @@ class Record:
         """Write the record, and add its path to the error."""
         path = self.write(str(error), about)
         if path is not None:
-            error.add_fix(f"the last calls of each rank are in {path.parent}, of this one in {path.name}")
+            error.add_fix(f"read the last calls of each rank in {path.parent}, of this rank in {path.name}")
 
 
 def record_folder(run: str, env: Mapping[str, str] | None = None) -> Path | None:

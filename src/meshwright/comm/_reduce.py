@@ -40,11 +40,11 @@ def _takes_all(dtype: torch.dtype) -> bool:
 
 
 REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(torch.add, _is_bool, '"any", or a cast to an integer dtype'),
-    "avg": Reduction(torch.add, _is_whole, '"sum", or a cast to a floating dtype'),
-    "prod": Reduction(torch.mul, _is_bool, '"all", or a cast to an integer dtype'),
-    "max": Reduction(torch.maximum, _is_complex, "max of .abs(), or of .real and .imag"),
-    "min": Reduction(torch.minimum, _is_complex, "min of .abs(), or of .real and .imag"),
+    "sum": Reduction(torch.add, _is_bool, 'use "any", or cast to an integer dtype'),
+    "avg": Reduction(torch.add, _is_whole, 'use "sum", or cast to a floating dtype'),
+    "prod": Reduction(torch.mul, _is_bool, 'use "all", or cast to an integer dtype'),
+    "max": Reduction(torch.maximum, _is_complex, "take the max of .abs(), or of .real and .imag"),
+    "min": Reduction(torch.minimum, _is_complex, "take the min of .abs(), or of .real and .imag"),
     "any": Reduction(torch.logical_or, _takes_all, ""),
     "all": Reduction(torch.logical_and, _takes_all, ""),
 }
@@ -54,9 +54,13 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise CallError unless `op` is a known reduction with a meaning for the dtype."""
     reduction = REDUCTIONS.get(op)
     if reduction is None:
-        raise CallError(f"the reduction {op!r}", f"none of {', '.join(REDUCTIONS)}", "it is not known", '"sum"')
+        raise CallError(
+            f"the reduction {op!r}", "an unknown name", f"the reductions are {', '.join(REDUCTIONS)}", 'use "sum"'
+        )
     if reduction.refuses(dtype):
-        raise CallError(f"{op} over ranks", f"a {dtype} tensor", f"{op} has no exact meaning there", reduction.instead)
+        raise CallError(
+            f"{op} over ranks", f"a {dtype} tensor", f"{op} has no exact meaning for this dtype", reduction.instead
+        )
 
 
 def reduce(terms: Sequence[Tensor], op: str) -> Tensor:

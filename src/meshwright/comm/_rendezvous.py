@@ -50,8 +50,8 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
         raise NoCarrierError(
             "this process as one rank of a run",
             "; ".join([f"no {', '.join(lacking)} in its environment", *crowd]),
-            "a rank must know its number and where the others are",
-            "`meshwright run --ranks N script.py`, or torchrun",
+            "a rank must know its number and the address of rank 0",
+            "start the script with `meshwright run --ranks N script.py` or torchrun",
         )
     return Place(
         rank=int(env["RANK"]),

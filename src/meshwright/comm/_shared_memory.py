@@ -176,7 +176,7 @@ class SharedMemory:
             if flags[other] < number:
                 self._wait(other, number)
         if equal and any(flags[other + _WORDS + turn] != word for other in self._others):
-            raise RuntimeError(f"ranks send {self._words()} elements where all must send as many")
+            raise RuntimeError(f"ranks send {self._words()} elements, but all ranks must send the same number")
         return self._of(dtype, turn)
 
     def _words(self) -> list[int]:
@@ -189,10 +189,10 @@ class SharedMemory:
         def alarm() -> None:
             self._peers.check()
             if not is_running(flags[other + _PROCESS]) and flags[other] < number:
-                raise RuntimeError(f"the process of place {other // _LINE} in the group has ended")
+                raise RuntimeError(f"the process of the rank at index {other // _LINE} in the group has ended")
 
         if not wait_for(lambda: flags[other] >= number, alarm, self._limit):
-            raise RuntimeError(f"place {other // _LINE} in the group did not come within {self._limit:g} s")
+            raise RuntimeError(f"the rank at index {other // _LINE} did not join the call within {self._limit:g} s")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -239,10 +239,10 @@ def _awaited(store: Store, key: str, place: int, limit: timedelta, peers: Peers)
         time.sleep(_BETWEEN_ASKS)
         now = time.monotonic()
         if now - begin > limit.total_seconds():
-            raise RuntimeError(f"place {place} in the group did not come within {limit.total_seconds():g} s")
+            raise RuntimeError(f"the rank at index {place} did not join the group within {limit.total_seconds():g} s")
         if now - looked > _BETWEEN_LOOKS:
             looked = now
             peers.check()
             if peers.is_gone(place) and not store.check([key]):
-                raise RuntimeError(f"the process of place {place} in the group has ended")
+                raise RuntimeError(f"the process of the rank at index {place} in the group has ended")
     return store.get(key)

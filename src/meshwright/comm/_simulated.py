@@ -213,14 +213,14 @@ class _World:
             return DeadlockError(
                 "messages between ranks",
                 found,
-                "every rank waits for a rank that waits itself",
-                "each send before what its rank must wait for, and with the tag that is received",
+                "every rank waits for a rank that is waiting too",
+                "make each send before its rank waits, and give each send the tag that is received",
             )
         return DeadlockError(
             "collectives on several groups",
             found,
             "every rank waits for a rank that waits in another group",
-            "the same order of collectives on all ranks that share them",
+            "make collectives in the same order on all ranks that share them",
         )
 
     def _check_agreement(self, meeting: _Meeting, rank: int, call: Call) -> None:
@@ -418,11 +418,11 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
             f"simulate(fn, {ranks}) inside a simulated rank",
             "a rank of another simulation",
             "ranks of two simulations could wait for each other",
-            "simulate once, outside, and use a mesh of some of its ranks",
+            "call simulate once, outside, and use a mesh of some of its ranks",
         )
     if ranks < 1:
         raise CallError(
-            f"simulate(fn, {ranks})", f"{ranks} ranks", "a program needs at least one rank", "simulate(fn, 1)"
+            f"simulate(fn, {ranks})", f"{ranks} ranks", "a program needs at least one rank", "call simulate(fn, 1)"
         )
     world = _World(ranks, fn)
     results: list[T | None] = [None] * ranks

@@ -30,11 +30,11 @@ class State(NamedTuple):
         if self.silence:
             return f"does not answer: {self.silence}"
         if self.debugged:
-            return f"is stopped in a debugger, after {self.calls} collectives"
+            return f"is stopped in a debugger after {self.calls} calls"
         if not self.call:
             last = f", the last {self.last}" if self.last else ""
             at = f"; it is at {self.at}" if self.at else ""
-            return f"is in no collective, after {self.calls} of them{last}{at}"
+            return f"is in no collective after {self.calls} calls{last}{at}"
         waits = f", waiting for {', '.join(map(str, self.waits_for))}" if self.waits_for else ""
         return f"is in {self.call}{waits}"
 

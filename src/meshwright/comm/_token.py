@@ -61,7 +61,7 @@ def _of_rank_0(place: Place, store: Store, env: Mapping[str, str]) -> str:
     except RuntimeError as error:
         raise NoCarrierError(
             f"rank {place.rank} in the run at {place.host}:{place.port}",
-            f"no word from rank 0 in the store for {seconds:g} s: {str(error)[:200]}",
+            f"no value from rank 0 in the store after {seconds:g} s: {str(error)[:200]}",
             "rank 0 has not started, or the store there belongs to another job",
             "look at the output of rank 0; set MASTER_PORT to a port that only this run uses",
         ) from error
@@ -81,7 +81,7 @@ def unsealed(token: bytes, key: str, text: bytes) -> str:
             f"{key!r} of the run's store",
             f"{len(text)} bytes without the seal of this run",
             "another process has written into the store",
-            "a port that only this run uses, and `meshwright run` or a launcher of your own user",
+            "use a port that only this run uses, and start the run with `meshwright run` or your own user's launcher",
         )
     return value
 
@@ -124,6 +124,6 @@ def _parsed(text: str, where: str) -> bytes:
     raise NoCarrierError(
         "the secret of this run",
         f"no {2 * LENGTH} hexadecimal digits {where}",
-        "the ranks of a run know each other by it",
-        f"one launcher for all ranks of the run, and no {VARIABLE} of another run",
+        "the ranks of a run identify each other by the secret",
+        f"start all ranks of the run with one launcher, and unset {VARIABLE} of another run",
     )

@@ -28,11 +28,13 @@ def read_file(path: FileName, most: int = MOST_TEXT, links: bool = True) -> byte
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(asked, why or "an error", "the file cannot be opened", "a file that can be read") from error
+        raise InputError(
+            asked, why or "an error", "the file cannot be opened", "pass a file that can be read"
+        ) from error
     try:
         return _content(file, asked, most)
     except OSError as error:
-        raise InputError(asked, str(error.strerror), "it cannot be read", "a file on a disk that works") from error
+        raise InputError(asked, str(error.strerror), "the file cannot be read", "check the disk") from error
     finally:
         os.close(file)
 
@@ -40,7 +42,7 @@ def read_file(path: FileName, most: int = MOST_TEXT, links: bool = True) -> byte
 def _content(file: int, asked: str, most: int) -> bytes:
     state = os.fstat(file)
     if not stat.S_ISREG(state.st_mode):
-        raise InputError(asked, _kind(state.st_mode), "only regular files are read", "the path of a file")
+        raise InputError(asked, _kind(state.st_mode), "only regular files are read", "pass the path of a file")
     parts = list[bytes]()
     left = most + 1
     while left > 0 and (part := os.read(file, min(left, 2**20))):
@@ -50,7 +52,7 @@ def _content(file: int, asked: str, most: int) -> bytes:
             break
     if left <= 0 or state.st_size > most:
         size = f"{max(state.st_size, most + 1)} bytes"
-        raise InputError(asked, size, f"such a file has at most {most} bytes", "a smaller file")
+        raise InputError(asked, size, f"such a file has at most {most} bytes", "pass a smaller file")
     return b"".join(parts)
 
 
@@ -70,7 +72,7 @@ def decoded_text(data: bytes, name: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"the byte {data[error.start]:#04x} at {error.start}"
-        raise InputError(f"to read {escaped(name)}", found, "it is not text in UTF-8", "a text file") from error
+        raise InputError(f"to read {escaped(name)}", found, "the file is not UTF-8 text", "pass a text file") from error
 
 
 def inside(folder: Path, name: object) -> Path:
@@ -79,6 +81,6 @@ def inside(folder: Path, name: object) -> Path:
     if wrong or (folder / str(name)).is_symlink():
         raise InputError(
             f"a file of {escaped(str(folder))}", escaped(repr(name)[:100]),
-            "the file is in the folder itself", "the name of a file, without a path or a link",
+            "the file must be in the folder itself", "pass a file name that has no path and is not a link",
         )  # fmt: skip
     return folder / str(name)

@@ -38,14 +38,14 @@ _TOML_STRING = re.compile(
 MOST_WORD = 200
 _LONG_WORD = re.compile(rf"[\w+:-]{{{MOST_WORD + 1}}}")
 _LONG_KEY = re.compile(rf"(?:(?:''|[\w-]++)[ \t]*+\.[ \t]*+){{{DEPTH}}}")
-_WHAT = "text as a machine writes it"
+
 T = TypeVar("T")
 
 
 def check_length(text: str, most: int, what: str, write: str) -> None:
     """Raise InputError if the text is longer than `most` characters."""
     if len(text) > most:
-        raise InputError(what, f"a text of {len(text)} characters", f"such a text has at most {most}", write)
+        raise InputError(what, f"a text of {len(text)} characters", f"such a text has at most {most} characters", write)
 
 
 def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUES, depth: int = DEPTH) -> Any:
@@ -62,27 +62,29 @@ def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUE
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _refused("JSON", _said(error), "it is not JSON in UTF-8") from error
+        raise _refused("JSON", _said(error), "the text is not JSON in UTF-8") from error
 
 
 def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
     if len(data) > most:
-        raise _refused("JSON", f"{len(data)} bytes", f"such a text has at most {most}")
+        raise _refused("JSON", f"{len(data)} bytes", f"such a text has at most {most} bytes")
     if (strings := (data.count(b'"') - data.count(b'\\"')) // 2) > 2 * values:
-        raise _refused("JSON", f"{strings} strings", f"such a text has at most {2 * values}")
+        raise _refused("JSON", f"{strings} strings", f"such a text has at most {2 * values} strings")
     plain = _JSON_STRING.sub(b"", data)
     if _DIGITS.search(plain):
-        raise _refused("JSON", "a longer number", f"a number has at most {MOST_DIGITS} digits in a row")
+        raise _refused(
+            "JSON", f"a number with more than {MOST_DIGITS} digits", f"a number has at most {MOST_DIGITS} digits"
+        )
     if (count := sum(map(plain.count, (b",", b"[", b"{")))) > values:
-        raise _refused("JSON", f"{count} values", f"such a text has at most {values}")
+        raise _refused("JSON", f"{count} values", f"such a text has at most {values} values")
     brackets = plain.translate(_AS_SQUARE, _NO_BRACKETS)
     for _ in range(depth):
         if not brackets or brackets.count(b"[") * 2 != len(brackets):
             break
         brackets = brackets.replace(b"[]", b"")
     if brackets:
-        why = f"values are nested in at most {depth} levels, and each bracket has its other one"
-        raise _refused("JSON", "a text that is nested deeper, or cut off", why)
+        why = f"values are nested in at most {depth} levels, and every bracket is closed"
+        raise _refused("JSON", f"values in more than {depth} levels, or an unclosed bracket", why)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -107,16 +109,20 @@ def _finite(text: str) -> float:
 
 def read_toml(text: str, most: int = MOST_TEXT // 16) -> dict[str, Any]:
     """Return the parsed TOML text. Raises InputError for the same reasons as `read_json`; infinities are allowed."""
-    check_length(text, most, "TOML", _WHAT)
+    check_length(text, most, "a text in TOML", "use a shorter text")
     plain = _TOML_STRING.sub("''", text)
     if _LONG_WORD.search(plain):
-        raise _refused("TOML", "a longer word", f"a number or a key has at most {MOST_WORD} characters")
+        raise _refused(
+            "TOML",
+            f"a word of more than {MOST_WORD} characters",
+            f"a number or a key has at most {MOST_WORD} characters",
+        )
     if _LONG_KEY.search(plain):
-        raise _refused("TOML", "a key of more parts", f"a key has at most {DEPTH} parts")
+        raise _refused("TOML", f"a key with more than {DEPTH} parts", f"a key has at most {DEPTH} parts")
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused("TOML", _said(error), "it is not TOML") from error
+        raise _refused("TOML", _said(error), "the text is not TOML") from error
     return check_values(found, "TOML")
 
 
@@ -127,7 +133,7 @@ def check_values(found: T, what: str) -> T:
         if not level:
             return found
         level = [x for each in level for x in _inside(each, what)]
-    raise _refused(what, "values nested deeper", f"values are nested in at most {DEPTH} levels")
+    raise _refused(what, f"values in more than {DEPTH} levels", f"values are nested in at most {DEPTH} levels")
 
 
 def _inside(value: Any, what: str) -> Sequence[Any]:
@@ -135,9 +141,9 @@ def _inside(value: Any, what: str) -> Sequence[Any]:
     if isinstance(value, dict):
         return list(cast(dict[str, Any], value).values())
     if isinstance(value, int) and abs(value) >= MOST_WHOLE:
-        raise _refused(what, f"a number of {value.bit_length()} bits", f"whole numbers are below {MOST_WHOLE}")
+        raise _refused(what, f"a number of {value.bit_length()} bits", f"integers are below {MOST_WHOLE}")
     if isinstance(value, float) and isnan(value):
-        raise _refused(what, "nan", "a number is needed")
+        raise _refused(what, "nan", "NaN is not allowed")
     return cast(list[Any], value) if isinstance(value, list) else ()
 
 
@@ -146,4 +152,4 @@ def _said(error: Exception) -> str:
 
 
 def _refused(what: str, found: str, why: str) -> InputError:
-    return InputError(f"a text in {what}", found, why, f"{what} {_WHAT.removeprefix('text ')}")
+    return InputError(f"a text in {what}", found, why, f"use valid {what} within these limits")

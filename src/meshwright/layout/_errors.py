@@ -24,11 +24,11 @@ MOST_SHOWN = 20_000
 class MeshwrightError(Exception):
     """Root of all errors; prints what was asked, what was found, why not, and the fix.
 
-    >>> print(MeshwrightError("Shard(3)", "a tensor of 2 dims", "dim 3 does not exist", "Shard(0) or Shard(1)"))
+    >>> print(MeshwrightError("Shard(3)", "a tensor of 2 dims", "dim 3 does not exist", "use Shard(0) or Shard(1)"))
     MeshwrightError: Shard(3)
       found: a tensor of 2 dims
       why:   dim 3 does not exist
-      fix:   Shard(0) or Shard(1)
+      fix:   use Shard(0) or Shard(1)
     """
 
     def __init__(self, asked: str, found: str, why: str, write: str) -> None:

@@ -77,7 +77,7 @@ class Layout:
                 f"a layout {self!r}",
                 f"axis {twice!r} in two places",
                 "an axis has one role in a layout",
-                "each axis once",
+                "use each axis once",
             )
 
     @property
@@ -192,7 +192,7 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh: ProcessMesh) -> 
             f"placements {list(placements)}",
             f"{mesh} with {mesh.ndim} axes",
             "there is one placement per mesh axis",
-            f"at most {mesh.ndim} placements",
+            f"pass at most {mesh.ndim} placements",
         )
     dims: list[tuple[str, ...]] = [()] * ndim
     partial: list[tuple[str, str]] = []
@@ -207,14 +207,14 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh: ProcessMesh) -> 
                 f"placement {placement!r} on axis {axis!r}",
                 f"a {type(placement).__name__}",
                 "a placement is Replicate(), Shard(dim) or Partial(op)",
-                "mw.Shard(0), for example",
+                "use mw.Shard(0), for example",
             )
     return Layout(tuple(dims), tuple(partial))
 
 
 def _dim_at(placement: Shard, ndim: int, axis: str) -> int:
     if not -ndim <= placement.dim < ndim:
-        valid = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(): a scalar has no dim to cut"
+        valid = f"use a dim from {-ndim} to {ndim - 1}" if ndim else "use Replicate(): a scalar has no dim to shard"
         raise PlacementError(
             f"{placement} on axis {axis!r}", f"a tensor of {ndim} dims", f"there is no dim {placement.dim}", valid
         )

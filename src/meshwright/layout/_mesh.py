@@ -103,7 +103,7 @@ class ProcessMesh:
                 f"axis {name!r} of {self}",
                 f"axes {', '.join(self.dim_names)}",
                 f"there is no axis {name!r}",
-                f"one of {', '.join(repr(n) for n in self.dim_names)}",
+                f"use one of {', '.join(repr(n) for n in self.dim_names)}",
             )
         return self.dim_names.index(name)
 
@@ -114,8 +114,8 @@ class ProcessMesh:
             raise MeshError(
                 f"the coordinate of rank {rank}",
                 f"a mesh of ranks {list(self.process_ids)}",
-                f"rank {rank} is not in it",
-                "a rank of this mesh, or guard the call with `rank in mesh`",
+                f"rank {rank} is not in the mesh",
+                "use a rank of this mesh, or guard the call with `rank in mesh`",
             )
         return found
 
@@ -172,15 +172,15 @@ class ProcessMesh:
         raise MeshError(
             f"mesh[{name!r}]",
             f"{self} without an index along {name!r}",
-            "the ranks along one axis depend on which line is meant",
-            f"mesh[{name!r}, 0] to fix the axis, or mesh.get_submesh_with_dim({name!r}, rank)",
+            "the mesh has several lines of ranks along this axis",
+            f"use mesh[{name!r}, 0] to fix the axis, or mesh.get_submesh_with_dim({name!r}, rank)",
         )
 
     def _slice(self, items: tuple[Any, ...]) -> ProcessMesh:
         try:
             block = self.mesh[items]
         except IndexError as error:
-            raise MeshError(f"mesh[{items}]", str(self), str(error), "an index inside the mesh's shape") from None
+            raise MeshError(f"mesh[{items}]", str(self), str(error), "use an index inside the mesh's shape") from None
         full = (*items, *[slice(None)] * (self.ndim - len(items)))
         names = [n for n, i in zip(self.dim_names, full, strict=True) if isinstance(i, slice)]
         return ProcessMesh(block if names else block.reshape(1), names or [self.dim_names[-1]])
@@ -210,20 +210,23 @@ def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         ranks = np.asarray(mesh, dtype=np.int64)
     except (ValueError, TypeError, OverflowError) as error:
         raise MeshError(
-            f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "[[0, 1], [2, 3]]"
+            f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "use rows such as [[0, 1], [2, 3]]"
         ) from None
     if ranks.ndim == 0:
         ranks = ranks.reshape(1)
     if ranks.size == 0:
-        raise MeshError(f"ProcessMesh({mesh!r})", "no ranks", "a mesh needs at least one rank", "ProcessMesh([0])")
+        raise MeshError(f"ProcessMesh({mesh!r})", "no ranks", "a mesh needs at least one rank", "use ProcessMesh([0])")
     seen, count = np.unique(ranks, return_counts=True)
     if (count > 1).any():
         twice = [int(r) for r in seen[count > 1]]
         raise MeshError(
-            f"ProcessMesh({mesh!r})", f"rank {twice[0]} more than once", "a rank holds one place", "each rank once"
+            f"ProcessMesh({mesh!r})",
+            f"rank {twice[0]} more than once",
+            "a rank has one position",
+            "list each rank once",
         )
     if int(seen[0]) < 0:
-        raise MeshError(f"ProcessMesh({mesh!r})", f"rank {int(seen[0])}", "ranks count from 0", "ranks ≥ 0")
+        raise MeshError(f"ProcessMesh({mesh!r})", f"rank {int(seen[0])}", "ranks count from 0", "use ranks ≥ 0")
     return ranks
 
 
@@ -233,10 +236,13 @@ def _check_names(names: tuple[str, ...], ranks: np.ndarray[Any, np.dtype[np.int6
             f"dim_names {list(names)}",
             f"a mesh of {ranks.ndim} dims, shape {tuple(ranks.shape)}",
             "every mesh dim has one name of its own",
-            f"{ranks.ndim} different names",
+            f"pass {ranks.ndim} different names",
         )
     bad = [n for n in names if not n.isidentifier()]
     if bad:
         raise MeshError(
-            f"dim_names {list(names)}", f"{bad[0]!r}", "an axis name must be an identifier", 'names such as "dp", "tp"'
+            f"dim_names {list(names)}",
+            f"{bad[0]!r}",
+            "an axis name must be an identifier",
+            'use names such as "dp" and "tp"',
         )

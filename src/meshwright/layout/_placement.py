@@ -41,7 +41,7 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         if not hasattr(self.dim, "__index__"):
             raise PlacementError(
-                f"Shard({self.dim!r})", f"a {type(self.dim).__name__}", "a dim is a whole number", "Shard(0)"
+                f"Shard({self.dim!r})", f"a {type(self.dim).__name__}", "a dim is an integer", "use Shard(0)"
             )
 
     def get_dim(self) -> int:
@@ -61,9 +61,9 @@ class Partial(Placement):
         if self.op not in PARTIAL_OPS:
             raise PlacementError(
                 f"Partial({self.op!r})",
-                "an operation that is not known",
-                "terms are joined by one of a few operations",
-                f"one of {', '.join(PARTIAL_OPS)}",
+                "an unknown operation",
+                f"terms are combined by one of {len(PARTIAL_OPS)} operations",
+                f"use one of {', '.join(PARTIAL_OPS)}",
             )
 
     def __repr__(self) -> str:

@@ -144,8 +144,8 @@ class Spec:
             raise LayoutError(
                 f"the offset of rank {rank} along dim {dim}",
                 repr(axes),
-                "a product dim is held in several runs",
-                "local_ranges(rank), which lists every factor",
+                "a part of a product dim has several ranges, and no single offset",
+                "call local_ranges(rank), which lists every factor",
             )
         return cut(self.shape[dim], axes, self.mesh.sizes, self.mesh.coordinate(rank))[0]
 
@@ -218,13 +218,21 @@ def _check(mesh: ProcessMesh, layout: Layout, shape: tuple[int, ...]) -> None:
             f"layout {layout}",
             f"shape {shape}",
             f"the layout has {layout.ndim} dims, the shape {len(shape)}",
-            "one entry per tensor dim",
+            "write one entry per tensor dim",
         )
     unknown = [a for a in layout.axes if a not in mesh.sizes]
     if unknown:
         raise LayoutError(
-            f"layout {layout}", str(mesh), f"the mesh has no axis {unknown[0]!r}", f"one of {', '.join(mesh.dim_names)}"
+            f"layout {layout}",
+            str(mesh),
+            f"the mesh has no axis {unknown[0]!r}",
+            f"use one of {', '.join(mesh.dim_names)}",
         )
     for n, dim in zip(shape, layout.dims, strict=True):
         if isinstance(dim, Product) and dim.size != n:
-            raise LayoutError(f"dim {dim}", f"size {n}", f"the factors make {dim.size}", f"factors that make {n}")
+            raise LayoutError(
+                f"dim {dim}",
+                f"size {n}",
+                f"the product of the factors is {dim.size}",
+                f"use factors whose product is {n}",
+            )

@@ -40,7 +40,9 @@ def read_dtype(name: str) -> torch.dtype:
     """
     dtype = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"a dtype {name[:80]!r}", repr(name[:80]), "no such dtype", f"one of {', '.join(DTYPES)}")
+        raise LayoutError(
+            f"a dtype {name[:80]!r}", "an unknown name", "there is no such dtype", f"use one of {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -89,7 +91,10 @@ def parse_sized(text: str) -> tuple[torch.dtype, list[int], Layout]:
     sizes = [n for n in shape if n is not None]
     if len(sizes) != len(shape):
         raise LayoutError(
-            f"{text!r}", "a dim without a size", "a spec has the global size of every dim", "f32[8@dp, 16]"
+            f"{text!r}",
+            "a dim without a size",
+            "a spec has the global size of every dim",
+            "write it as in f32[8@dp, 16]",
         )
     _check_elements(sizes, text)
     return dtype, sizes, layout
@@ -99,7 +104,10 @@ def _parse(text: str) -> tuple[str, list[int | None], Layout]:
     found = _SPEC.fullmatch(_checked(text))
     if found is None:
         raise LayoutError(
-            f"{text!r}", "text that is not a layout", "the form is [dims] and marks", "f32[8@dp, 16] +tp ~cp"
+            f"{text!r}",
+            "text that is not a layout",
+            "a layout is [dims] and then marks",
+            "write it as in f32[8@dp, 16] +tp ~cp",
         )
     body = found["dims"].strip()
     parsed = [_parse_dim(part, text) for part in body.split(",")] if body else []
@@ -111,20 +119,22 @@ def _parse(text: str) -> tuple[str, list[int | None], Layout]:
 
 def _check_elements(sizes: Sequence[int], text: str) -> None:
     if prod(max(1, n) for n in sizes) >= 2**63:
-        raise LayoutError(f"{text!r}", "more than 2**63 elements", "no tensor has so many", "f32[8@dp, 16]")
+        raise LayoutError(f"{text!r}", "2**63 elements or more", "no tensor has so many elements", "use smaller sizes")
 
 
 def _checked(text: str) -> str:
     if len(text) <= MOST_CHARACTERS:
         return text
     why = f"the text of a layout has at most {MOST_CHARACTERS} characters"
-    raise LayoutError(f"a layout {text[:40]!r}...", f"{len(text)} characters", why, "f32[8@dp, 16] +tp ~cp")
+    raise LayoutError(
+        f"a layout {text[:40]!r}...", f"{len(text)} characters", why, "write it as in f32[8@dp, 16] +tp ~cp"
+    )
 
 
 def _size(digits: str, text: str) -> int:
     if len(digits) <= MOST_DIGITS:
         return int(digits)
-    raise LayoutError(f"{text!r}", f"{digits[:40]}", f"a size has at most {MOST_DIGITS} digits", "16 or 3 * 512@tp")
+    raise LayoutError(f"{text!r}", f"{digits[:40]}", f"a size has at most {MOST_DIGITS} digits", "use a smaller size")
 
 
 def _parse_dim(part: str, text: str) -> tuple[int | None, Dim]:
@@ -134,14 +144,18 @@ def _parse_dim(part: str, text: str) -> tuple[int | None, Dim]:
     for piece in part.split("*"):
         found = _FACTOR.fullmatch(piece)
         if found is None or not piece.strip():
-            raise LayoutError(f"{text!r}", f"{part.strip()!r}", "this is not a dim", "16, 16@dp, @dp, : or 3 * 512@tp")
+            raise LayoutError(
+                f"{text!r}", f"{part.strip()!r}", "this is not a dim", "write 16, 16@dp, @dp, : or 3 * 512@tp"
+            )
         axes = tuple(found["axes"].split("@")[1:])
         factors.append((_size(found["size"], text) if found["size"] else None, axes))
     if len(factors) == 1:
         return factors[0]
     sized = tuple((n, axes) for n, axes in factors if n is not None)
     if len(sized) != len(factors):
-        raise LayoutError(f"{text!r}", f"{part.strip()!r}", "every factor of a product needs its size", "3 * 512@tp")
+        raise LayoutError(
+            f"{text!r}", f"{part.strip()!r}", "every factor of a product needs its size", "write 3 * 512@tp"
+        )
     product = Product(sized)
     _check_elements([product.size], text)
     return product.size, product

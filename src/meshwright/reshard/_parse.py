@@ -48,13 +48,15 @@ def parse_step(text: str, mesh: ProcessMesh | None = None) -> Step:
 
 
 def _no_step(text: str, why: str) -> ReshardError:
-    return ReshardError(f"{text!r}", "text that is not a step", why, "AllReduce(dp tp), AllGather(tp, dim 0)")
+    return ReshardError(
+        f"{text!r}", "text that is not a step", why, "write it as in AllReduce(dp tp) or AllGather(tp, dim 0)"
+    )
 
 
 def _places(text: str) -> Places:
     places, rest = _split(text)
     if rest:
-        raise ValueError(f"nothing is known by {rest!r}")
+        raise ValueError(f"{' '.join(rest)!r} has no meaning here")
     return places
 
 
@@ -62,7 +64,7 @@ def _split(text: str) -> tuple[Places, list[str]]:
     """Return the places in a text such as `x y, dim 0; z, dim 1`, and the words after them."""
     found = _PLACES.fullmatch(text)
     if found is None:
-        raise ValueError("places are written as axes and the dim that they cut: x y, dim 0; z, dim 1")
+        raise ValueError("a place is written as axes and the dim that they shard: x y, dim 0; z, dim 1")
     runs = [run.split(", dim ") for run in found["places"].split("; ")]
     return tuple((axis, int(dim)) for axes, dim in runs for axis in _names(axes.split())), found["notes"].split()
 
@@ -77,7 +79,7 @@ def _joining(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
 def _names(words: Sequence[str]) -> tuple[str, ...]:
     wrong = [w for w in words if not w.isidentifier()]
     if wrong or not words:
-        raise ValueError(f"{wrong[0]!r} is no name of an axis" if wrong else "there is no axis")
+        raise ValueError(f"{wrong[0]!r} is not the name of an axis" if wrong else "there is no axis")
     return tuple(words)
 
 
@@ -87,34 +89,34 @@ def _reduce_scatter(text: str) -> ReduceScatter:
         axes, op = _joining(notes[1:])
         return ReduceScatter(axes, places, op)
     if len(notes) > 1 or not set(notes) <= set(PARTIAL_OPS):
-        raise ValueError(f"{' '.join(notes)!r} is no operation")
+        raise ValueError(f"{' '.join(notes)!r} is not a reduction")
     return ReduceScatter(tuple(axis for axis, _ in places), places, *notes)
 
 
 def _all_to_all(text: str) -> AllToAll:
     layout = parse_layout(text)
     if layout.marks():
-        raise ValueError("it only says how dims are cut")
+        raise ValueError("an AllToAll has sharded dims only, and no marks")
     return AllToAll(tuple(dim for dim in layout.dims if isinstance(dim, tuple)))
 
 
 def _scale(text: str) -> Scale:
     axes, _, op = text.rpartition(" to ")
     if op not in PARTIAL_OPS:
-        raise ValueError(f"{op!r} is no operation")
+        raise ValueError(f"{op!r} is not a reduction")
     return Scale(_names(axes.split()), op)
 
 
 def _exchange(text: str, mesh: ProcessMesh | None) -> Exchange:
     spec, _, where = text.partition(" on ")
     if mesh is not None and where != repr(mesh):
-        raise ValueError(f"it goes to {where}, and the mesh is {mesh!r}")
+        raise ValueError(f"the target mesh is {where}, and the given mesh is {mesh!r}")
     return Exchange(_spec(spec, mesh))
 
 
 def _spec(text: str, mesh: ProcessMesh | None) -> Spec:
     if mesh is None:
-        raise ValueError("the mesh is not known: parse_step(text, mesh)")
+        raise ValueError("the mesh is missing; call parse_step(text, mesh)")
     return parse_spec(text, mesh)
 
 

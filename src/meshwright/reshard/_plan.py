@@ -113,8 +113,8 @@ def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
     bad = next((s for s in steps if isinstance(s, (View, Exchange)) and s not in (Exchange(dst),)), None)
     if bad is not None:
         raise ReshardError(
-            f"from {src} to {dst}", f"the step {bad!r}", "it speaks of sizes, which are symbolic here",
-            "a batch of fixed sizes, or axes that cut the dim evenly",
+            f"from {src} to {dst}", f"the step {bad!r}", "the step depends on sizes, which are symbolic",
+            "use a batch of fixed sizes, or axes that divide the dim evenly",
         )  # fmt: skip
     return Plan(src, dst, steps)
 
@@ -141,14 +141,14 @@ def _check(src: Spec, dst: Spec) -> None:
             f"from {src} to {dst}",
             f"shapes {tuple(src.shape)} and {tuple(dst.shape)}",
             "a conversion keeps every element of the tensor",
-            f"a target of shape {tuple(src.shape)}, or a reshape before",
+            f"use a target of shape {tuple(src.shape)}, or reshape first",
         )
     if src.dtype != dst.dtype:
         raise ReshardError(
             f"from {src} to {dst}",
             f"dtypes {src.dtype} and {dst.dtype}",
-            "a conversion keeps every number as it is",
-            f"dst.with_dtype({src.dtype}), and a cast before or after",
+            "a conversion does not change values",
+            f"use dst.with_dtype({src.dtype}), and cast before or after",
         )
 
 
@@ -225,8 +225,8 @@ def _wrong_part(plan: Plan, local: Tensor, rank: int) -> ReshardError:
     return ReshardError(
         f"{plan!r} on rank {rank}",
         f"a part of shape {tuple(local.shape)}, {local.dtype}",
-        f"of {plan.src} rank {rank} holds a part of shape {shape}, {plan.src.dtype}",
-        "the local part that the source spec describes",
+        f"rank {rank} holds a part of shape {shape}, {plan.src.dtype}, of {plan.src}",
+        "pass the local part that the source spec describes",
     )
 
 

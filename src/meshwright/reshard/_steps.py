@@ -292,7 +292,7 @@ def _removed(cuts: Cuts, places: Places) -> Cuts:
     made = list(cuts)
     for axis, dim in reversed(places):
         if made[dim][-1:] != (axis,):
-            raise ValueError(f"{axis!r} is not the innermost axis that cuts dim {dim} of {Layout(cuts)!r}")
+            raise ValueError(f"{axis!r} is not the innermost axis that shards dim {dim} of {Layout(cuts)!r}")
         made[dim] = made[dim][:-1]
     return tuple(made)
 

@@ -132,7 +132,7 @@ def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTe
             f"rule {rule.text!r}",
             f"an operand of shape {tuple(shape)} for {operand}",
             "the number of dims differs",
-            "an operand with the dims that the rule names",
+            "pass an operand with the dims that the rule names",
         )
     dims: list[DimTerm] = []
     for term in operand:
@@ -157,8 +157,8 @@ def _measure(term: DimTerm, size: int, names: dict[str, int], sizes: list[int], 
         raise RuleError(
             f"rule {rule.text!r}",
             f"factor {term.names[0]} is {sizes[at]} in one operand and {size} in another",
-            "one factor has one size",
-            "operands whose shapes agree, or a size of 1 to broadcast",
+            "a factor has one size",
+            "pass operands whose shapes agree, or use a size of 1 to broadcast",
         )
 
 
@@ -182,8 +182,8 @@ def _check_products(
                 raise RuleError(
                     f"rule {rule.text!r}",
                     f"a dim of size {size} for {term}",
-                    "factors of a product carry their sizes",
-                    "names such as f0_4 for a factor of size 4",
+                    "the name of a factor in a product ends with the factor's size",
+                    "use names such as f0_4 for a factor of size 4",
                 )
             for n, p in zip(term.names, parts, strict=True):
                 sizes[names[n]] = p or 0

@@ -71,12 +71,15 @@ def parse_rule(text: str) -> Equation:
     """
     if len(text) > MOST_CHARACTERS or text.count("|") + text.count("?") > 1:
         why = f"a rule has at most {MOST_CHARACTERS} characters, and one '|' or '?'"
-        raise RuleError(f"rule {text[:80]!r}", f"{len(text)} characters", why, '"m k * k n -> m n"')
+        raise RuleError(f"rule {text[:80]!r}", f"{len(text)} characters", why, 'write it as in "m k * k n -> m n"')
     if text.count("->") != 1:
-        raise RuleError(f"rule {text!r}", "no single '->'", "a rule has operands and results", '"m k * k n -> m n"')
+        raise RuleError(
+            f"rule {text!r}", f"{text.count('->')} times '->'", "a rule has one '->', from operands to results",
+            'write it as in "m k * k n -> m n"',
+        )  # fmt: skip
     left, right = text.split("->")
     if left.rstrip().endswith("+"):
-        raise RuleError(f"rule {text!r}", "nothing behind the last '+'", "a term is missing", "'...' for a scalar")
+        raise RuleError(f"rule {text!r}", "nothing after the last '+'", "a term is missing", "write '...' for a scalar")
     whole: set[str] = set()
     linear, given, order = _split_given(left)
     operands: list[Operand] = []
@@ -120,14 +123,14 @@ def _operand(text: str, whole: set[str], rule: str) -> Operand:
         else:
             dims.append(DimTerm(() if token == "1" else (_name(token, whole, rule),)))
     if group is not None:
-        raise RuleError(f"rule {rule!r}", f"{text.strip()!r}", "a parenthesis is not closed", "(a b)")
+        raise RuleError(f"rule {rule!r}", f"{text.strip()!r}", "a parenthesis is not closed", "write (a b)")
     return tuple(dims)
 
 
 def _name(token: str, whole: set[str], rule: str) -> str:
     name = token.removesuffix("!")
     if name != ELLIPSIS and not name.isidentifier():
-        raise RuleError(f"rule {rule!r}", f"{token!r}", "a factor is named like a variable", "m, k1 or s!")
+        raise RuleError(f"rule {rule!r}", f"{token!r}", "a factor is named like a variable", "use m, k1 or s!")
     if token.endswith("!"):
         whole.add(name)
     return name
@@ -139,5 +142,8 @@ def _check_names(operands: list[Operand], results: tuple[Operand, ...], text: st
         new = [n for d in result for n in d.names if n not in known and not n.startswith(NEW)]
         if new:
             raise RuleError(
-                f"rule {text!r}", f"result factor {new[0]!r}", "no operand has it", "a factor of an operand, or new…"
+                f"rule {text!r}",
+                f"result factor {new[0]!r}",
+                "no operand has it",
+                "use a factor of an operand, or new…",
             )

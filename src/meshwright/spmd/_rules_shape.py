@@ -73,8 +73,8 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
         return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
     if prod(old) != prod(new):
         raise RuleError(
-            f"a reshape of {tuple(old)}", f"sizes {tuple(new)}", "they make another number of elements",
-            f"sizes whose product is {prod(old)}, or one of them -1",
+            f"a reshape of {tuple(old)}", f"sizes {tuple(new)}", "the number of elements differs",
+            f"use sizes whose product is {prod(old)}, or -1 for one size",
         )  # fmt: skip
     left, right = common_factors(old, new)
     ones = ([d for d, n in enumerate(sizes) if n == 1] for sizes in (old, new))

@@ -160,7 +160,7 @@ def _wait(name: str, out: Any, given: list[DistTensor]) -> None:
     boxed = out[-1] if isinstance(out, tuple) else out
     work = None if boxed is None else work_of(boxed)
     if work is None:
-        raise _refusal(name, given, "a coalescing manager does not tell when the result of the call is complete")
+        raise _refusal(name, given, "a coalescing manager does not report when the result of the call is complete")
     work.wait()
 
 

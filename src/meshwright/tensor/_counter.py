@@ -174,7 +174,7 @@ class Counted:
         return torch.empty(self.spec.local_shape(current().rank), dtype=self.spec.dtype, device=self.device)
 
     def __repr__(self) -> str:
-        return f"{self.name} of {self.spec!r} by counters"
+        return f"{self.name} of {self.spec!r} from counters"
 
 
 def _indices(spec: Spec, rank: int) -> list[Tensor]:

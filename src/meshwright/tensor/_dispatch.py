@@ -184,7 +184,7 @@ def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
     specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
     return OperationError(
         f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
-        "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; gradcheck without check_batched_grad",
+        "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; call gradcheck without check_batched_grad",
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
         if spec.mesh is not mesh:
             raise MixedMeshError(
                 f"{name_of(func)} of tensors on two meshes", f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
-                "an operation runs on one mesh", "mw.reshard(x, mesh, placements) to bring one of them over",
+                "an operation runs on one mesh", "call mw.reshard(x, mesh, placements) to move one of them",
             )  # fmt: skip
     return mesh
 
@@ -281,10 +281,10 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
         if not torch.is_grad_enabled() or (t.requires_grad and not t.is_leaf):
             raise PlainInBackwardError(
                 f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
-                "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-                "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers, and "
-                "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass; in an "
-                "autograd.Function, ctx.save_for_backward an argument, or wrap the function with mw.local_map",
+                "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
+                "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers and "
+                "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass. In an "
+                "autograd.Function, save arguments by ctx.save_for_backward, or wrap the function with mw.local_map",
             )  # fmt: skip
 
 
@@ -469,7 +469,7 @@ def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Operatio
                       for t in tensors_in((args, kwargs or {})))  # fmt: skip
     return OperationError(
         name_of(func), specs, str(error).split("\n")[0],
-        "operands that one device would take: the shapes above are those of the whole tensors",
+        "pass operands that are valid on one device; the shapes above are those of the whole tensors",
     )  # fmt: skip
 
 

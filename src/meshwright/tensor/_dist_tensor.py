@@ -140,14 +140,14 @@ class DistTensor(Tensor):
         raise PickleError(
             "pickling a DistTensor", f"{self._spec!r} on {self._spec.mesh!r}",
             "each rank holds a part only, and a pickle would hold the part of one rank",
-            "mw.unshard_dtensor(x) for the whole plain tensor, or a checkpoint",
+            "pickle mw.unshard_dtensor(x), the whole plain tensor, or save a checkpoint",
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if not self.is_leaf:
             raise OperationError(
-                "copy.deepcopy", f"{self._spec!r}, which is no leaf of the autograd graph",
-                "a copy would lose the history, and the gradient with it; torch refuses such a copy, too",
+                "copy.deepcopy", f"{self._spec!r}, which is not a leaf of the autograd graph",
+                "a copy would lose the autograd history and so the gradient; torch refuses such a copy too",
                 "copy x.detach(), or write x.clone() for a copy with the history",
             )  # fmt: skip
         return self._deep_copied(memo)

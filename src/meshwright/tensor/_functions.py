@@ -238,9 +238,9 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
             return held_with(grad, plain_view(local))
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
-            f"the backward pass of {function.__name__}", f"a plain gradient of an argument that lies as {spec!r}",
-            "it may be this rank's part of a gradient, or a whole value: nothing tells which",
-            "a gradient that is made of those it is given, or the function on local parts: mw.local_map",
+            f"the backward pass of {function.__name__}", f"a plain gradient of the argument {spec!r}",
+            "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
+            "compute the gradient from the gradients that backward receives, or wrap the function with mw.local_map",
         )  # fmt: skip
     return as_dual_local(grad, spec)
 
@@ -278,9 +278,9 @@ def _untold(function: type[Function]) -> None:
     if len(_TOLD) > 1:
         name = function.__name__
         raise PlainInBackwardError(
-            f"{name}.apply in a program", f"a name of {name}.apply that is older than the import of meshwright",
-            "with this release of torch nothing tells of calls by such a name, and their gradient would be lost",
-            f"import meshwright before {name}.apply is given a name, or {name}.apply where it is called",
+            f"{name}.apply in a program", f"a variable that got {name}.apply before the import of meshwright",
+            "this release of torch does not report calls through such a variable, and their gradient would be lost",
+            f"import meshwright before you assign {name}.apply to a variable, or call {name}.apply directly",
         )  # fmt: skip
 
 

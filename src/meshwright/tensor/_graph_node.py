@@ -79,7 +79,7 @@ class GraphNode:
         return f"<{self._node.name()} object at {id(self):#x}>"
 
     def _refusal(self, name: str) -> MemoryAccessError:
-        specs = ", ".join(map(repr, self.specs.values())) or "a tensor on the way to a distributed one"
+        specs = ", ".join(map(repr, self.specs.values())) or "a tensor from which a distributed tensor is computed"
         return MemoryAccessError(
             f"grad_fn.{name}", f"{self._node.name()}, the autograd node of {specs}",
             "a node computes this rank's part of a gradient, and holds parts of tensors",

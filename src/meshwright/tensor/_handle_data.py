@@ -180,8 +180,8 @@ def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
     if graded or x._viewing:
         raise MemoryAccessError(
             f"x.data = y with y of shape {tuple(have.shape)}", f"{x._spec!r}, a {_state(x)}",
-            "its gradient, or its base, has the old shape",
-            "set x.grad = None first; write x = y if x is a computed value or a view",
+            "the gradient or the base of x has the old shape",
+            "set x.grad = None first, or write x = y if x is a computed value or a view",
         )  # fmt: skip
     if have.ndim != x._spec.ndim or any(isinstance(dim, Product) for dim in x._spec.layout.dims):
         return have
@@ -390,7 +390,7 @@ def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
         if x._viewing or has_assigned(x):
             raise OperationError(
                 "torch.utils.swap_tensors", f"{x._spec!r}, {'a view' if x._viewing else 'whose gradient is a view'}",
-                "the view has memory of its own on this rank, and its base refers to this very object",
+                "the view has its own memory on this rank, and its base refers to this Python object",
                 "swap x.clone(), or write x.copy_(y)" if x._viewing else "set x.grad = None first",
             )  # fmt: skip
     return NotImplemented
@@ -426,14 +426,14 @@ def _check_movable(x: DistTensor, name: str) -> None:
     has_grad = _gradient_of(x) is not None
     if is_view:
         raise OperationError(
-            name, f"{x._spec!r}, a view", "the parts have to move, and would leave the memory that they are a view of",
+            name, f"{x._spec!r}, a view", "the parts must move, and would leave the memory of the base",
             f"write x = x.{name[:-1]}(...), which makes a new tensor",
         )  # fmt: skip
     if is_graded_leaf and (torch.is_grad_enabled() or has_grad):
         raise OperationError(
             name, f"{x._spec!r}, a leaf that requires grad" + (" and has a gradient" if has_grad else ""),
-            "autograd allows no write in place to a leaf, and its gradient has the old shape",
-            f"call {name} under torch.no_grad() and after x.grad = None",
+            "autograd forbids in-place writes to a leaf, and a gradient would keep the old shape",
+            f"set x.grad = None, and call {name} under torch.no_grad()",
         )  # fmt: skip
 
 
@@ -455,6 +455,6 @@ def _swap(x: DistTensor, new: Tensor, name: str) -> None:
     except RuntimeError as error:
         raise OperationError(
             name, f"{x._spec!r}, which other tensors or the autograd graph refer to",
-            "the parts have to move, and the others would keep the memory that they share",
+            "the parts must move, and the other tensors would keep the old memory",
             f"write x = x.{name[:-1]}(...), which makes a new tensor",
         ) from error  # fmt: skip

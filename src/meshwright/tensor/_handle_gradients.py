@@ -107,7 +107,7 @@ def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
         if any_reread_with_history() and "backward through the graph a second time" in str(error):
             raise OperationError(
                 "a second backward pass", "a graph whose saved values are freed",
-                "the first pass freed them; a view that was read again after a write to its base belongs to that graph",
+                "the first pass freed the values; a view that is read again after a write to its base is in that graph",
                 "pass retain_graph=True to the first backward pass, or make the view again after the write",
             ) from error  # fmt: skip
         raise

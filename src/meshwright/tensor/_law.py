@@ -87,7 +87,7 @@ class Law:
             raise LocalShapeError(
                 f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
                 f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
-                "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+                "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
             )  # fmt: skip
 
     def _check_view(self, k: int, x: Tensor, inputs: Sequence[Any], rank: int) -> None:
@@ -95,9 +95,9 @@ class Law:
             return
         if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
             raise LocalShapeError(
-                f"{self.name} on rank {rank}", "a local result with memory of its own",
+                f"{self.name} on rank {rank}", "a local result with its own memory",
                 f"result {k} is {self.outs[k]!r}, a view of an argument, and a write to the copy would be lost",
-                "report this call, since the rule is wrong. Until then, mw.reshard the operands to Replicate()",
+                "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
             )  # fmt: skip
 
     def _settle(self, rank: int) -> None:

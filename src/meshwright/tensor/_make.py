@@ -51,9 +51,9 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
     """Return the error for a parameter of which ranks hold terms."""
     return PlacementError(
-        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a sum that is not made",
-        "an optimizer would update the terms, each by the whole gradient",
-        "use mw.Shard(dim) or mw.Replicate() for a parameter; operators give mw.Partial() results by themselves",
+        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a pending reduction",
+        "an optimizer would apply the whole gradient to each rank's term",
+        "use mw.Shard(dim) or mw.Replicate() for a parameter; operators make mw.Partial() results themselves",
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     if plain is None:
         raise OperationError(
             "mw.shard_tensor inside a transform of torch.func", f"a tensor of shape {tuple(x.shape)} of the transform",
-            "there a tensor is a wrapper of torch's, of which no part can be taken",
+            "inside a transform, torch wraps tensors, and a wrapped tensor cannot be split",
             "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
         )  # fmt: skip
     with transforms_paused():
@@ -145,7 +145,7 @@ def from_local(
     if captured_whole(local) is not None:
         raise OperationError(
             "dtensor_from_local in a model that is captured", f"a tensor of shape {tuple(local.shape)}",
-            "a model is captured as for one device: there are no parts yet", "mw.local_map, or a LocalLayer",
+            "a model is captured as for one device, so parts do not exist yet", "use mw.local_map or a LocalLayer",
         )  # fmt: skip
     layout = layout_of(placements, local.dim(), mesh)
     rank = current().rank
@@ -154,7 +154,7 @@ def from_local(
         raise LocalShapeError(
             f"from_local of a part of shape {tuple(local.shape)} on rank {rank}", f"{spec!r} on {mesh!r}",
             f"rank {rank} holds a part of shape {spec.local_shape(rank)}",
-            "shape=(…) with the global shape when parts are uneven",
+            "pass shape=(…), the global shape, if parts are uneven",
         )  # fmt: skip
     if shape is None:
         check_same_on_ranks(spec)

@@ -33,7 +33,7 @@ class Elsewhere(DistTensor):
         raise _refused(self, "to_local", self.__dict__["_maker"])
 
     def _read_again(self) -> None:
-        raise _refused(self, "to use a tensor", self.__dict__["_maker"])
+        raise _refused(self, "a use", self.__dict__["_maker"])
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -175,8 +175,8 @@ def offset_of(x: DistTensor) -> int:
                 return 0
             raise MemoryAccessError(
                 "Tensor.storage_offset", f"{x._spec!r}, which has no base",
-                "this rank knows the offset in its part only",
-                "ask before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
+                "this rank knows only the offset in its own part",
+                "call storage_offset() before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
             )  # fmt: skip
         local = int(x.storage_offset()) - int(base.storage_offset())
         return start + _distance(local, base.size(), base.stride(), base._spec.full_strides)
@@ -219,8 +219,8 @@ def storage_of(x: DistTensor) -> Any:
     if has_gaps:
         raise MemoryAccessError(
             "the storage of a view", f"{x._spec!r}, which has no base",
-            "its memory has gaps, and what is in them belongs to a tensor that this rank does not know",
-            "ask the tensor that it is a view of, or x.contiguous()",
+            "the view's memory has gaps, and the bytes in the gaps belong to a tensor that this rank does not know",
+            "take the storage of the base tensor or of x.contiguous()",
         )  # fmt: skip
     with no_interception():
         storage = memory.untyped_storage()

@@ -45,7 +45,7 @@ def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
     x = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
     raise MemoryAccessError(
         getattr(func, "__name__", repr(func)), f"{x._spec!r}; the answer is a {type(wrong).__name__}",
-        "it is about memory, and this rank holds only a part", "call it on x.to_local() or mw.unshard_dtensor(x)",
+        "the call reads memory, and this rank holds only a part", "call it on x.to_local() or mw.unshard_dtensor(x)",
     )  # fmt: skip
 
 

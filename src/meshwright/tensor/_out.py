@@ -115,7 +115,7 @@ def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor
         if target.shape != result.shape and isinstance(target, DistTensor):
             raise OperationError(
                 f"{_name(func)} with out=", f"out is {target._spec!r}, the result has shape {tuple(result.shape)}",
-                "a distributed tensor keeps its shape", "pass out= of the result's shape, or leave out= away",
+                "a distributed tensor keeps its shape", "pass out= of the result's shape, or omit out=",
             )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any,
             f"{getattr(func, '__name__', func)} on a rank outside {mesh!r}",
             str(error).split("\n")[0],
             "the result depends on values that only the mesh's ranks hold",
-            "mw.reshard(x, mesh, placements) to a mesh of all ranks first",
+            "first call mw.reshard(x, mesh, placements) with a mesh of all ranks",
         ) from error
     with torch.no_grad():
         values = {id(t): everywhere(t.detach()) for t in tensors}

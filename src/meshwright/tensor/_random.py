@@ -47,8 +47,8 @@ def random_source(source: Source) -> AbstractContextManager[None]:
     if source not in get_args(Source):
         raise RandomSourceError(
             f"random_source({source!r})", repr(source), "there is no such source of random numbers",
-            '"torch" for the numbers of one device, "counter" for the same numbers on every mesh, each rank drawing '
-            'its part alone, or "rank" for the cheapest',
+            'use "torch" for the numbers of one device, "counter" for numbers that are equal on every mesh and that '
+            'each rank draws for its own part, or "rank" for the cheapest',
         )  # fmt: skip
     return _sources.holding(source)
 

@@ -28,5 +28,5 @@ def check_same_on_ranks(spec: Spec) -> None:
         raise LocalShapeError(
             f"from_local on rank {here.rank}", f"{spec!r} here, and {other!r} on another rank",
             "without a global shape, every rank must give a part of the same shape and dtype",
-            "shape=(…) with the global shape if parts are uneven",
+            "pass shape=(…), the global shape, if parts are uneven",
         )  # fmt: skip

@@ -97,7 +97,7 @@ def _check_functional(x: Any) -> None:
     if isinstance(x, DistTensor):
         raise OperationError(
             f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
-            "it writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
+            "functionalize writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
             "call the function without functionalize; the results are the same",
         )  # fmt: skip
 
@@ -144,8 +144,8 @@ class _Wholes:
         for key, (t, whole) in self.pairs.items():
             if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
                 raise OperationError(
-                    f"to write with {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
-                    "there the tensor is a whole copy, and what is written to it is lost",
+                    f"a write by {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
+                    "inside a transform, the tensor is a whole copy, and a write to the copy is lost",
                     "pass the tensor as an argument of the transformed function, or write its result outside",
                 )  # fmt: skip
 
@@ -231,7 +231,7 @@ def _check_alone(written: Sequence[DistTensor], others: Sequence[DistTensor]) ->
         if any(_may_share(t, other) for other in others if other is not t):
             raise OperationError(
                 f"a function inside a transform of {NAME} that writes to its argument", repr(t._spec),
-                "another tensor of the call shares memory with the argument, and each has a whole copy there",
+                "another tensor of the call shares memory with the argument, and the transform copies each tensor",
                 "pass one of the two tensors, and derive the other one inside the function",
             )  # fmt: skip
 

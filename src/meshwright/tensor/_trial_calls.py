@@ -18,7 +18,7 @@ from .torch_hooks import DynamicShapeError, ValueNeededError, imagining, no_inte
 _USUAL = {torch.float32, torch.float64}
 """Dtypes that every kernel has."""
 
-_READS_NUMBER = "it takes a number from a tensor, so every rank gathers the tensor"
+_READS_NUMBER = "it reads a number from a tensor, so every rank gathers the tensor"
 
 
 def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype] | None:
@@ -45,7 +45,7 @@ def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Ex
         pass
     if reason.startswith("Cannot cast "):
         return _READS_NUMBER
-    return "torch cannot tell the shape of the result without the values" if is_internal else reason
+    return "torch cannot infer the shape of the result without the values" if is_internal else reason
 
 
 def _imagined(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -151,9 +151,9 @@ def _write_back(func: Any, stands_for: Sequence[StandIn], marked: set[int]) -> N
 def _refused(func: Any, t: DistTensor) -> OperationError:
     name = getattr(func, "__name__", str(func))
     return OperationError(
-        f"{name} that gives an argument another shape or memory", repr(t._spec),
+        f"{name} that changes the shape or the memory of an argument", repr(t._spec),
         "a distributed tensor keeps its shape, and its parts keep their memory",
-        f"make a new tensor by the functional form of {name} or by torch.empty",
+        f"make a new tensor with the functional form of {name} or with torch.empty",
     )  # fmt: skip
 
 
