@@ -158,8 +158,9 @@ def _entry(path: Path, name: str, found: Stored) -> Entry:
 
 def digest_of(path: Path, links: bool = False) -> FileFacts:
     """Return the present length and SHA-256 of a file."""
-    found, buffer = sha256(), memoryview(bytearray(CHUNK))
+    found = sha256()
     with open_bytes(path, links) as file:
+        buffer = memoryview(bytearray(min(CHUNK, file.size)))
         for at in range(0, file.size, CHUNK):
             part = buffer[: min(CHUNK, file.size - at)]
             file.read_into(at, part)
