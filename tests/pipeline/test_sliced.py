@@ -214,7 +214,7 @@ def backwards(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         (both_ways, "scaled_dot_product_attention"),
         (with_a_mask, "mask"),
         (drops, "one dim"),
-        (centred, "comes later"),
+        (centred, "of the later slice"),
         (over_positions, "softmax"),
         (running, "cumsum"),
         (neighbours, "conv1d"),

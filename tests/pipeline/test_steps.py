@@ -182,7 +182,7 @@ def test_microbatches_of_many_sizes(name: str, way: tuple[int, ...], tied: bool)
     [
         ([batch(0, 2)] * 3, {"pipeline": {"enable": True, "accumulate_steps": 4}}, "accumulate_steps = 4"),
         ([batch(0, 2)], {}, "no pipeline"),
-        ([batch(0, 2), batch(0, 2)[:2]], {"pipeline": {"enable": True, "accumulate_steps": 2}}, "built alike"),
+        ([batch(0, 2), batch(0, 2)[:2]], {"pipeline": {"enable": True, "accumulate_steps": 2}}, "same structure"),
     ],
 )
 def test_batches_that_are_no_microbatches_are_refused(batches: Any, options: dict[str, Any], says: str) -> None:
