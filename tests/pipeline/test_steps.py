@@ -300,7 +300,7 @@ def test_a_table_is_a_schedule() -> None:
     ("way", "options", "error", "says"),
     [
         ((0, 1), {"schedule_mode": "ZB-V"}, StageError, "chunks on stages"),
-        ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "renews"),
+        ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "updates"),
         ((0, 1), {"schedule_mode": "no such"}, ScheduleError, "no such"),
         ((0, 1), {"schedule_mode": "PipeDream", "accumulate_steps": 4}, StageError, "versions of the weights"),
         ((0, 1), {"schedule_mode": "PipeDream-2BW", "accumulate_steps": 4}, StageError, "versions of the weights"),
